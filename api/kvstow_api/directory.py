@@ -9,6 +9,7 @@ from typing import Protocol
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus
+from kvstow_api.tiercontrol import TierControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,10 @@ class Directory(Protocol):
     @property
     def switches(self) -> Switches:
         """Of all pools, those to come included."""
+
+    @property
+    def tier(self) -> TierControl | None:
+        """The fleet tier; None where the host cannot have one."""
 
     @property
     def take_report(self) -> Callable[[RankReport], DesiredState] | None:

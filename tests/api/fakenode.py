@@ -18,6 +18,7 @@ from kvstow.messages import Completion, Op, RankReport
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import HostedPool
+from kvstow_api.tiercontrol import TierControl
 
 SLOT_BYTES = 4096
 SLOTS = 16
@@ -83,6 +84,7 @@ class FakeNode:
     engine_id = "beef"
     is_node = True
     take_report = None
+    tier: TierControl | None = None
     trust_eof: float | None = None
     memory_status: MemoryStatus = _POPULATED
     sharing_off: tuple[str, ...] = ()

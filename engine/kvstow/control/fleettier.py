@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -80,7 +81,9 @@ class FleetTier:
     """Used by the thread of the host: it calls `step` once a step, gives what `take_plans` returns to the ranks, and
     passes their completions to the session. No call waits for the store; each is O(blocks concerned), except `close`.
 
-    `status` may be called from any thread.
+    `status`, `set_bypassed`, `name_weights` and `note_purged` may be called from any thread, and wait for nothing. What
+    an operator orders with them concerns what begins from the next step on; what is under way ends as usual. `close`
+    may be called from any thread, too. A session has one tier at a time, until its ops have ended.
     """
 
     def __init__(
@@ -126,7 +129,14 @@ class FleetTier:
         self._max_putting = max(most, slots // 8)
         self._session = session
         session.on_stored = self._note_stored
-        self._bypassed = False
+        self._bypassed_until = -inf
+        self._resets = 0
+        self._names: deque[tuple[int, str]] = deque(maxlen=1)
+        """The name that an operator has given to the weights, and after how many resets."""
+        self._was_purged = False
+        self._is_closed = False
+        self._beginning = threading.Lock()
+        """Held while ops begin: none does once `close` has returned."""
         self._putting: dict[int, int] = {}
         """Blocks of each put under way."""
         self._fetching: dict[int, tuple[bytes, ...]] = {}
@@ -152,7 +162,7 @@ class FleetTier:
     def is_over(self, wait: TierWait) -> bool:
         """Whether the request need not wait any longer: it looks its keys up in the pool again, and computes what is
         not there."""
-        if wait.state == "over":
+        if wait.state == "over" or self._is_closed:
             return True
         if wait.state == "asking":
             self._look(wait)
@@ -217,7 +227,8 @@ class FleetTier:
 
     def _begin_fetch(self, keys: Sequence[bytes]) -> set[int]:
         assert self.fingerprint is not None
-        ops = self.traffic.begin_fetch(self.fingerprint, keys)
+        with self._beginning:
+            ops = [] if self._is_closed else self.traffic.begin_fetch(self.fingerprint, keys)
         for op in ops:
             self._fetching[op.op_id] = op.keys
             self._op_of.update(dict.fromkeys(op.keys, op.op_id))
@@ -227,6 +238,7 @@ class FleetTier:
 
     def step(self) -> None:
         """Take what has ended, and start what is due: one question to the store, and puts."""
+        self._take_orders()
         for result in self._lookups.take_results():
             self._take_result(result)
         for settled in self.traffic.take_settled():
@@ -263,12 +275,15 @@ class FleetTier:
         room = self._max_putting - sum(self._putting.values())
         if room <= 0:
             return
-        if self._settings.write == "back":
-            wanted, room = self.traffic.capacity_slots // _RESERVE, self._writes.allowed(room)
-            ops = self.traffic.put_coldest(fingerprint, wanted, self._in_store, most=room)
-            self._writes.note_taken(sum(len(op.keys) for op in ops))
-        else:
-            ops = self.traffic.begin_put(fingerprint, self._writes.take(room))
+        with self._beginning:
+            if self._is_closed:
+                return
+            if self._settings.write == "back":
+                wanted, room = self.traffic.capacity_slots // _RESERVE, self._writes.allowed(room)
+                ops = self.traffic.put_coldest(fingerprint, wanted, self._in_store, most=room)
+                self._writes.note_taken(sum(len(op.keys) for op in ops))
+            else:
+                ops = self.traffic.begin_put(fingerprint, self._writes.take(room))
         self._putting.update({op.op_id: len(op.keys) for op in ops})
 
     def _take_result(self, result: LookupResult) -> None:
@@ -284,6 +299,8 @@ class FleetTier:
             self.break_even.note_lookup(result.seconds)
 
     def _take_settled(self, settled: TierSettled) -> None:
+        if settled.op_id not in self._putting and settled.op_id not in self._fetching:
+            return  # of a tier that the session had before
         counters, moved = self.counters, settled.keys[: settled.moved]
         if settled.direction == "put":
             del self._putting[settled.op_id]
@@ -298,6 +315,7 @@ class FleetTier:
                 del self._op_of[key]
             counters.fetched_blocks += settled.moved
             counters.failed_fetch_blocks += len(settled.keys) - settled.moved
+            counters.saved_seconds += self.break_even.compute_seconds(settled.moved) or 0.0
             self.break_even.note_fetch(settled.moved, settled.seconds)
         if settled.fingerprint == self.fingerprint:
             if settled.direction == "fetch":
@@ -323,34 +341,67 @@ class FleetTier:
 
     def _note_stored(self, keys: Sequence[bytes]) -> None:
         """Called with the pool's lock held."""
-        if self.fingerprint is not None and not self._bypassed:
+        if self._is_on():
             self._writes.note_stored(keys)
 
     # -- epochs and operators -------------------------------------------------------------------------------
 
     def _is_on(self) -> bool:
-        return self.fingerprint is not None and not self._bypassed
+        return self.fingerprint is not None and not self.is_bypassed and not self._is_closed
+
+    @property
+    def is_bypassed(self) -> bool:
+        return self._clock() < self._bypassed_until
 
     def reset(self, reason: str = WEIGHTS_CHANGED) -> None:
         """Keys mean other bytes from now on, as after new weights: put and fetch nothing until `begin_epoch`. Fetches
         under way do not become visible. The host removes the blocks of before from the pool. `reason`: what operators
         read until then."""
-        self.fingerprint = None
+        self._resets += 1
         self._off_reason = reason
-        self.traffic.cancel_fetches()
-        self._writes.forget()
-        self._table.forget()
-        self._in_store.clear()
+        self._forget_meaning()
 
     def begin_epoch(self, fingerprint: str) -> None:
         """The weights have a name again. Implies `reset`."""
-        self.reset()
+        self._forget_meaning()
         self.fingerprint = fingerprint
 
-    def set_bypassed(self, bypassed: bool) -> None:
-        """Leave the store alone, or use it again. What is under way ends as usual."""
-        self._bypassed = bypassed
-        if bypassed:
+    def _forget_meaning(self) -> None:
+        self.fingerprint = None
+        self.traffic.cancel_fetches()
+        self._writes.forget()
+        self._forget_store()
+
+    def _forget_store(self) -> None:
+        """Nothing is known of what the store has."""
+        self._table.forget()
+        self._in_store.clear()
+
+    def set_bypassed(self, bypassed: bool, seconds: float | None = None) -> None:
+        """Leave the store alone, for so many seconds or (None) until it is to be used again. What is under way ends as
+        usual, and what was stored meanwhile is not put."""
+        lasts = inf if seconds is None else seconds
+        self._bypassed_until = self._clock() + lasts if bypassed else -inf
+
+    def name_weights(self, fingerprint: str) -> None:
+        """An operator names the weights that the engine has now: `begin_epoch` in the next step. Does nothing if they
+        have a name by then, or if keys have lost their meaning once more: the name is of weights that are gone."""
+        self._names.append((self._resets, fingerprint))
+
+    def note_purged(self) -> None:
+        """Objects of this fingerprint were removed from the store."""
+        self._was_purged = True
+
+    def _take_orders(self) -> None:
+        """What other threads have asked for."""
+        if self._names:
+            resets, fingerprint = self._names.pop()
+            if self.fingerprint is None and resets == self._resets:
+                self.begin_epoch(fingerprint)
+        if self._was_purged:
+            self._was_purged = False
+            self._forget_store()
+        if self.is_bypassed:
             self._writes.forget()
 
     def status(self) -> TierStatus:
@@ -378,18 +429,23 @@ class FleetTier:
     def _state(self) -> TierState:
         if self.fingerprint is None:
             return "off"
-        if self._bypassed:
+        if self.is_bypassed:
             return "bypassed"
         return "on" if self._breaker.is_closed else "down"
 
     def _reason(self) -> str:
         if self.fingerprint is None:
-            return self._off_reason
-        if self._bypassed:
+            named = "an operator has named the weights: it begins with the engine's next step"
+            return named if self._names else self._off_reason
+        if self.is_bypassed:
             return "an operator has switched it off"
         return self._breaker.reason
 
     def close(self) -> None:
-        """End the lookups. What is under way on the ranks is theirs. Idempotent."""
-        self._session.on_stored = None
+        """End the lookups, and begin no op any more; requests wait for nothing. What is under way on the ranks is
+        theirs, and so is what `take_plans` has yet to give them. Waits until the client is closed. Idempotent."""
+        with self._beginning:
+            if not self._is_closed:
+                self._session.on_stored = None
+            self._is_closed = True
         self._lookups.close()

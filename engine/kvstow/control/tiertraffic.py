@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Literal
 
-from kvstow.control.openop import LAST_RANK
+from kvstow.control.openop import LAST_RANK, OpenTierOp
 from kvstow.control.placement import place_fetch
 from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
@@ -102,6 +102,12 @@ class TierTraffic:
         """Ranks, each with an op to give to it now, in order. The ops are for the boots that the ranks have now."""
         with self._pool.lock:
             return self._session.ops.tier.take_plans()
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that have not ended on all ranks."""
+        with self._pool.lock:
+            return sum(isinstance(entry, OpenTierOp) for entry in self._session.ops)
 
     def take_settled(self) -> list[TierSettled]:
         """All transfers that have ended since the last call, in order."""

@@ -34,6 +34,12 @@ class Gate:
             if not self._condition.wait_for(lambda: self._is_open, 60):
                 raise TimeoutError("the test has left a gate shut")
 
+    @property
+    def num_arrived(self) -> int:
+        """Calls that have come here."""
+        with self._condition:
+            return self._arrived
+
     def wait_arrived(self, calls: int) -> None:
         """Wait until so many calls in all have come here."""
         with self._condition:

@@ -14,13 +14,15 @@ TierState = Literal["on", "off", "bypassed", "down"]
 @dataclass(slots=True)
 class TierCounters:
     """They only grow. `requests`: those that were not wholly in the pool. `cut_waits`: of them, those that went on
-    before all that was to come had arrived. `declined_requests`: those for which a fetch did not pay. `found_blocks`:
-    blocks that the store had and the pool had not."""
+    before all that was to come had arrived. `declined_requests`: those for which a fetch did not pay. `saved_seconds`:
+    the estimated time to compute what was fetched, 0 until the prefill speed is known. `found_blocks`: blocks that the
+    store had and the pool had not."""
 
     requests: int = 0
     cut_waits: int = 0
     declined_requests: int = 0
     wait_seconds: float = 0.0
+    saved_seconds: float = 0.0
     lookups: int = 0
     asked_blocks: int = 0
     found_blocks: int = 0

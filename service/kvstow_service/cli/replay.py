@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstow_service.replay.router import Routing
     from kvstow_service.replay.session import Session
     from kvstow_service.replay.trace import TraceRequest
+    from kvstow_service.tiers.tierhost import TierChoice, TierHost
 
 _SLOT_SIZE = "256KiB"
 _POOL_SLOTS = 1000
@@ -72,6 +73,11 @@ _PATIENCE = 60.0  # seconds
     metavar="URL",
     help="Store under the pools: mooncake://MASTER:PORT, redis://HOST:PORT, or memory: in this process.",
 )
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Serve the admin API on this port of 127.0.0.1 meanwhile; the next 15 are tried if it is taken.",
+)
 @click.option("--tier-write", help=f"What goes to the tier: {', '.join(WRITE_MODES)}. Default: through.")
 @click.option(
     "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes, each with a pool of its own."
@@ -98,6 +104,7 @@ def replay(
     kv_blocks: int | None,
     tier: str | None,
     tier_write: str | None,
+    port: int | None,
     nodes: int,
     routing: str | None,
     prefill_rate: float | None,
@@ -123,12 +130,13 @@ def replay(
     from kvstow_service.replay.driver import blocks_needed
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
-    from kvstow_service.tiers.stores import open_store
+    from kvstow_service.tiers.tierhost import TierChoice
 
     result: ReplayResult | AttachedResult
     try:
         _check_attach(attach, engines, policy, device, no_data=no_data)
         _check_nodes(nodes, routing, concurrency, rate, time_scale)
+        _check_port(port, nodes, attach, no_data=no_data)
         _check_tier(tier, tier_write, nodes, attach, device, no_data=no_data)
         cut = _shape(shape, slot_size)
         place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
@@ -140,16 +148,16 @@ def replay(
             block_tokens=BLOCK_TOKENS,
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
-        store = None if tier is None else open_store(tier)
         settings = _tier_settings(tier_write, prefill_rate)
+        choice = None if tier is None else TierChoice.of(tier, settings.write)
         path = None if attach is None else _socket(socket_path, attach)
         found = read_trace(trace, limit=requests)
         blocks = kv_blocks or blocks_needed(found, concurrency)
         if nodes > 1:
             way = cast("Routing", routing or "prefix")
-            result = _run_fleet(config, nodes, way, store, settings, options, found, blocks, place)
+            result = _run_fleet(config, nodes, way, choice and choice.store, settings, options, found, blocks, place)
         elif path is None:
-            result = _run(config, options, found, blocks, None if no_data else place, store, settings)
+            result = _run(config, options, found, blocks, None if no_data else place, choice, settings, port)
         else:
             wanted = 0 if pool_slots is None else pool_slots * cut.slot_bytes * ranks
             result = _run_attached(path, engines or 1, place, cut, ranks, blocks, wanted, found, options)
@@ -193,6 +201,18 @@ def _check_nodes(
             raise SettingError(option, value, "cannot be used with --nodes: one request is served at a time")
     if concurrency > 1:
         raise SettingError("--concurrency", concurrency, "cannot be used with --nodes: one request is served at a time")
+
+
+def _check_port(port: int | None, nodes: int, attach: str | None, *, no_data: bool) -> None:
+    """Raises `SettingError` for options that contradict --port."""
+    if port is None:
+        return
+    if attach is not None:
+        raise SettingError("--port", port, "cannot be used with --attach: the node service has an admin server")
+    if nodes > 1:
+        raise SettingError("--port", port, "cannot be used with --nodes: it is for one pool")
+    if no_data:
+        raise SettingError("--port", port, "cannot be used with --no-data")
 
 
 def _check_tier(
@@ -243,12 +263,14 @@ def _run(
     requests: list[TraceRequest],
     blocks: int,
     place: Place | None,
-    store: TierStore | None,
+    choice: TierChoice | None,
     settings: TierSettings,
+    port: int | None,
 ) -> ReplayResult:
-    """`place`: None replays the control plane alone."""
+    """`place`: None replays the control plane alone. `port`: None for no admin server."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
+    from kvstow_service.replay.replayadmin import replay_admin
     from kvstow_service.replay.session import local_session, simulated_session
     from kvstow_service.replay.tieredoffload import fingerprint_of, tiered_offload
 
@@ -265,16 +287,19 @@ def _run(
                 place=place,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
-                shared=store is not None,
+                shared=choice is not None,
             )
         parts = stack.enter_context(session)
         offload: Offload = EmbeddedOffload(parts.engine)
         wait = parts.wait
-        if store is not None and place is not None:
+        tier: TierHost | None = None
+        if choice is not None and place is not None:
             name = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
             stop = stops.requested
-            tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, store, settings, name, stop=stop))
-            offload, wait = tiered, tiered.wait
+            tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, choice, settings, name, stop=stop))
+            offload, wait, tier = tiered, tiered.wait, tiered.host
+        if port is not None:
+            stack.enter_context(replay_admin(parts, port, tier))
         progress.start_task(replayed)
         driver = ReplayDriver(
             offload,

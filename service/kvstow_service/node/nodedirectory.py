@@ -15,6 +15,7 @@ class NodeDirectory:
 
     is_node = True
     take_report = None
+    tier = None
 
     def __init__(self, node: Node) -> None:
         self.engine_id = node.host.engine_id

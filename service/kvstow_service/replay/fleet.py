@@ -22,6 +22,7 @@ from kvstow_service.replay.session import Session, local_session
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.tieredoffload import TieredOffload, fingerprint_of, tiered_offload
 from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.tiers.tierhost import TierChoice
 
 
 class TraceClock:
@@ -132,7 +133,13 @@ def local_fleet(
             if store is not None:
                 tiered = stack.enter_context(
                     tiered_offload(
-                        session.engine, session.ranks, store, settings, fingerprint, stop=stop, hint_clock=clock
+                        session.engine,
+                        session.ranks,
+                        TierChoice(store.name, store, settings.write),
+                        settings,
+                        fingerprint,
+                        stop=stop,
+                        hint_clock=clock,
                     )
                 )
                 offload, wait = tiered, tiered.wait

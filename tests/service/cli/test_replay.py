@@ -2,9 +2,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -12,10 +15,13 @@ from click.testing import CliRunner, Result
 from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import DriverUnavailableError
+from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.cli import app
 from kvstow_service.replay import cudacache
+from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.pattern import Page
+from kvstow_service.replay.result import ReplayResult
 
 FIELDS = {
     "requests", "blocks", "hit_blocks", "block_hit_rate", "stored_bytes", "loaded_bytes", "verified_bytes",
@@ -252,3 +258,48 @@ def test_a_replay_on_the_cpu_does_not_import_torch(trace: str, options: tuple[st
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the checkout need not be installed
     command = [sys.executable, "-c", program, "replay", trace, *options]
     subprocess.run(command, check=True, capture_output=True, env=environ)
+
+
+def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tier is that of the replay."""
+    run = ReplayDriver.run
+
+    def look(self: ReplayDriver, stop: threading.Event) -> ReplayResult:
+        (admin,) = admins
+        deadline = time.monotonic() + 60
+        while not admin.addresses:
+            assert admin.failure is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        answer = httpx.get(f"{admin.addresses[0]}/v1/info")
+        assert answer.json()["mode"] == "replay"
+        assert admin._tier is not None
+        assert [one.status.state for one in admin._tier.tiers()] == ["on"]
+        return run(self, stop)
+
+    admins: list[EmbeddedAdmin] = []
+    start = EmbeddedAdmin.start
+
+    def note(self: EmbeddedAdmin) -> None:
+        admins.append(self)
+        start(self)
+
+    monkeypatch.setattr(EmbeddedAdmin, "start", note)
+    monkeypatch.setattr(ReplayDriver, "run", look)
+    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--tier", "memory:", "--port", "0", "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["mismatches"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nodes", "2"], "--port 0 cannot be used with --nodes"),
+        (["--no-data"], "--port 0 cannot be used with --no-data"),
+        (["--attach", "unix:/x"], "--port 0 cannot be used with --attach"),
+    ],
+)
+def test_an_admin_server_is_for_one_pool_in_this_process(trace: str, arguments: list[str], complaint: str) -> None:
+    outcome = invoke(trace, "--port", "0", *arguments)
+    assert outcome.exit_code == 2
+    assert complaint in outcome.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from tests.service.replay.fleetreplay import PATIENT, SLOT_BYTES, hits_of_an_endless_tier, replay
@@ -15,8 +16,11 @@ from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import GetStatus, PutStatus
 from kvstow.tier.writepolicy import WriteMode
+from kvstow_service.replay.fleet import Fleet
 from kvstow_service.replay.router import Router, Routing
+from kvstow_service.replay.tieredoffload import TieredOffload
 from kvstow_service.replay.trace import TraceRequest, read_trace
+from kvstow_service.tiers.tierhost import TierHost
 
 MOONCAKE = Path(__file__).parents[3].parent / "shared" / "data" / "conversation_trace.jsonl"
 
@@ -137,3 +141,36 @@ def test_random_routing_repeats_and_uses_every_node() -> None:
 def test_an_unknown_routing_is_refused() -> None:
     with pytest.raises(ConfigError, match="routing is 'round-robin'; allowed: prefix or random"):
         Router(2, "round-robin", lambda node, keys: 0)  # type: ignore[arg-type]
+
+
+def test_a_store_is_detached_in_the_middle_of_a_fetch_and_another_one_attached(requests: list[TraceRequest]) -> None:
+    """By an operator: no request fails or waits for what does not come, and no slot leaks."""
+    first, changed = ControlledStore(), Event()
+
+    def change(host: TierHost, arrived: int) -> None:
+        first.gets.wait_arrived(arrived)
+        detaching = Thread(target=host.detach)
+        detaching.start()
+        while host.tiers():
+            assert detaching.is_alive()
+        first.gets.open()
+        detaching.join(60)
+        host.attach("memory:", "through")
+        changed.set()
+
+    threads: list[Thread] = []
+
+    def on_request(fleet: Fleet, number: int) -> None:
+        if number == 40:
+            first.gets.shut()
+            offload = fleet.nodes[0].offload
+            assert isinstance(offload, TieredOffload)
+            arrived = first.gets.num_arrived + 1
+            threads.append(Thread(target=change, args=(offload.host, arrived)))
+            threads[0].start()
+
+    result = replay(requests, first, nodes=1, slots=30, ranks=2, on_request=on_request)
+    threads[0].join(60)
+    assert changed.is_set()
+    assert result.tier is not None
+    assert result.tier.counters.put_blocks > 0, "the second store was not used"
