@@ -12,7 +12,7 @@ import xxhash
 
 HEADER_BYTES = 64
 
-_MAGIC = b"KVSTOW\x00\x01"  # the last byte is the version
+MAGIC = b"KVSTOW\x00\x01"  # the last byte is the version
 _DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<8s{_DIGEST_BYTES}s{_DIGEST_BYTES}sQQQ")  # the last two: checksums of the slot, of all before
 _BODY_BYTES = HEADER_BYTES - 8
@@ -20,7 +20,7 @@ _BODY_BYTES = HEADER_BYTES - 8
 
 def pack_header(fingerprint: str, name: str, slot: memoryview) -> bytes:
     """The header of `slot`, put under `name`. Takes 40 us for each MiB."""
-    fields = (_MAGIC, _digest(fingerprint), _digest(name), len(slot), xxhash.xxh3_64_intdigest(slot))
+    fields = (MAGIC, _digest(fingerprint), _digest(name), len(slot), xxhash.xxh3_64_intdigest(slot))
     body = _HEADER.pack(*fields, 0)[:_BODY_BYTES]
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
@@ -28,7 +28,7 @@ def pack_header(fingerprint: str, name: str, slot: memoryview) -> bytes:
 def find_mismatch(header: bytes, fingerprint: str, name: str, slot: memoryview) -> str | None:
     """What of an object is not as it was put under `name`; None if all is."""
     magic, of_fingerprint, of_name, length, checksum, of_header = _HEADER.unpack(header)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         return "magic"
     if of_header != xxhash.xxh3_64_intdigest(header[:_BODY_BYTES]):
         return "header"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 from kvstow_service.tiers.mooncake.location import MooncakeLocation
 
@@ -38,6 +42,8 @@ _ports: Iterator[int] = count(50_051, 2)  # in the namespace of `make test-tier`
 class Cluster:
     """Starts at once; `close` ends all of it."""
 
+    _client_ttl = CLIENT_TTL_SECONDS
+
     def __init__(self, log: Path, segment_bytes: int = 1 << 30, *, watermark: float = WATERMARK) -> None:
         self._log = log.open("ab")
         self._port, self._segment_bytes = next(_ports), segment_bytes
@@ -59,21 +65,22 @@ class Cluster:
         return MooncakeLocation.parse(self.url)
 
     def start_master(self) -> subprocess.Popen[Any]:
-        self.master = self._start(
+        self.master = self._start_master(self._port)
+        _wait_until(lambda: is_listening(self._port), "the master does not listen")
+        return self.master
+
+    def _start_master(self, port: int, *options: str) -> subprocess.Popen[Any]:
+        return self._start(
             str(Path(sys.executable).with_name("mooncake_master")),
             "--rpc_address=127.0.0.1",
-            f"--rpc_port={self._port}",
+            f"--rpc_port={port}",
             "--metrics_host=127.0.0.1",
-            f"--metrics_port={self._port + 1}",
+            f"--metrics_port={port + 1}",
             f"--default_kv_lease_ttl={int(1000 * LEASE_SECONDS)}",
-            f"--client_ttl={CLIENT_TTL_SECONDS}",
+            f"--client_ttl={self._client_ttl}",
             f"--eviction_high_watermark_ratio={self._watermark}",
+            *options,
         )
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._is_listening():
-            assert time.monotonic() < deadline, "the master does not listen"
-            time.sleep(0.01)
-        return self.master
 
     def start_provider(self) -> subprocess.Popen[Any]:
         """Waits until its memory is in the store. Mooncake picks its ports at random, so an attempt may fail."""
@@ -83,7 +90,7 @@ class Cluster:
                 "-c",
                 _PROVIDER,
                 str(self._segment_bytes),
-                f"127.0.0.1:{self._port}",
+                self.location.master,
                 stdout=subprocess.PIPE,
             )
             assert self.provider.stdout is not None
@@ -92,10 +99,6 @@ class Cluster:
                 return self.provider
             self.kill(self.provider)
         raise AssertionError(f"no provider could be started, the last one answered {code!r}: {self._log.name}")
-
-    def _is_listening(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
     def kill(self, process: subprocess.Popen[Any]) -> None:
         process.kill()
@@ -123,3 +126,70 @@ class Cluster:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=self._log)
         self._processes.append(process)
         return process
+
+
+class ElectedCluster(Cluster):
+    """Two masters, of which etcd names the one that leads; the other one follows its log."""
+
+    _client_ttl = 30  # electing a master takes longer than the others' 3 s, and a provider that is late is forgotten
+
+    def __init__(self, log: Path, etcd: str) -> None:
+        self._etcd, self._data = etcd, TemporaryDirectory()
+        self._etcd_port, self._masters = next(_ports), dict[int, subprocess.Popen[Any]]()
+        super().__init__(log)
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://127.0.0.1:{self._etcd_port}?ha=etcd&host=127.0.0.1"
+
+    def start_master(self) -> subprocess.Popen[Any]:
+        """Starts etcd and both masters. Returns the one that leads."""
+        client, peers = (f"http://127.0.0.1:{port}" for port in (self._etcd_port, self._etcd_port + 1))
+        self._start(
+            self._etcd,
+            f"--data-dir={self._data.name}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peers}",
+            f"--initial-advertise-peer-urls={peers}",
+            f"--initial-cluster=default={peers}",
+        )
+        _wait_until(lambda: is_listening(self._etcd_port), "etcd does not listen")
+        ha = ("--enable_ha=true", "--ha_backend_type=etcd", f"--ha_backend_connstring=127.0.0.1:{self._etcd_port}")
+        for port in (self._port, next(_ports)):
+            self._masters[port] = self._start_master(port, *ha, "--enable_oplog=true")
+        _wait_until(lambda: self.leader is not None, "no master leads")
+        leader = self.leader
+        assert leader is not None
+        self.master = leader
+        return leader
+
+    @property
+    def leader(self) -> subprocess.Popen[Any] | None:
+        """The master that serves clients: only the one that leads listens."""
+        alive = {port: one for port, one in self._masters.items() if one.poll() is None}
+        return next((one for port, one in alive.items() if is_listening(port)), None)
+
+    def log(self) -> str:
+        """What the next master will know. It is written a little after each put."""
+        everything = base64.b64encode(b"\0").decode()
+        question = json.dumps({"key": everything, "range_end": everything}).encode()
+        with urlopen(f"http://127.0.0.1:{self._etcd_port}/v3/kv/range", question, timeout=_START_SECONDS) as answer:
+            found = json.load(answer)["kvs"]
+        return "".join(base64.b64decode(one["value"]).decode(errors="replace") for one in found)
+
+    def close(self) -> None:
+        super().close()
+        self._data.cleanup()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.01)

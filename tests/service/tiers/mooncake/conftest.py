@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,10 @@ def alone() -> None:
     """Mooncake listens on all addresses, and its ports here are fixed."""
     if find_spec("mooncake") is None:
         pytest.skip("Mooncake is not installed: make test-tier")
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        pytest.skip("Mooncake needs the package libibverbs1")
     if [name for _, name in socket.if_nameindex()] != ["lo"]:
         pytest.skip("not in a network namespace of its own: make test-tier")
 

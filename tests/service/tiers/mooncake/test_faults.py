@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from threading import Thread
 import pytest
 from tests.engine.tier.storecontract import SLOT, Slots
 from tests.service.conftest import Eventually
-from tests.service.tiers.mooncake.cluster import Cluster
+from tests.service.tiers.mooncake.cluster import Cluster, ElectedCluster
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
@@ -231,6 +232,35 @@ def test_a_master_that_is_killed(cluster: Cluster, node: Node, eventually: Event
             return False
 
     eventually(exists, "the new master answers look-ups", seconds=90)
+
+
+def test_another_master_takes_over_with_all_objects(alone: None, tmp_path: Path, eventually: Eventually) -> None:
+    etcd = shutil.which("etcd")
+    if etcd is None:
+        pytest.skip("etcd is not installed: apt-get install etcd-server")
+    cluster = ElectedCluster(tmp_path / "log", etcd)
+    node = Node(cluster.location)
+    try:
+        assert node.put(*range(32)) == ["stored"] * 32
+        eventually(lambda: all(str(node.name(number)) in cluster.log() for number in range(32)), "the log", seconds=90)
+        cluster.kill(cluster.master)
+        eventually(lambda: cluster.leader is not None, "another master leads", seconds=90)
+
+        def all_found() -> bool:
+            node.blank()
+            try:
+                return node.get(*range(32)) == ["found"] * 32
+            except TierUnavailableError:
+                return False
+
+        eventually(all_found, "the objects of before", seconds=90)
+        assert all(node.is_right(number) for number in range(32))
+        eventually(lambda: stored(node, 40), "it takes objects", seconds=90)
+        assert node.get(40) == ["found"]
+        assert node.is_right(40)
+    finally:
+        node.close()
+        cluster.close()
 
 
 def test_a_master_that_hangs(cluster: Cluster, node: Node, eventually: Eventually) -> None:
