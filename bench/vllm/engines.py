@@ -82,7 +82,7 @@ def rank_pool() -> Any:
 
 def wait_until_usable(started: Started, setup: Setup, patience: float) -> float | None:
     """Until all of KVStow's pool is pinned; seconds, or None for other connectors. Raises `TimeoutError`. An attached
-    engine makes steps meanwhile: it learns of its session in steps alone."""
+    engine learns of its session in steps alone, and makes some until it has its first memory, as in `vllm serve`."""
     if started.port is not None:
         return admin.wait_until_pinned(started.port, patience)
     if setup.connector != "attached":
@@ -91,7 +91,8 @@ def wait_until_usable(started: Started, setup: Setup, patience: float) -> float 
     while rank_pool().status().pinned_bytes < _ALL * setup.pool_bytes or rank_pool().status().state == "pinning":
         if time.perf_counter() - began > patience:
             raise TimeoutError(f"the pool was not registered within {patience:g} s: {rank_pool().status()}")
-        started.engine.llm_engine.step()
+        if not rank_pool().pinned_slots:
+            started.engine.llm_engine.step()
         time.sleep(0.001)
     return time.perf_counter() - began
 

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -248,12 +249,17 @@ class _Rotation:
                 self._watch()
                 time.sleep(0.2)
                 continue
+            name = tuple(self._kills)[rounds % len(self._kills)]
             rounds += 1
-            self._kill(tuple(self._kills)[(rounds - 1) % len(self._kills)])
+            try:
+                self._kill(name)
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                self._failures.append(f"after the kill of {name}: {error}")
+                break
         took = time.monotonic() - began
         for engine in self._engines:
             engine.stop()
-        stuck = self._stuck_slots()
+        stuck = self._stuck_slots() if self._service.answers() else 0
         return Rotation(
             seconds=took,
             kills=self._kills,
