@@ -88,7 +88,7 @@ $(VENV)/.deploy: $(VENV)/.dev pyproject.toml
 
 $(VENV)/.tier: $(VENV)/.dev pyproject.toml
 	command -v ip >/dev/null && command -v redis-server >/dev/null && command -v etcd >/dev/null && ldconfig -p | grep -q libibverbs.so.1 || \
-		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 iproute2 redis-server etcd-server) || \
+		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libcurl4 libibverbs1 libnuma1 iproute2 redis-server etcd-server) || \
 		echo "apt-get has failed: the tests that need libibverbs1, iproute2, redis-server or etcd-server are skipped"
 	$(PIP_INSTALL) -e '.[dev,mooncake,redis]'
 	@touch $@
@@ -150,7 +150,7 @@ pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running se
 # Run this with the oldest Python: newer ones have these versions too.
 pins: ## Update constraints.txt, the versions that the images install
 	$(PYTHON) -m venv --clear build/pins
-	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli]'
+	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli,redis,mooncake]'
 	build/pins/bin/python -m pip check
 	build/pins/bin/python -m pip freeze --all --exclude kvstow --exclude pip --exclude setuptools >build/pins/constraints.txt
 	mv build/pins/constraints.txt constraints.txt
