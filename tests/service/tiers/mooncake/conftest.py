@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.service.tiers.mooncake.cluster import Cluster
 
-# It imports what only the child process does.
-collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py"]
+# They import what only the child process does.
+collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectbuffers.py"]
 
 
 @pytest.fixture(scope="session")

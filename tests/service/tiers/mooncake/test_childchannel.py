@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
+from typing import Any
 
 import pytest
 from tests.service.conftest import Eventually
@@ -14,7 +15,7 @@ from tests.service.conftest import Eventually
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow.memfd import create_memfd
 from kvstow.tier.store import MemoryRange
-from kvstow_service.tiers.mooncake.childchannel import ChildChannel, pause_after
+from kvstow_service.tiers.mooncake.childchannel import Child, ChildChannel, pause_after
 from kvstow_service.tiers.mooncake.childmessages import AddMemory, Connect, Done, Exists, Refused, RemoveMemory
 
 SECONDS = 30.0
@@ -108,7 +109,9 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
-def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: Stage, eventually: Eventually) -> None:
+def late_call(stage: Stage, eventually: Eventually, before_the_end: Callable[[Future[Any]], object]) -> None:
+    """A process is killed because of a call and takes its time to die. `before_the_end` gets the call meanwhile."""
+
     def hang(child: FakeChild) -> None:
         if not stage.children:
             child.hangs = True
@@ -120,6 +123,7 @@ def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: St
     eventually(lambda: stage.children)
     child = stage.children[0]
     assert child.signalled.wait(SECONDS)  # killed, and not gone yet
+    before_the_end(call)
     assert not call.done()
     assert len(stage.children) == 1  # nor is there another one that could use the slots
     child.may_die.set()
@@ -129,6 +133,24 @@ def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: St
     assert stage.call().result(SECONDS) == (7,)
     assert len(stage.children) == 2
     assert (stage.channel.stats().timeouts, stage.channel.stats().restarts) == (1, 1)
+
+
+def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: Stage, eventually: Eventually) -> None:
+    late_call(stage, eventually, lambda call: None)
+
+
+def test_a_call_that_ends_before_its_process_is_noticed(
+    stage: Stage, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = ChildChannel._end
+
+    def end_behind(self: ChildChannel, child: Child, what: str, *, timeouts: int = 0) -> str:
+        threading.Thread(target=end, args=(self, child, what), kwargs={"timeouts": timeouts}).start()
+        return what
+
+    monkeypatch.setattr(ChildChannel, "_end", end_behind)
+    with pytest.raises(AssertionError):
+        late_call(stage, eventually, lambda call: eventually(call.done))
 
 
 def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: Stage, eventually: Eventually) -> None:
