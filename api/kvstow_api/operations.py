@@ -74,7 +74,7 @@ class Operation:
             dry_run=dry_run,
             state="running",
             waiting=False,
-            progress=ProgressView(done=sweep.done, total=sweep.total),
+            progress=_progress(kind, sweep),
             created=datetime.now(UTC),
             started=None,
             ended=None,
@@ -106,7 +106,7 @@ class Operation:
         try:
             self._update(started=datetime.now(UTC))
             state: OperationState = "succeeded" if self._sweep_all() else "cancelled"
-            self._finish(state, result=self._removed())
+            self._finish(state, result=None if self._view.kind == "tier-purge" else self._removed())
         except BaseException as error:
             logger.exception("operation %s failed", self._view.id)
             if isinstance(error, KvstowError):
@@ -123,11 +123,11 @@ class Operation:
         """Step until the sweep is complete; False if it was cancelled."""
         sweep = self._sweep
         while sweep.step():
-            self._update(waiting=sweep.waiting, progress=ProgressView(done=sweep.done, total=sweep.total))
+            self._update(waiting=sweep.waiting, progress=_progress(self._view.kind, sweep))
             if self._cancelled.wait(_WAIT_SECONDS if sweep.waiting else 0):
                 sweep.cancel()
                 return False
-        self._update(progress=ProgressView(done=sweep.done, total=sweep.total))
+        self._update(progress=_progress(self._view.kind, sweep))
         return True
 
     def _removed(self) -> RemovedView:
@@ -139,6 +139,10 @@ class Operation:
 
     def _update(self, **changes: object) -> None:
         self._view = replace(self._view, **changes)  # type: ignore[arg-type]
+
+
+def _progress(kind: OperationKind, sweep: Sweeping) -> ProgressView:
+    return ProgressView(done=sweep.done, total=sweep.total, unit="objects" if kind == "tier-purge" else "slots")
 
 
 class Operations:

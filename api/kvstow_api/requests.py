@@ -32,6 +32,7 @@ _REFUSALS_A_MINUTE = 60  # log lines about refused unauthenticated requests
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
 _MAX_SHOWN = 500  # characters of a body in the audit log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_IN_URL = re.compile(rb"://[^/?#\s\"]*@")
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 _REPORT_ROUTE = "/v1/ranks/{rank}/report"
 _ADDED_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
@@ -177,6 +178,6 @@ def _write_audit(log: Callable[..., None], scope: Scope, key: RouteKey, status: 
 
 
 def _shown(text: bytes) -> str:
-    """What a client sent, shortened and on one line."""
-    shown = ascii(text[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[1:-1]
+    """What a client sent, shortened, on one line, and without passwords in URLs."""
+    shown = ascii(_IN_URL.sub(b"://...@", text)[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[1:-1]
     return (shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}...") or "-"

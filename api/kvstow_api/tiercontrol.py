@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierStatus
 from kvstow.tier.writepolicy import WriteMode
-from kvstow_api.operations import Sweeping
+
+if TYPE_CHECKING:
+    from kvstow_api.operations import Sweeping
 
 
 @dataclass(frozen=True, slots=True)

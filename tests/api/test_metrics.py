@@ -16,11 +16,15 @@ from prometheus_client import CollectorRegistry, Metric, ProcessCollector, gener
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.parser import text_string_to_metric_families as parse_untyped
 from prometheus_client.registry import Collector
+from tests.api.conftest import CAPACITY
+from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow.tier.store import ClientStats
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_service.tiers.tierhost import TierChoice
 
 pytestmark = pytest.mark.anyio
 
@@ -359,3 +363,96 @@ def test_nothing_leaks_into_the_multiprocess_directory_of_a_host(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", SCRAPE], env=environment, capture_output=True, text=True, check=True)
     assert "kvstow_pool_blocks" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+# -- the fleet tier ----------------------------------------------------------------------------------------------------
+
+TIER_GAUGES = """
+    up bypassed breaker_open waiting_blocks putting_blocks fetching_blocks fetch_bytes_per_second lookup_seconds
+    prefill_tokens_per_second
+"""
+TIER_COUNTERS = """
+    requests declined_requests cut_waits wait_seconds saved_seconds found_blocks fetched_blocks put_blocks failed_blocks
+    dropped_blocks corrupt_objects breaker_opened client_restarts
+"""
+TIER_LABELS = {"tier": "memory", "pool": "host", "model": "org/model"}
+
+
+@pytest.fixture
+async def tiered(engine: OffloadEngine, clock: Any) -> Any:
+    host = TieredHost(engine, clock)
+    yield host
+    host.close()
+
+
+async def test_a_tier_has_families_while_a_store_is_attached(
+    launch: Any, engine: OffloadEngine, tiered: TieredHost
+) -> None:
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered.control))
+    assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
+    tier = tiered.begin()
+    families = {name: one for name, one in (await scrape(client)).items() if name.startswith("kvstow_tier")}
+    assert {(name, family.type) for name, family in families.items()} == {
+        *((f"kvstow_tier_{name}", "gauge") for name in TIER_GAUGES.split()),
+        *((f"kvstow_tier_{name}", "counter") for name in TIER_COUNTERS.split()),
+    }
+    for family in families.values():
+        assert family.documentation
+        for sample in family.samples:
+            assert sample.labels.items() >= TIER_LABELS.items()
+            assert sample.labels.keys() - TIER_LABELS.keys() <= {"direction"}
+    empty = {name.removeprefix("kvstow_tier_") for name, family in families.items() if not family.samples}
+    assert empty == {"fetch_bytes_per_second", "lookup_seconds", "prefill_tokens_per_second"}, "not measured yet"
+    tier.break_even.note_fetch(1, 0.001)
+    tier.break_even.note_lookup(0.002)
+    tier.break_even.note_prefill(100, 0.01)
+    measured = await scrape(client)
+    assert value(measured, "kvstow_tier_lookup_seconds", **TIER_LABELS) == 0.002
+    assert value(measured, "kvstow_tier_fetch_bytes_per_second", **TIER_LABELS) == pytest.approx(4096 / 0.001)
+    assert value(measured, "kvstow_tier_prefill_tokens_per_second", **TIER_LABELS) == pytest.approx(10_000)
+    tiered.control.detach()
+    assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
+
+
+async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered: TieredHost) -> None:
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered.control))
+    tier = tiered.begin()
+    tier.counters.wait_seconds, tier.counters.saved_seconds = 1.5, 2.5
+    tier.counters.failed_put_blocks, tier.counters.failed_fetch_blocks = 3, 4
+    tiered.stats = ClientStats(corrupt_objects=5, restarts=6)
+
+    async def expect(**wanted: float) -> None:
+        families = await scrape(client)
+        for name, figure in wanted.items():
+            assert value(families, f"kvstow_tier_{name}", **TIER_LABELS) == figure, name
+
+    await expect(
+        up=1, bypassed=0, breaker_open=0, wait_seconds_total=1.5, saved_seconds_total=2.5, corrupt_objects_total=5,
+        client_restarts_total=6,
+    )  # fmt: skip
+    families = await scrape(client)
+    assert value(families, "kvstow_tier_failed_blocks_total", direction="put", **TIER_LABELS) == 3
+    assert value(families, "kvstow_tier_failed_blocks_total", direction="fetch", **TIER_LABELS) == 4
+    tiered.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
+    await expect(up=0, bypassed=1, breaker_open=0)
+    tiered.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
+    tier._note_outage("no answer")
+    await expect(up=0, bypassed=0, breaker_open=1, breaker_opened_total=1)
+    tier.reset()
+    await expect(up=0)
+
+
+async def test_the_namespaces_of_a_pool_are_one_tier(launch: Any, engine: OffloadEngine, tiered: TieredHost) -> None:
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered.control))
+    first = tiered.begin()
+    tiered.open(TierChoice("memory:", tiered.store, "through"))
+    assert tiered.tier is not None
+    first.counters.put_blocks, tiered.tier.counters.put_blocks = 3, 4
+    families = await scrape(client)
+    assert value(families, "kvstow_tier_put_blocks_total", **TIER_LABELS) == 7
+    assert value(families, "kvstow_tier_up", **TIER_LABELS) == 1
+    first.reset()
+    assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 1, "the other one is in use"
+    tiered.tier.reset()
+    assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 0
+    first.close()

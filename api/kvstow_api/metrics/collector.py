@@ -23,6 +23,7 @@ from kvstow_api.metrics.server import (
     operation_families,
     readiness_families,
 )
+from kvstow_api.metrics.tier import tier_families
 from kvstow_api.rankcounters import RankCounters
 
 
@@ -46,6 +47,7 @@ class Collector(BaseCollector):
         app = self._app
         taken = _snapshots(app.directory, app.sampler.rank_counters)
         yield from engine_families(taken, time.time())
+        yield from tier_families(app.directory)
         yield from host_families(app.directory)
         yield from memory_families(app.directory, app.orphans.num_bytes)
         yield from readiness_families(app.health)

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from kvstow_api.routes import engine, operations, pools, probes, server, sessions
+from kvstow_api.routes import engine, operations, pools, probes, server, sessions, tier
 
 ROUTERS: tuple[APIRouter, ...] = (
     probes.router,
@@ -10,5 +10,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     engine.router,
     pools.router,
     sessions.router,
+    tier.router,
     operations.router,
 )

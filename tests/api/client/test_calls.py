@@ -35,6 +35,7 @@ from kvstow_api.views import (
     RemovedView,
     SessionsView,
     StatsView,
+    TierView,
     TransfersView,
 )
 
@@ -55,6 +56,7 @@ async def kvstow(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> As
 CALLS: list[tuple[Call[Any], type]] = [
     (calls.info(), InfoView),
     (calls.readiness(), ReadinessView),
+    (calls.tier(), TierView),
     (calls.readiness(pool="host"), ReadinessView),
     (calls.sessions(), SessionsView),
     (calls.namespaces(), NamespacesView),
@@ -136,6 +138,11 @@ async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
         calls.operation("evict-0", wait=1),
         calls.cancel("evict-0"),
         calls.forget("evict-0"),
+        calls.attach_tier("memory:"),
+        calls.detach_tier(),
+        calls.bypass_tier(bypassed=True),
+        calls.purge_tier("f"),
+        calls.name_tier_weights("w"),
     ]
     called = {(call.method, call.path) for call in [*(call for call, _ in CALLS), *more]}
     given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0", "{session_id}": "s1"}

@@ -1,0 +1,129 @@
+"""Metric families of the fleet tier, with the labels `TIER`: of each pool, all its namespaces together.
+
+There are none while no store is attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import Metric
+
+from kvstow_api.directory import Directory
+from kvstow_api.metrics.engine import POOL
+from kvstow_api.metrics.families import Row, counter, gauge
+from kvstow_api.tiercontrol import HostedTier, TierClient
+
+TIER = ("tier", *POOL)
+"""The labels of a pool's tier: the name of the store, the pool, and its model."""
+
+_Values = Sequence[HostedTier]
+
+_GAUGES: tuple[tuple[str, str, Callable[[_Values], float | None]], ...] = (
+    (
+        "kvstow_tier_up",
+        "1 while the tier is on and its breaker closed; 0 also while it is off or bypassed",
+        lambda tiers: float({"on"} <= {one.status.state for one in tiers} <= {"on", "off"}),
+    ),
+    (
+        "kvstow_tier_bypassed",
+        "1 while an operator bypasses the tier",
+        lambda tiers: float(any(one.status.state == "bypassed" for one in tiers)),
+    ),
+    (
+        "kvstow_tier_breaker_open",
+        "1 while the store is left alone because it does not work",
+        lambda tiers: float(any(one.status.breaker != "closed" for one in tiers)),
+    ),
+    ("kvstow_tier_waiting_blocks", "Blocks that are to be put", lambda tiers: _sum(tiers, "waiting_blocks")),
+    ("kvstow_tier_putting_blocks", "Blocks that are being put", lambda tiers: _sum(tiers, "putting_blocks")),
+    ("kvstow_tier_fetching_blocks", "Blocks that are being fetched", lambda tiers: _sum(tiers, "fetching_blocks")),
+    (
+        "kvstow_tier_fetch_bytes_per_second",
+        "Measured rate of fetches, on the slowest rank; absent until it is measured",
+        lambda tiers: min(_known(one.status.fetch_bytes_per_second for one in tiers), default=None),
+    ),
+    (
+        "kvstow_tier_lookup_seconds",
+        "Measured time of a question to the store; absent until it is measured",
+        lambda tiers: max(_known(one.status.lookup_seconds for one in tiers), default=None),
+    ),
+    (
+        "kvstow_tier_prefill_tokens_per_second",
+        "Measured speed of computing prompts; absent until it is measured",
+        lambda tiers: min(_known(one.status.prefill_tokens_per_second for one in tiers), default=None),
+    ),
+)
+_COUNTERS = (
+    ("kvstow_tier_requests", "Requests that were not wholly in the pool", "requests"),
+    ("kvstow_tier_declined_requests", "Requests for which a fetch did not pay", "declined_requests"),
+    ("kvstow_tier_cut_waits", "Requests that went on before all fetches had ended", "cut_waits"),
+    ("kvstow_tier_wait_seconds", "Time that requests waited for the store", "wait_seconds"),
+    ("kvstow_tier_saved_seconds", "Estimated time to compute what was fetched", "saved_seconds"),
+    ("kvstow_tier_found_blocks", "Blocks that the store had and the pool had not", "found_blocks"),
+    ("kvstow_tier_fetched_blocks", "Blocks fetched on all ranks", "fetched_blocks"),
+    ("kvstow_tier_put_blocks", "Blocks put by all ranks", "put_blocks"),
+)
+"""Fields of `TierCounters`."""
+
+
+def tier_families(directory: Directory) -> Iterator[Metric]:
+    tiers: dict[tuple[str, str, str], list[HostedTier]] = {}
+    for one in () if directory.tier is None else directory.tier.tiers():
+        tiers.setdefault((one.status.store, one.pool, one.model), []).append(one)
+    if not tiers:
+        return
+    for name, text, value in _GAUGES:
+        found = [(labels, value(of_pool)) for labels, of_pool in tiers.items()]
+        yield gauge(name, text, TIER, [(labels, figure) for labels, figure in found if figure is not None])
+    for name, text, field in _COUNTERS:
+        rows: list[Row] = [
+            (labels, sum(getattr(one.status.counters, field) for one in of_pool)) for labels, of_pool in tiers.items()
+        ]
+        yield counter(name, text, TIER, rows)
+    yield counter(
+        "kvstow_tier_failed_blocks",
+        "Blocks that could not be moved",
+        [*TIER, "direction"],
+        [
+            ((*labels, direction), sum(getattr(one.status.counters, f"failed_{direction}_blocks") for one in of_pool))
+            for labels, of_pool in tiers.items()
+            for direction in ("put", "fetch")
+        ],
+    )
+    for name, text, total in (
+        (
+            "kvstow_tier_dropped_blocks",
+            "Blocks that were not put because too many waited or the store was full",
+            lambda of_pool: _sum(of_pool, "dropped_blocks"),
+        ),
+        (
+            "kvstow_tier_corrupt_objects",
+            "Objects that were fetched and were not what was put",
+            lambda of_pool: sum(one.stats.corrupt_objects for one in _clients(of_pool)),
+        ),
+        (
+            "kvstow_tier_breaker_opened",
+            "How often the store was left alone because it did not work",
+            lambda of_pool: _sum(of_pool, "opened"),
+        ),
+        (
+            "kvstow_tier_client_restarts",
+            "How often what connects to the store was ended and started again",
+            lambda of_pool: sum(one.stats.restarts for one in _clients(of_pool)),
+        ),
+    ):
+        yield counter(name, text, TIER, [(labels, total(of_pool)) for labels, of_pool in tiers.items()])
+
+
+def _sum(tiers: _Values, field: str) -> float:
+    return float(sum(getattr(one.status, field) for one in tiers))
+
+
+def _known(figures: Iterable[float | None]) -> list[float]:
+    return [figure for figure in figures if figure is not None]
+
+
+def _clients(tiers: _Values) -> Iterator[TierClient]:
+    for one in tiers:
+        yield from one.clients
