@@ -1,6 +1,6 @@
 # Three images, selected with --target:
 #
-#   vllm      vLLM with KVStow. Installs nothing else: vLLM has everything that KVStow imports.
+#   vllm      vLLM with KVStow. Installs nothing else but clients of TIERS: vLLM has everything that KVStow imports.
 #   service   the node service, `kvstow serve`, and its keeper, `kvstow keeper`. It needs no GPU, no torch and no CUDA.
 #   cli       the command line only, without numpy and web server: for jobs and `helm test`.
 #
@@ -8,12 +8,18 @@
 # docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
 #     serve --memory 64GiB --host 0.0.0.0 --token-file /token
 #
+# TIERS names the stores of the fleet tier (docs/tier.md) whose clients the images service and vllm contain, separated by
+# spaces. Redis's takes 10 MB. Mooncake's takes 160 MB, more than all else that the service needs, so it is there on request:
+#
+# docker build --target service --build-arg TIERS="redis mooncake" --tag kvstow:0.1.0-mooncake .
+#
 # constraints.txt pins all packages from the package index; `make pins` updates it.
 # Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:
 # docker buildx imagetools inspect python:3.12-slim-bookworm
 # docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.33.0
+ARG TIERS=redis
 
 
 FROM ${PYTHON_IMAGE} AS wheel
@@ -25,7 +31,7 @@ COPY pyproject.toml README.md LICENSE ./
 # The requirements of each image, so that a change of the sources alone repeats no download.
 RUN /build/bin/python -c 'import pathlib, tomllib; \
     extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]; \
-    [pathlib.Path(f"/{name}.txt").write_text("\n".join(extras[name])) for name in ("cli", "service")]'
+    [pathlib.Path(f"/{name}.txt").write_text("\n".join(extras[name])) for name in ("cli", "service", "redis", "mooncake")]'
 COPY engine engine
 COPY api api
 COPY service service
@@ -43,11 +49,15 @@ RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
 
 
 FROM ${PYTHON_IMAGE} AS service-environment
+ARG TIERS
 COPY constraints.txt /
-COPY --from=wheel /cli.txt /service.txt /
+COPY --from=wheel /cli.txt /service.txt /redis.txt /mooncake.txt /
 RUN python3 -m venv /opt/kvstow \
     && /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt \
-        --requirement /cli.txt --requirement /service.txt numpy
+        --requirement /cli.txt --requirement /service.txt numpy \
+    && for tier in ${TIERS}; do \
+        /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt --requirement "/${tier}.txt" || exit 1; \
+    done
 COPY --from=wheel /wheels /wheels
 RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
     && /opt/kvstow/bin/pip check \
@@ -88,6 +98,14 @@ CMD ["--help"]
 
 
 FROM python AS service
+ARG TIERS
+# Mooncake's library loads the first three, which its wheel does not bring. The last one knows the network cards, for RDMA.
+# hadolint ignore=DL3008
+RUN case " ${TIERS} " in *" mooncake "*) \
+        apt-get update \
+        && apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1 ibverbs-providers \
+        && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 LABEL org.opencontainers.image.title="kvstow" \
       org.opencontainers.image.description="Node service of KVStow, with admin API and command line"
 COPY --from=service-environment /opt/kvstow /opt/kvstow
@@ -110,9 +128,27 @@ LABEL org.opencontainers.image.title="kvstow-vllm" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${VLLM_IMAGE}"
-COPY --from=wheel /wheels /wheels
-RUN uv pip install --system --no-cache --no-deps /wheels/*.whl \
-    && rm -r /wheels \
+ARG TIERS
+COPY constraints.txt /kvstow/
+COPY --from=wheel /wheels /redis.txt /mooncake.txt /kvstow/
+# Without dependencies: what vLLM has installed stays as it is. vLLM's image may have a Mooncake of its own, for CUDA, with the
+# libraries that it needs.
+# hadolint ignore=DL3008
+RUN uv pip install --system --no-cache --no-deps /kvstow/*.whl \
+    && for tier in ${TIERS}; do \
+        if [ "${tier}" = mooncake ]; then \
+            if python3 -c "import sys; from importlib.util import find_spec; sys.exit(find_spec('mooncake') is None)"; then \
+                sed -i /^mooncake/d /kvstow/mooncake.txt; \
+            else \
+                apt-get update \
+                    && apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1 ibverbs-providers \
+                    && rm -rf /var/lib/apt/lists/* || exit 1; \
+            fi; \
+        fi; \
+        uv pip install --system --no-cache --no-deps --constraint /kvstow/constraints.txt \
+            --requirement "/kvstow/${tier}.txt" || exit 1; \
+    done \
+    && rm -r /kvstow \
     && mkdir --mode 2775 /home/kvstow \
     && chown 65532:0 /home/kvstow
 # Non-root: vLLM downloads and compiles into a folder that this user can write.

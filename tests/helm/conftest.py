@@ -221,14 +221,16 @@ def base(buildah: Buildah, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def build(buildah: Buildah, base: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Builds a target with the package indexes and certificates that pip has on this machine."""
-    pip_config = tmp_path_factory.mktemp("pip") / "pip.conf"
-    mounts = pip_settings(pip_config)
+def build(buildah: Buildah, base: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Builds a target, for these tiers or those of the Dockerfile, with the package indexes and certificates that pip
+    has on this machine."""
+    mounts = pip_settings(tmp_path_factory.mktemp("pip"))
 
-    def image(target: str) -> str:
-        name = f"kvstow-test-{target}"
-        given = ("--build-arg", "REVISION=abc123", "--tag", name, "--target", target)
+    def image(target: str, *tiers: str) -> str:
+        name = "-".join(("kvstow-test", target, *tiers))
+        given = ["--build-arg", "REVISION=abc123", "--tag", name, "--target", target]
+        if tiers:
+            given += ["--build-arg", f"TIERS={' '.join(tiers)}"]
         buildah("bud", "--format", "docker", "--layers", "--pull-never", "--network", "host", *mounts, *given, ROOT)
         return name
 

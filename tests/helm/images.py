@@ -50,19 +50,27 @@ class Buildah:
         return Path(self("mount", self("from", "--pull-never", image).strip()).strip())
 
 
-def pip_settings(written: Path) -> list[str]:
-    """Writes this machine's settings of pip to a file; returns the mounts that make a build use them."""
+def pip_settings(folder: Path) -> list[str]:
+    """Writes this machine's settings of pip into a folder, also for uv; returns mounts that make a build use them."""
+    written, for_uv = folder / "pip.conf", folder / "uv.toml"
     config = configparser.ConfigParser(interpolation=None)
     lines = said(sys.executable, "-m", "pip", "config", "list").splitlines()
     settings = {name.split(".", 1)[1]: value.strip("'") for name, _, value in (line.partition("=") for line in lines)}
     config["global"] = settings
     with written.open("w") as stream:
         config.write(stream)
+    found = {name: settings.get(name, "").split() for name in ("extra-index-url", "find-links")}
+    lists = "".join(f"{name} = {json.dumps(values)}\n" for name, values in found.items() if values)
+    for_uv.write_text(f'system-certs = true\nindex-strategy = "unsafe-best-match"\n{lists}')
     words = [word for value in settings.values() for word in value.split()]
     indexes = [Path(word.removeprefix("file://")).parent for word in words if word.startswith("file://")]
     paths = {*indexes, *(Path(word) for word in words if word.startswith("/"))}  # an index links to what lies beside it
     shared = [f"{path}:{path}:ro" for path in sorted(paths) if path.exists()]
-    return [option for mount in (f"{written}:/etc/pip.conf:ro", *shared) for option in ("-v", mount)]
+    return [
+        option
+        for mount in (f"{written}:/etc/pip.conf:ro", f"{for_uv}:/etc/uv/uv.toml:ro", *shared)
+        for option in ("-v", mount)
+    ]
 
 
 class Mount(NamedTuple):

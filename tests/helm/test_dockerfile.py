@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tests.test_packaging import needed
 
@@ -31,15 +32,25 @@ def test_hadolint_finds_nothing() -> None:
 IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0"}
 
 
-def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> None:
+def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = pyproject["project"], pyproject["project"]["optional-dependencies"]
     wanted = [*pyproject["build-system"]["requires"], *extras["cli"], *extras["service"], *project["dependencies"]]
     for name, requirements in needed(wanted, IMAGE).items():
-        assert name in pins, f"{name} is not in constraints.txt: make pins"
-        assert all(one.specifier.contains(pins[name]) for one in requirements), requirements
+        assert name in pins(), f"{name} is not in constraints.txt: make pins"
+        assert all(one.specifier.contains(pins()[name]) for one in requirements), requirements
+
+
+def test_clients_of_tiers_are_pinned_to_versions_that_are_allowed() -> None:
+    """Not what they need in turn: they need not be installed here."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for one in (Requirement(line) for name in ("redis", "mooncake") for line in extras[name]):
+        assert one.specifier.contains(pins()[canonicalize_name(one.name)]), one
 
 
 def test_images_and_chart_have_the_version_of_the_package() -> None:

@@ -103,7 +103,34 @@ def test_the_command_line_runs_without_numpy_and_web_server(
     assert run_read_only(image, "/opt/kvstow/bin/python", "-c", absent) == (0, "[]\n")
 
 
-def test_vllm_gets_kvstow_and_nothing_else(
+OPENED = """
+import importlib.util, sys
+from kvstow.errors import MissingPackageError
+from kvstow_service.tiers.stores import open_store
+
+for url in sys.argv[1:]:
+    try:
+        print(open_store(url).name)
+    except MissingPackageError as error:
+        print(error)
+assert importlib.util.find_spec("mooncake") is None or __import__("mooncake.store")
+"""
+URLS = ("redis://127.0.0.1:6379", "mooncake://127.0.0.1:50051")
+
+
+def test_the_service_has_the_clients_of_the_tiers_that_were_asked_for(
+    build: Callable[..., str], run_read_only: RunReadOnly
+) -> None:
+    python = "/opt/kvstow/bin/python"
+    status, output = run_read_only(build("service"), python, "-c", OPENED, *URLS)
+    assert status == 0, output
+    name, refusal = output.splitlines()
+    assert name == "redis"
+    assert "mooncake" in refusal
+    assert run_read_only(build("service", "redis", "mooncake"), python, "-c", OPENED, *URLS) == (0, "redis\nmooncake\n")
+
+
+def test_vllm_gets_kvstow_and_the_client_of_redis(
     build: Callable[[str], str], buildah: Buildah, run_read_only: RunReadOnly, tmp_path: Path, base: str
 ) -> None:
     """On a base that has uv and Python, as vLLM's has; vLLM itself is 10 GB of CUDA."""
@@ -112,13 +139,12 @@ def test_vllm_gets_kvstow_and_nothing_else(
         f"FROM {base}\nRUN python3 -m venv /uv && /uv/bin/pip install uv && ln -s /uv/bin/uv /usr/local/bin/uv"
         " && rm -f /usr/lib/python3*/EXTERNALLY-MANAGED\n"
     )
-    mounts = pip_settings(tmp_path / "pip.conf")
+    mounts = pip_settings(tmp_path)
     buildah("bud", "--pull-never", "--network", "host", *mounts, "--tag", VLLM_BASE, "--file", recipe, tmp_path)
     image = build("vllm")
     config = buildah.config_of(image)
     assert config["User"] == "65532:65532"
     assert config["Entrypoint"] == ["vllm", "serve"]
-    listed = (
-        "from importlib.metadata import distributions; print({d.name for d in distributions()} & {'kvstow', 'torch'})"
-    )
-    assert run_read_only(image, "python3", "-c", listed) == (0, "{'kvstow'}\n")
+    known = {"kvstow", "torch", "redis", "xxhash", "numpy", "fastapi"}
+    listed = f"from importlib.metadata import distributions as all; print(*sorted({{d.name for d in all()}} & {known}))"
+    assert run_read_only(image, "python3", "-c", listed) == (0, "kvstow redis xxhash\n")
