@@ -38,6 +38,11 @@ class Answer(Generic[_T]):
         return self._value
 
     @property
+    def is_pending(self) -> bool:
+        """Whether it is not done, and the service has said that it takes time."""
+        return self._call is not None and self._call.is_pending
+
+    @property
     def call(self) -> Call | None:
         """The call, until the answer is `done`."""
         return self._call

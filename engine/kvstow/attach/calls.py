@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from typing import ClassVar, Final, Self
 
 from kvstow.attach.kinds import Kind
@@ -80,6 +81,43 @@ class Found:
     def leading(self) -> int:
         """How many keys are present from the first on."""
         return self.runs[0][1] if self.runs and self.runs[0][0] == 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The answer to a lookup takes time, as the fleet tier may have more. It comes later, under the same request, and
+    those to other calls may come before it."""
+
+    KIND: ClassVar[Kind] = Kind.PENDING
+
+    def pack(self) -> bytes:
+        return b""
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        PayloadReader(payload, "word about a lookup").end()
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The model has computed so many tokens of prompts, in so many seconds. No answer."""
+
+    KIND: ClassVar[Kind] = Kind.PREFILL
+    tokens: int
+    seconds: float
+
+    def pack(self) -> bytes:
+        return _PREFILL.pack(self.tokens, self.seconds)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, "prefill speed")
+        tokens, seconds = reader.fields(_PREFILL)
+        reader.end()
+        if not 0 < seconds < inf:
+            raise reader.error(f"seconds are {seconds}")
+        return cls(tokens, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +385,7 @@ class ResetDone:
 
 _U32, _U64, _PAIR, _TWO_U64 = (struct.Struct(layout) for layout in ("<I", "<Q", "<II", "<QQ"))
 _LOOKUP = struct.Struct("<B?")
+_PREFILL = struct.Struct("<Qd")
 _LOAD = struct.Struct("<QII")
 _COMPLETION = struct.Struct("<QBQdd")
 _SETTLED = struct.Struct("<QBB")

@@ -55,9 +55,11 @@ _M = TypeVar("_M", bound=Message)
 class Call:
     """A request that was sent. One thread uses it."""
 
-    __slots__ = ("_answer", "_error")
+    __slots__ = ("_answer", "_error", "is_pending")
 
     def __init__(self) -> None:
+        self.is_pending = False
+        """The service has said that the answer takes time: those to later calls may come first."""
         self._answer: Frame | None = None
         self._error: KvstowError | None = None
 
@@ -302,6 +304,10 @@ class AttachConnection:
             if frame.kind != Kind.WELCOME:
                 raise ProtocolError("unexpected", f"{Kind(frame.kind).name} comes before the welcome")
             self._attach(Welcome.unpack(frame.payload))
+        elif frame.kind == Kind.PENDING:
+            asked = self._calls.get(frame.request_id)
+            if asked is not None:
+                asked.is_pending = True
         elif frame.request_id:
             call = self._calls.pop(frame.request_id, None)
             if call is not None:

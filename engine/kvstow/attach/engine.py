@@ -24,6 +24,7 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
+    Prefill,
     Refresh,
     Release,
     Reset,
@@ -127,7 +128,8 @@ class AttachedEngine:
         self._step_wait = self._wait_left = step_wait
         self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
         self._answers: deque[Answer[object]] = deque()
-        """Not done, in the order of their calls: the service answers in order."""
+        """Not done, in the order of their calls: the service answers in order, but for those that are pending."""
+        self._pending: list[Answer[object]] = []
         self._spoken: dict[tuple[int, str], list[Completion]] = {}
         """Completions to be sent, by rank and boot."""
         self._room = 0
@@ -146,9 +148,9 @@ class AttachedEngine:
 
     def wait(self, *answers: Answer[_T], seconds: float | None = None) -> bool:
         """Wait until these answers are done, for so many seconds, or for what is left of the step's `step_wait`.
-        Returns whether they are."""
+        Returns whether they are. Does not wait for answers that are pending: a later `step` brings them."""
         for answer in answers:
-            if answer.call is None:
+            if answer.call is None or answer.is_pending:
                 continue
             begun = self._clock()
             self._connection.wait(answer.call, max(0.0, self._wait_left if seconds is None else seconds))
@@ -269,6 +271,12 @@ class AttachedEngine:
         self._hello = replace(self._hello, namespace=replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS)))
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """The model has computed so many tokens of prompts: what a fetch from the fleet tier is compared with."""
+        welcome = self._connection.welcome
+        if welcome is not None and welcome.knows(Kind.PREFILL):
+            self._tell(Prefill(tokens, seconds))
+
     # -- events ---------------------------------------------------------------------------------------------
 
     @property
@@ -372,18 +380,27 @@ class AttachedEngine:
             self._ops.take_word(word.ops)
 
     def _resolve_answers(self) -> None:
+        if any(answer.call is not None and answer.call.done for answer in self._pending):
+            arrived, self._pending = self._pending, []
+            for answer in arrived:
+                self._resolve_or_keep(answer)
         while self._answers:
             answer = self._answers[0]
-            if answer.call is not None and not answer.call.done:
+            if answer.call is not None and not answer.call.done and not answer.is_pending:
                 return
-            self._answers.popleft()
-            try:
-                if answer.call is not None:
-                    answer.resolve()
-            except AttachError as error:
-                self._connection.disconnect(str(error))
-            if answer.is_unwanted and isinstance(answer.value, Hits):
-                self.release_lease(answer.value.lease)
+            self._resolve_or_keep(self._answers.popleft())
+
+    def _resolve_or_keep(self, answer: Answer[object]) -> None:
+        if answer.is_pending and answer.call is not None and not answer.call.done:
+            self._pending.append(answer)
+            return
+        try:
+            if answer.call is not None:
+                answer.resolve()
+        except AttachError as error:
+            self._connection.disconnect(str(error))
+        if answer.is_unwanted and isinstance(answer.value, Hits):
+            self.release_lease(answer.value.lease)
 
     def _read_found(self, keys: Sequence[bytes], call: Call) -> Hits:
         found = call.answer(Found)

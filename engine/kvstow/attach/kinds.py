@@ -33,8 +33,8 @@ class VersionRange(NamedTuple):
         return newest
 
 
-VERSIONS: Final = VersionRange(1, 2)
-"""The current version and the one before it, as far as there is one."""
+VERSIONS: Final = VersionRange(1, 3)
+"""Those that are spoken. A version goes only when it costs something: engines that speak no newer one cannot attach."""
 
 
 class Kind(IntEnum):
@@ -61,6 +61,8 @@ class Kind(IntEnum):
     RESET_DONE = 28
     READ_EVENTS = 29
     EVENTS = 30
+    PENDING = 31
+    PREFILL = 32
 
     REPORT = 48
     DESIRED = 49
@@ -110,6 +112,8 @@ RULES: Final[dict[int, Rule]] = {
     Kind.RESET_DONE: Rule(_SERVICE),
     Kind.READ_EVENTS: Rule(_SCHEDULER, since=2),
     Kind.EVENTS: Rule(_SERVICE, since=2),
+    Kind.PENDING: Rule(_SERVICE, since=3),
+    Kind.PREFILL: Rule(_SCHEDULER, since=3),
     Kind.REPORT: Rule(_WORKER),
     Kind.DESIRED: Rule(_SERVICE),
     Kind.EXTENTS: Rule(_SERVICE, takes_fds=True),

@@ -72,13 +72,17 @@ class AttachedSession(Session):
             else:
                 self._held.append(entry.held)
         self.leases = LeaseBook()
-        self.pool.index.namespaces.leave(self.namespace)
+        self.leave_namespace()
         held = sum(map(len, self._held))
         self.pool.log(
             *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
             *(reason, held, len(self.quarantined_slots), len(self.processes)),
         )
         self._free_after_death()
+
+    def leave_namespace(self) -> None:
+        """Count no more as a session of its namespace. The caller holds the lock."""
+        self.pool.index.namespaces.leave(self.namespace)
 
     def forget_process(self, process: Hashable) -> None:
         """The process has died. The session cannot go on without it. The caller holds the lock."""

@@ -95,15 +95,17 @@ class FleetTier:
         *,
         off_reason: str = NO_NAME,
         name: str = "",
+        most_slots: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         hint_clock: Callable[[], float] | None = None,
         on_news: Callable[[], None] | None = None,
     ) -> None:
         """`fingerprint`: see `ObjectName`; None: the tier is off until `begin_epoch`, for the `off_reason`
-        (`kvstow.tier.fingerprint` gives one of them). `name`: of the store. `client` is closed by `close`.
+        (`kvstow.tier.fingerprint` gives one of them). `name`: of the store. `most_slots`: that the pool may come to
+        have, by which queues are limited; None: those that it has now. `client` is closed by `close`.
         `hint_clock`: by which answers of the store become old, if not by `clock`. `on_news`: see `LookupThread`."""
         config = session.pool.config
-        slots = session.pool.capacity
+        slots = session.pool.capacity if most_slots is None else most_slots
         self._clock, self._settings, self._name = clock, settings, name
         self.fingerprint = fingerprint
         self._off_reason = off_reason
@@ -234,6 +236,12 @@ class FleetTier:
             self._op_of.update(dict.fromkeys(op.keys, op.op_id))
         return {op.op_id for op in ops}
 
+    @property
+    def may_fetch(self) -> bool:
+        """Whether `look_for` may have something to wait for. From any thread, and without a lock: the next moment may
+        say otherwise."""
+        return self._is_on() and self._breaker.is_closed
+
     # -- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -283,7 +291,9 @@ class FleetTier:
                 ops = self.traffic.put_coldest(fingerprint, wanted, self._in_store, most=room)
                 self._writes.note_taken(sum(len(op.keys) for op in ops))
             else:
-                ops = self.traffic.begin_put(fingerprint, self._writes.take(room))
+                taken = self._writes.take(room)
+                ops = self.traffic.begin_put(fingerprint, taken)
+                self._writes.put_back(self.traffic.out_of_reach(taken))
         self._putting.update({op.op_id: len(op.keys) for op in ops})
 
     def _take_result(self, result: LookupResult) -> None:

@@ -133,7 +133,8 @@ class Pool:
 
     def load_refusal(self, now: float) -> Refusal | None:
         """Why no session may load, or None."""
-        refusals = [session.acceptance.load_refusal(now) for session in self.sessions if not session.is_lost]
+        engines = [session for session in self.sessions if session.is_engine and not session.is_lost]
+        refusals = [session.acceptance.load_refusal(now) for session in engines]
         return None if None in refusals else next(iter(refusals), None)
 
     @property

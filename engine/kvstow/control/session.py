@@ -10,6 +10,7 @@ from itertools import chain
 from kvstow.control.acceptance import SessionAcceptance
 from kvstow.control.keyruns import first_present, key_runs, runs_below
 from kvstow.control.leases import LeaseBook
+from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import Pool
@@ -38,11 +39,13 @@ class Session:
 
     owns_memory = True
     """The pool's memory is that of the session's ranks, and is lost with them."""
+    is_engine = True
+    """False for a session of the pool's own host, which no figure of engines includes."""
     session_id = 0
 
     def __init__(self, pool: Pool, namespace: str = "") -> None:
         self.pool = pool
-        self.namespace = pool.join_namespace(namespace)
+        self.namespace = self.join_namespace(namespace)
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(self)
@@ -62,6 +65,10 @@ class Session:
         """Called with the lock held, with keys that a store has made visible. For the fleet tier."""
         pool.sessions.append(self)
 
+    def join_namespace(self, name: str) -> Namespace:
+        """Count as a session of this namespace. The caller holds the lock."""
+        return self.pool.join_namespace(name)
+
     # -- lookup and load -----------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -78,7 +85,7 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return [False] * len(keys)
-            return [slot is not None for slot in self._slots_of(keys)]
+            return [slot is not None for slot in self.visible_slots(keys)]
 
     def find_runs(self, keys: Sequence[bytes]) -> list[KeyRun]:
         """Which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
@@ -86,7 +93,7 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return []
-            return key_runs(self._slots_of(keys))
+            return key_runs(self.visible_slots(keys))
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
@@ -117,7 +124,7 @@ class Session:
         with pool.lock:
             now = pool.clock()
             refusal = self.acceptance.load_refusal(now)
-            found: list[int | None] = [None] * len(keys) if refusal else self._slots_of(keys)
+            found: list[int | None] = [None] * len(keys) if refusal else self.visible_slots(keys)
             slots = [slot for slot in found if slot is not None]
             if len(slots) > self.leases.max_slots:
                 slots = slots[: int(self.leases.max_slots)]
@@ -145,7 +152,7 @@ class Session:
             now = pool.clock()
             if self.acceptance.load_refusal(now):
                 return None
-            slots = [slot for slot in self._slots_of(keys) if slot is not None]
+            slots = [slot for slot in self.visible_slots(keys) if slot is not None]
             if len(slots) < len(keys) or len(slots) > self.leases.max_slots:
                 return None
             return self._hold(tuple(keys), slots, (slots,), now)
@@ -165,7 +172,9 @@ class Session:
         runs = self.namespace.keys.leading_runs(keys)
         return runs if self.watermark is None else runs_below(runs, self.watermark)
 
-    def _slots_of(self, keys: Sequence[bytes]) -> list[int | None]:
+    def visible_slots(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Where each key is; None for those that are absent, or above what the session can reach. The caller holds the
+        lock."""
         slots = self.namespace.keys.slots_of(keys)
         if self.watermark is None:
             return slots

@@ -16,6 +16,7 @@ from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
 from kvstow.control.slotjournal import ANY_SESSION, NamespaceLabel, SlotJournal
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
+from kvstow.control.tiersession import TierSession
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
 from kvstow.status import NamespaceStatus, SessionStatus
@@ -48,6 +49,7 @@ class SharedPool(Pool):
         self._populated = 0
         self._last_lowering = 0
         self.last_session_id = 0
+        self._tier_session_id = 0
         self.last_op_id = secrets.randbits(32) << 20
         """What an engine still says of an earlier service's ops must not be taken for a word about these."""
         self._last_epoch = 0
@@ -65,6 +67,17 @@ class SharedPool(Pool):
             self.last_session_id += 1
             return AttachedSession(self, self.last_session_id, engine, namespace)
 
+    def attach_tier(self, namespace: Namespace) -> TierSession:
+        """A session of the host's own, for transfers of the fleet tier. Raises `ConflictError` if the pool was
+        closed."""
+        with self.lock:
+            if self.closed:
+                raise ConflictError("the pool was closed")
+            if not self._tier_session_id:
+                self.last_session_id += 1
+                self._tier_session_id = self.last_session_id
+            return TierSession(self, self._tier_session_id, namespace)
+
     def find_session(self, session_id: int) -> AttachedSession:
         """Raises `NotFoundError` for a session that has ended and left nothing."""
         with self.lock:
@@ -74,9 +87,10 @@ class SharedPool(Pool):
         raise NotFoundError(f"there is no session {session_id}")
 
     def session_statuses(self) -> list[SessionStatus]:
-        """All sessions, oldest first, including lost ones."""
+        """All sessions of engines, oldest first, including lost ones."""
         with self.lock:
-            return [session.snapshot() for session in self.attached() if session.session_id != ANY_SESSION]
+            engines = [session for session in self.attached() if session.is_engine]
+            return [session.snapshot() for session in engines if session.session_id != ANY_SESSION]
 
     def process_died(self, process: Hashable) -> None:
         """A process has ended, or has said that all its copies have: it can neither read nor write the memory any more.
@@ -87,7 +101,7 @@ class SharedPool(Pool):
         self.write_log()
 
     def attached(self) -> list[AttachedSession]:
-        """All sessions, including lost ones. The caller holds the lock."""
+        """All sessions, including lost ones and the host's own. The caller holds the lock."""
         return [session for session in self.sessions if isinstance(session, AttachedSession)]
 
     # -- namespaces -----------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ def readiness(pool: Pool) -> Readiness:
     with pool.lock:
         now = pool.clock()
         name, reason = _state_of(pool, now)
-        ranks = [status for session in pool.sessions if not session.is_lost for status in session.ranks.statuses(now)]
+        engines = [session for session in pool.sessions if session.is_engine and not session.is_lost]
+        ranks = [status for session in engines for status in session.ranks.statuses(now)]
         return Readiness(name, reason, pool.slots.in_service, pool.capacity, tuple(ranks))
 
 
@@ -107,7 +108,7 @@ def defects(pool: Pool) -> list[str]:
         found.append("the held slots are not those of leases and loads")
     if not all(session.leases.is_consistent() for session in pool.sessions):
         found.append("the count of leased slots is wrong")
-    users = Counter(session.namespace for session in pool.sessions if not session.is_lost)
+    users = Counter(session.namespace for session in pool.sessions if session.is_engine and not session.is_lost)
     if any(namespace.num_sessions != users[namespace] for namespace in pool.index.namespaces):
         found.append("the count of a namespace's sessions is wrong")
     return found
@@ -175,7 +176,7 @@ def _trouble(pool: Pool, now: float) -> str:
     if pool.integrity_error:
         return f"an integrity check failed: {pool.integrity_error}"
     for session in pool.sessions:
-        trouble = "" if session.is_lost else _session_trouble(session, now)
+        trouble = _session_trouble(session, now) if session.is_engine and not session.is_lost else ""
         if trouble:
             return session.label + trouble
     return ""

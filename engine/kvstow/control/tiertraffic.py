@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import islice
+from math import inf
 from typing import Literal
 
 from kvstow.control.openop import LAST_RANK, OpenTierOp
@@ -51,10 +52,19 @@ class TierTraffic:
         with pool.lock:
             if session.acceptance.load_refusal(pool.clock()):
                 return []
-            slots = session.namespace.keys.slots_of(keys)
+            slots = session.visible_slots(keys)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
             pool.index.hold([slot for _, slot in found])
             return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])
+
+    def out_of_reach(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys that are visible, but in memory that the session has not registered yet."""
+        with self._pool.lock:
+            end = self._session.watermark
+            if end is None:
+                return []
+            slots = self._session.namespace.keys.slots_of(keys)
+            return [key for key, slot in zip(keys, slots, strict=True) if slot is not None and slot >= end]
 
     def put_coldest(self, fingerprint: str, wanted_free: int, known: Collection[bytes], *, most: int) -> list[TierOp]:
         """Evict blocks until so many slots are free, and put them first: their slots are free when the put has ended.
@@ -67,7 +77,8 @@ class TierTraffic:
                 return []
             key_of = pool.index.slot_keys.key_of
             coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, missing)]
-            found = [(slot, key) for slot, key in coldest if key is not None and key not in known]
+            end = inf if session.watermark is None else session.watermark
+            found = [(slot, key) for slot, key in coldest if key is not None and key not in known and slot < end]
             slots = [slot for slot, _ in found]
             pool.index.hold(slots)
             pool.remove_blocks(slots, "capacity")

@@ -154,7 +154,10 @@ class TierStore(Protocol):
     @property
     def name(self) -> str: ...
 
-    def open_transfers(self, rank: int) -> TransferClient: ...
+    def open_transfers(self, rank: int, witness: int | None = None) -> TransferClient:
+        """`witness`: a descriptor, such as one end of a pipe, that stays the caller's. Each process of the client that
+        may touch memory inherits it before it gets any, so the other end shows when the last of them has ended, even
+        if this process ends first."""
 
     def open_lookups(self) -> LookupClient: ...
 

@@ -106,6 +106,10 @@ class WritePolicy:
         self.note_taken(count)
         return [self._queue.popitem(last=False)[0] for _ in range(count)]
 
+    def put_back(self, keys: Sequence[bytes]) -> None:
+        """These blocks were taken, and cannot be put yet."""
+        self._enqueue(keys)
+
     def sort_out(self) -> None:
         """Queue what was noted, within the bounds of the queue. Call it in each step in which nothing is taken."""
         if self._auto is not None:

@@ -28,6 +28,8 @@ from kvstow_service.node.noderecovery import NodeRecovery
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
+from kvstow_service.node.tier.nodetier import NodeTier
+from kvstow_service.tiers.tierhost import TierChoice
 
 logger = logging.getLogger("kvstow.node")
 
@@ -48,7 +50,8 @@ class NodeSettings:
     with pauses of `populate_pause`. `trust_eof`: a process whose end cannot be seen counts as ended this long after its
     connection; None refuses such processes. `state`: the folder of the keeper, with which everything survives a crash
     of this process; None for no keeper. `keep_timeout`: how long the keeper holds the memory without a service; None if
-    others start the keeper. `keep_on_stop`: leave the memory with the keeper in `close`, too.
+    others start the keeper. `keep_on_stop`: leave the memory with the keeper in `close`, too. `tier`: the
+    store of the fleet tier from the start on; operators can attach one later.
     """
 
     memory_bytes: int
@@ -63,6 +66,7 @@ class NodeSettings:
     state: Path | None = None
     keep_timeout: float | None = 600.0
     keep_on_stop: bool = False
+    tier: TierChoice | None = None
     pools: PoolSettings = field(default_factory=PoolSettings)
 
 
@@ -106,6 +110,9 @@ class Node:
         )
         self.server: AttachServer
         """From `start` on."""
+        self.tier = self.host.tier = NodeTier(
+            self.memory, lambda action: self.server.post(action), self.host.attached_sessions, clock=clock
+        )
         self._keeper: SurvivingMemory | None = None
         self._has_started = False
         self.integrity_problem: str | None = None
@@ -141,6 +148,9 @@ class Node:
         self.memory.start()
         self.server.start()
         self._running.callback(self._take_back)
+        self._running.callback(self.tier.host.end)  # first: the workers of its store have memory, too
+        if self.settings.tier is not None:
+            self.tier.begin(self.settings.tier)
 
     def close(self) -> None:
         """Idempotent."""

@@ -15,12 +15,12 @@ class NodeDirectory:
 
     is_node = True
     take_report = None
-    tier = None
 
     def __init__(self, node: Node) -> None:
         self.engine_id = node.host.engine_id
         self.switches = node.host.switches
         self.trust_eof = node.settings.trust_eof
+        self.tier = node.tier.host
         self.errors: Counter[str] = Counter()
         self._node = node
 

@@ -7,7 +7,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -17,6 +19,8 @@ from kvstow.attach.calls import (
     Found,
     LoadBegun,
     Lookup,
+    Pending,
+    Prefill,
     ResetDone,
     StoreBegun,
 )
@@ -31,7 +35,7 @@ from kvstow.control.hostswitches import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession
-from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
+from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings
 from kvstow_service.node.pools.nodesession import NodeSession
@@ -40,6 +44,9 @@ from kvstow_service.node.pools.uniquenames import unique_name
 from kvstow_service.node.survival.handover import JOURNAL, Handover
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.workerrecord import WorkerRecord
+
+if TYPE_CHECKING:
+    from kvstow_service.node.tier.nodetier import NodeTier
 
 logger = logging.getLogger("kvstow.node")
 
@@ -84,6 +91,8 @@ class NodeHost:
         """By pool: what its engines have handed back so far."""
         self._adopting: dict[PoolIdentity, bool] = {}
         """True while an adoption runs. False if it has failed: pools of this layout are not adopted again."""
+        self.tier: NodeTier | None = None
+        """The fleet tier of the node; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
 
@@ -122,7 +131,10 @@ class NodeHost:
             handover.close()
         with pool.lock:
             pool.closed = True
-        self._memory.remove_pool(pool)
+        if self.tier is None:
+            self._memory.remove_pool(pool)
+        else:
+            self.tier.drop_pool(pool, partial(self._memory.remove_pool, pool))
 
     def sessions(self) -> list[HostedSession]:
         """The oldest first, lost ones included."""
@@ -228,7 +240,8 @@ class NodeHost:
             if pool is not None:
                 pool.num_sessions += 1
                 return pool
-            name = unique_name(identity, model, self._pools)
+            going = self.tier.closing_pools if self.tier is not None else set[str]()
+            name = unique_name(identity, model, {*self._pools, *going})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         owner = SHARED_OWNER if identity.uid is None else identity.uid
         self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
@@ -260,7 +273,16 @@ class NodeHost:
             session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
             self._sessions[session_id] = session
         self._memory.add_session(session, session.wanted_slots())
+        self._enter_tier(session)
         return session, reasons
+
+    def attached_sessions(self) -> list[NodeSession]:
+        return [session for session in self._sessions.values() if not session.control.is_lost]
+
+    def _enter_tier(self, session: NodeSession) -> None:
+        """Its namespace may have blocks in the fleet tier."""
+        if self.tier is not None:
+            self.tier.enter(session)
 
     def _leave_pool(self, pool: NodePool) -> None:
         with self._lock:
@@ -269,8 +291,8 @@ class NodeHost:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def lookup(self, session_id: str, call: Lookup) -> Found:
-        return self._sessions[session_id].lookup(call)
+    def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
+        return self._sessions[session_id].lookup(call, later)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
         self._sessions[session_id].release(lease_ids)
@@ -294,11 +316,19 @@ class NodeHost:
     def count_lookup(self, session_id: str, call: CountLookup) -> None:
         self._sessions[session_id].control.count_lookup(call.queried, call.hits)
 
+    def note_prefill(self, session_id: str, call: Prefill) -> None:
+        tier = self._sessions[session_id].tier
+        if tier is not None:
+            tier.note_prefill(call.tokens, call.seconds)
+
     def reset(self, session_id: str) -> ResetDone:
         session = self._sessions[session_id]
+        if self.tier is not None:
+            self.tier.leave(session)
         name = session.control.reset()
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
+        self._enter_tier(session)
         return ResetDone(name)
 
     def read_events(self, session_id: str, call: ReadEvents) -> EventPage:
@@ -359,6 +389,8 @@ class NodeHost:
         for session in list(self._sessions.values()):
             if session.pool is pool:
                 session.follow_pool()
+        if self.tier is not None:
+            self.tier.follow_pool(pool)
         self._memory.look_again()
 
     def send_settled(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow.tier.writepolicy import WriteMode
 from kvstow_api.directory import Directory
 from kvstow_api.measurements import OrphanedMemory
 from kvstow_service.admin.adminhost import make_api_host, make_server
@@ -27,6 +28,7 @@ from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, ru
 from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
+from kvstow_service.tiers.tierhost import TierChoice
 
 logger = logging.getLogger("kvstow.service")
 
@@ -121,11 +123,19 @@ def _check(settings: Settings) -> _Plan:
             group = group_id(settings.attach_group)
         except ConfigError as error:
             raise error.renamed("attach_group") from None
+    tier = None if settings.tier is None else _check_tier(settings.tier, settings.tier_write)
     require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
-    return _Plan(address, admin, tls, node_settings(settings, group))
+    return _Plan(address, admin, tls, node_settings(settings, group, tier))
 
 
-def node_settings(settings: Settings, attach_group: int | None) -> NodeSettings:
+def _check_tier(url: str, write: WriteMode | None) -> TierChoice:
+    """Raises `ConfigError` or `MissingPackageError`."""
+    if url.startswith("memory:"):
+        raise ConfigError("tier", url, "a store outside of this process, which other nodes can reach")
+    return TierChoice.of(url, write)
+
+
+def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice | None = None) -> NodeSettings:
     return NodeSettings(
         memory_bytes=settings.budget_bytes,
         attach_socket=settings.attach_socket or default_path(),
@@ -139,6 +149,7 @@ def node_settings(settings: Settings, attach_group: int | None) -> NodeSettings:
         state=settings.state,
         keep_timeout=settings.keep_timeout if settings.start_keeper else None,
         keep_on_stop=settings.keep_on_stop,
+        tier=tier,
         pools=PoolSettings(policy=settings.policy, transfer_timeout=settings.transfer_timeout),
     )
 

@@ -48,7 +48,7 @@ class RedisStore:
                 raise MissingPackageError("a tier in Redis", package, "redis")
         self._location = location
 
-    def open_transfers(self, rank: int) -> RedisTransfers:
+    def open_transfers(self, rank: int, witness: int | None = None) -> RedisTransfers:
         return RedisTransfers(self._location)
 
     def open_lookups(self) -> RedisLookups:

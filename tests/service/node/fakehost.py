@@ -16,6 +16,8 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
+    Pending,
+    Prefill,
     ResetDone,
     SettledOp,
     SettledOps,
@@ -27,7 +29,7 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
+from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 
 
 @dataclass
@@ -61,6 +63,8 @@ class FakeHost:
         self.registered: list[tuple[int, tuple[ExtentSlots, ...]]] = []
         self.offered: list[tuple[ExtentBytes, ...]] = []
         self.refusal: AttachRefusedError | None = None
+        self.holds_lookups = False
+        self.held: list[Callable[[], object]] = []
         self.on_lookup: Callable[[], object] = lambda: None
         self.on_join: Callable[[SessionLink, int], object] = lambda link, rank: None
 
@@ -77,7 +81,22 @@ class FakeHost:
         self.events.append(("joined", session_id, hello.rank))
         self.on_join(self.sessions[session_id].link, hello.rank)
 
-    def lookup(self, session_id: str, call: Lookup) -> Found:
+    def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
+        """Pending while `holds_lookups`: `answer_held` answers then."""
+        if self.holds_lookups and later is not None:
+            self.held.append(lambda: later(self._found(session_id, call)))
+            return Pending()
+        return self._found(session_id, call)
+
+    def answer_held(self) -> None:
+        """On the server's thread, the newest first."""
+        while self.held:
+            self.held.pop()()
+
+    def note_prefill(self, session_id: str, call: Prefill) -> None:
+        self.events.append(("prefill", call.tokens, call.seconds))
+
+    def _found(self, session_id: str, call: Lookup) -> Found:
         self.on_lookup()
         session = self._session(session_id)
         runs: list[tuple[int, int]] = []

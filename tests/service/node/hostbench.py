@@ -172,7 +172,9 @@ class Engine:
         return begun
 
     def find(self, *numbers: int, hold: Hold = Hold.NOTHING) -> Found:
-        return self.bench.host.lookup(self.session_id, Lookup([key_of(number) for number in numbers], hold))
+        found = self.bench.host.lookup(self.session_id, Lookup([key_of(number) for number in numbers], hold))
+        assert isinstance(found, Found)
+        return found
 
     def has(self, *numbers: int) -> int:
         """How many of these blocks it finds."""

@@ -1,7 +1,8 @@
 """A node in a process of its own, for tests that kill it.
 
-`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere]` prints what it has recovered, and for
-each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper.
+`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere] [tier]` prints what it has recovered,
+and for each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper. With `tier` it has
+a store that never ends a fetch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.memory.limits import MemoryLimits
+from kvstow.tier.memorystore import MemoryStore, MemoryTransfers
+from kvstow.tier.store import GetStatus, SlotObject
 from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.tiers.tierhost import TierChoice
 
 EXTENT_BYTES = 2 << 20
 
@@ -32,6 +36,7 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
         populate_pause=0,
         state=state,
         keep_on_stop="keep" in words,
+        tier=TierChoice("memory:", HungStore(), "through") if "tier" in words else None,
         keep_timeout=None if "elsewhere" in words else timeouts[0] if timeouts else 600.0,
     )
 
@@ -69,7 +74,43 @@ def shown(node: Node) -> dict[str, Any]:
         "problems": node.memory.failures,
         "faults": node.memory.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
+        **shown_tier(node),
     }
+
+
+def shown_tier(node: Node) -> dict[str, Any]:
+    choice = node.settings.tier
+    if choice is None:
+        return {}
+    assert isinstance(choice.store, HungStore)
+    worker = choice.store.worker
+    return {"worker": None if worker is None else worker.pid, "gets": choice.store.gets}
+
+
+class HungStore(MemoryStore):
+    """Has whatever it is asked for, and never hands it out. The process of its transfers outlives the node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker: subprocess.Popen[bytes] | None = None
+        self.gets = 0
+
+    def open_transfers(self, rank: int, witness: int | None = None) -> MemoryTransfers:
+        assert witness is not None
+        self.worker = subprocess.Popen(["sleep", "1000"], pass_fds=[witness])
+        return _HungTransfers(self)
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        return [True] * len(names)
+
+
+class _HungTransfers(MemoryTransfers):
+    def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
+        store = self._store
+        assert isinstance(store, HungStore)
+        store.gets += 1
+        threading.Event().wait()
+        raise AssertionError
 
 
 class RunningNode:

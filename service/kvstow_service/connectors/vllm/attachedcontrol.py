@@ -120,10 +120,10 @@ class AttachedControl:
 
     def _watch(self) -> None:
         """Notice a service that takes calls and does not answer."""
-        while self._asked and self._asked[0].answer.done:
-            value = self._asked.popleft().answer.value
-            if isinstance(value, StoreGrant):
-                self.refused_stores.update(value.outcomes)
+        while self._asked and (self._asked[0].answer.done or self._asked[0].answer.is_pending):
+            answer = self._asked.popleft().answer
+            if answer.done and isinstance(answer.value, StoreGrant):
+                self.refused_stores.update(answer.value.outcomes)
         silent = 0.0
         if self._asked and self._asked[0].step <= self._step - 2:  # a step may take seconds
             silent = self._clock() - self._asked[0].at
@@ -173,6 +173,11 @@ class AttachedControl:
     def count_lookup(self, queried: int, hits: int) -> None:
         if self._engine is not None:
             self._engine.count_lookup(queried, hits)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """The model has computed so many tokens of prompts."""
+        if self._engine is not None:
+            self._engine.note_prefill(tokens, seconds)
 
     # -- events ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ MOST_AHEAD = 64
 than half of the pool."""
 PATIENCE_SECONDS = 0.25
 """After that a lookup without an answer is a miss."""
+LONGEST_PATIENCE_SECONDS = 5.0
+"""The same, if the service has said that it waits for the fleet tier, which it does for 2 s at most."""
 _MOST_KEYS = 100_000  # of one lookup; a frame has room for more
 
 
@@ -69,7 +71,8 @@ class AttachedHits:
             question = self._ask(tracked, local, end, Hold.LEADING)
         while question is not None:
             if not self._service.wait(question.answer):
-                if self._service.finds_hits and self._clock() - question.at < PATIENCE_SECONDS:
+                patience = LONGEST_PATIENCE_SECONDS if question.answer.is_pending else PATIENCE_SECONDS
+                if self._service.finds_hits and self._clock() - question.at < patience:
                     return LATER
                 self.forget(tracked)
                 return None

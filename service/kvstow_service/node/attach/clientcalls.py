@@ -17,7 +17,7 @@ from kvstow.errors import AttachRefusedError, DisconnectedError, KvstowError, Pr
 from kvstow_service.node.attach.attachtally import AttachTally
 from kvstow_service.node.attach.clients import Client, Clients
 from kvstow_service.node.attach.dispatch import answer_to
-from kvstow_service.node.attach.sessionhost import SessionHost
+from kvstow_service.node.attach.sessionhost import Later, SessionHost
 from kvstow_service.node.attach.sessionlife import SessionLife, described
 from kvstow_service.node.attach.sessiontable import Member, Session
 
@@ -125,7 +125,7 @@ class ClientCalls:
             self._take_leave(member)
             return
         try:
-            answer = answer_to(self._host, member, frame)
+            answer = answer_to(self._host, member, frame, self._later(client, frame))
         except (ProtocolError, DisconnectedError):
             raise
         except KvstowError as error:
@@ -138,6 +138,20 @@ class ClientCalls:
             answer = CallError("internal", _FAILED)
         if answer is not None and frame.request_id and not client.has_detached:
             client.channel.send(answer.KIND, answer.pack(), frame.request_id)
+
+    def _later(self, client: Client, frame: Frame) -> Later | None:
+        """Where the answer goes if it takes time."""
+        if not frame.request_id or client.version < RULES[Kind.PENDING].since:
+            return None
+        return partial(self._answer_later, client, frame.request_id)
+
+    def _answer_later(self, client: Client, request_id: int, answer: Message) -> None:
+        if client.channel.fileno() >= 0 and not client.has_detached:
+            self._guarded(client, partial(self._send_answer, client, request_id, answer))
+
+    def _send_answer(self, client: Client, request_id: int, answer: Message) -> None:
+        client.channel.send(answer.KIND, answer.pack(), request_id)
+        self._rewatch(client)
 
     def _greet(self, client: Client, frame: Frame) -> None:
         if frame.kind != Kind.HELLO:

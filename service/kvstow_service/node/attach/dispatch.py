@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvstow.attach.calls import BeginLoad, BeginStore, Completions, CountLookup, Lookup, Refresh, Release, Reset
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Lookup,
+    Prefill,
+    Refresh,
+    Release,
+    Reset,
+)
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.deposits import ReturnedDescriptors
@@ -21,20 +31,19 @@ from kvstow.attach.extentcalls import (
 from kvstow.attach.frames import Frame
 from kvstow.attach.kinds import Kind
 from kvstow.errors import InvalidRequestError, ProtocolError
-from kvstow_service.node.attach.sessionhost import SessionHost
+from kvstow_service.node.attach.sessionhost import Later, SessionHost
 from kvstow_service.node.attach.sessiontable import Member
 
 
-def answer_to(host: SessionHost, member: Member, frame: Frame) -> Message | None:
+def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
     """Make the call and return its answer, if its kind has one. `frame.fds` are the host's, or closed, afterwards.
+    `later`: see `SessionHost.lookup`.
 
     Raises what the host raises, and `ProtocolError` for a payload that is no message of its kind.
     """
+    if frame.kind == Kind.LOOKUP:
+        return host.lookup(member.session.session_id, Lookup.unpack(frame.payload), later)
     return _CALLS[frame.kind](host, member, frame)
-
-
-def _lookup(host: SessionHost, member: Member, frame: Frame) -> Message:
-    return host.lookup(member.session.session_id, Lookup.unpack(frame.payload))
 
 
 def _release(host: SessionHost, member: Member, frame: Frame) -> None:
@@ -62,6 +71,10 @@ def _refresh(host: SessionHost, member: Member, frame: Frame) -> None:
 
 def _count_lookup(host: SessionHost, member: Member, frame: Frame) -> None:
     host.count_lookup(member.session.session_id, CountLookup.unpack(frame.payload))
+
+
+def _note_prefill(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.note_prefill(member.session.session_id, Prefill.unpack(frame.payload))
 
 
 def _reset(host: SessionHost, member: Member, frame: Frame) -> Message:
@@ -120,13 +133,13 @@ def _rank_of(member: Member) -> int:
 
 
 _CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]] = {
-    Kind.LOOKUP: _lookup,
     Kind.RELEASE: _release,
     Kind.BEGIN_LOAD: _begin_load,
     Kind.BEGIN_STORE: _begin_store,
     Kind.COMPLETIONS: _complete,
     Kind.REFRESH: _refresh,
     Kind.COUNT_LOOKUP: _count_lookup,
+    Kind.PREFILL: _note_prefill,
     Kind.RESET: _reset,
     Kind.READ_EVENTS: _read_events,
     Kind.REPORT: _report,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstow.attach.calls import (
@@ -13,6 +13,8 @@ from kvstow.attach.calls import (
     Found,
     LoadBegun,
     Lookup,
+    Pending,
+    Prefill,
     ResetDone,
     StoreBegun,
 )
@@ -22,6 +24,9 @@ from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.messages import DesiredState, RankReport
+
+Later = Callable[[Found], object]
+"""Takes the answer to a lookup that was `Pending`."""
 
 
 class SessionGrant(NamedTuple):
@@ -64,7 +69,9 @@ class SessionHost(Protocol):
         """The worker of `hello.rank` attaches; it has the token and the uid of the session, and no other worker has the
         rank. Push its extents. Raises `AttachRefusedError` to refuse it."""
 
-    def lookup(self, session_id: str, call: Lookup) -> Found: ...
+    def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
+        """`later`: takes the answer, on the attach server's thread, if this call returns `Pending`; None for a client
+        that must have it at once."""
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None: ...
 
@@ -78,6 +85,8 @@ class SessionHost(Protocol):
     def refresh(self, session_id: str, keys: Sequence[bytes]) -> None: ...
 
     def count_lookup(self, session_id: str, call: CountLookup) -> None: ...
+
+    def note_prefill(self, session_id: str, call: Prefill) -> None: ...
 
     def reset(self, session_id: str) -> ResetDone: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
+    Pending,
     SettledOp,
     SettledOps,
     StoreBegun,
@@ -27,12 +29,13 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.attach.sessionhost import Later, SessionLink
 from kvstow_service.node.pools.rankmemory import RankMemory
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 if TYPE_CHECKING:
     from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+    from kvstow_service.node.tier.namespacetier import NamespaceTier
 
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
@@ -45,6 +48,11 @@ class NodeSession:
 
     What a worker has registered and let go of is taken from its word about each extent, and not from its reports.
     """
+
+    is_engine = True
+    """False for the node's own transfers, which do not keep a pool."""
+    tier: NamespaceTier | None = None
+    """The fleet tier of its namespace."""
 
     def __init__(
         self,
@@ -109,7 +117,35 @@ class NodeSession:
 
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
-    def lookup(self, call: Lookup) -> Found:
+    def lookup(self, call: Lookup, later: Later | None = None) -> Found | Pending:
+        """`later`: see `SessionHost.lookup`. While the tier may have more, what the pool has is held."""
+        tier = self.tier
+        if tier is None or call.hold not in (Hold.LEADING, Hold.PRESENT):
+            return self._find(call)
+        if later is None or not tier.may_have_more:
+            found = self._find(call)
+            tier.note_used(call.keys, found.runs)
+            return found
+        held = self._find(replace(call, counted=False))
+        tier.note_used(call.keys, held.runs)
+        num_found = sum(length for _, length in held.runs)
+        if num_found == len(call.keys):
+            if call.counted:
+                self.control.count_lookup(len(call.keys), num_found)
+            return held
+        tier.ask(call.keys, partial(self._answer, call, held.lease_id, later))
+        return Pending()
+
+    def _answer(self, call: Lookup, held: int, later: Later) -> None:
+        """The tier has nothing more to bring. On the attach server's thread."""
+        if self.control.is_lost:
+            return
+        found = self._find(call)
+        if held:
+            self.release((held,))
+        later(found)
+
+    def _find(self, call: Lookup) -> Found:
         control, keys = self.control, call.keys
         if call.hold == Hold.LEADING:
             lease = control.acquire(keys, count=call.counted)

@@ -84,8 +84,9 @@ class PoolMemory:
 
     @property
     def is_empty(self) -> bool:
-        """It has no memory, and no worker."""
-        return not self._held and not self.workers and not self._budget.rows(self.pool.name)
+        """It has no memory, and no worker of an engine."""
+        has_engines = any(worker.session.is_engine for worker in self.workers.values())
+        return not self._held and not has_engines and not self._budget.rows(self.pool.name)
 
     def want(self) -> bool:
         """Ask for as many whole rows as are used, and one more. True if that is more than before."""

@@ -36,8 +36,9 @@ _log = logging.getLogger(__name__)
 class ChildProcess:
     """Starts at once. Each lane is used by one thread at a time; `kill` may be called by any thread."""
 
-    def __init__(self, lanes: Sequence[str]) -> None:
-        """`lanes`: names; the first one connects and adds memory. Raises `OSError`."""
+    def __init__(self, lanes: Sequence[str], inherited: Sequence[int] = ()) -> None:
+        """`lanes`: names; the first one connects and adds memory. `inherited`: descriptors that the process has until
+        it ends; they stay the caller's. Raises `OSError`."""
         self.lanes: dict[str, Lane] = {}
         theirs = []
         for name in lanes:
@@ -47,7 +48,7 @@ class ChildProcess:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *(str(end.fileno()) for end in theirs)],
-                pass_fds=[end.fileno() for end in theirs],
+                pass_fds=[*(end.fileno() for end in theirs), *inherited],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -48,16 +48,17 @@ class MooncakeStore:
                 raise MissingPackageError("a tier in Mooncake", package, "mooncake")
         self._location = location
 
-    def open_transfers(self, rank: int) -> MooncakeTransfers:
-        return MooncakeTransfers(self._channel(f"transfers of rank {rank}", _PUTS, _GETS))
+    def open_transfers(self, rank: int, witness: int | None = None) -> MooncakeTransfers:
+        return MooncakeTransfers(self._channel(f"transfers of rank {rank}", _PUTS, _GETS, witness=witness))
 
     def open_lookups(self) -> MooncakeLookups:
         share = self._location.capacity
         capacity = None if share is None else StoreCapacity(share, _PACE * share)
         return MooncakeLookups(self._channel("look-ups", _EXISTS, _REMOVALS), capacity)
 
-    def _channel(self, purpose: str, *lanes: str) -> ChildChannel:
-        return ChildChannel(purpose, lambda: ChildProcess((CONTROL, *lanes)), self._connect_message)
+    def _channel(self, purpose: str, *lanes: str, witness: int | None = None) -> ChildChannel:
+        inherited = () if witness is None else (witness,)
+        return ChildChannel(purpose, lambda: ChildProcess((CONTROL, *lanes), inherited), self._connect_message)
 
     def _connect_message(self) -> Connect:
         where = self._location

@@ -49,8 +49,8 @@ class PatientLookups(MooncakeLookups):
 class PatientStore(MooncakeStore):
     """Gives calls time that the engine does not: on a busy machine, a call that takes half a second is no fault."""
 
-    def open_transfers(self, rank: int) -> MooncakeTransfers:
-        return PatientTransfers(super().open_transfers(rank).channel)
+    def open_transfers(self, rank: int, witness: int | None = None) -> MooncakeTransfers:
+        return PatientTransfers(super().open_transfers(rank, witness).channel)
 
     def open_lookups(self) -> MooncakeLookups:
         found = super().open_lookups()

@@ -1,0 +1,384 @@
+"""The fleet tier of a whole node, over a store in this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.conftest import Eventually
+from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
+
+from kvstow.attach.calls import Found, Lookup, Prefill, Reset, ResetDone
+from kvstow.attach.extentcalls import Detach
+from kvstow.attach.identity import FleetWeights
+from kvstow.attach.kinds import VersionRange
+from kvstow.errors import TierUnavailableError
+from kvstow.memory.limits import MemoryLimits
+from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
+from kvstow.tier.store import MemoryRange
+from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.tier.namespacetier import NamespaceTier
+from kvstow_service.node.tier.pooltier import PoolTier
+from kvstow_service.tiers.tierhost import TierChoice
+
+MIB = 1 << 20
+EXTENT = 2 * MIB
+ROW_SLOTS = EXTENT // SLOT_BYTES
+NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
+ONE_RANK = replace(NAMED, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
+
+MakeNode = Callable[..., Node]
+Engines = Callable[..., RawEngine]
+
+
+class Reluctant(ControlledStore):
+    """Its transfers let go of memory only when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removals = Gate()
+
+    def open_transfers(self, rank: int, witness: int | None = None) -> ControlledTransfers:
+        return ReluctantTransfers(self)
+
+
+class ReluctantTransfers(ControlledTransfers):
+    def remove_memory(self, memory: MemoryRange) -> None:
+        store = self._controls
+        assert isinstance(store, Reluctant)
+        store.removals.pass_through()
+        super().remove_memory(memory)
+
+
+@pytest.fixture
+def store() -> Iterator[ControlledStore]:
+    store = Reluctant()
+    yield store
+    for gate in (store.puts, store.gets, store.lookups):
+        gate.open()
+
+
+@pytest.fixture
+def reluctant(store: ControlledStore) -> Iterator[Reluctant]:
+    """Takes the place of the store."""
+    assert isinstance(store, Reluctant)
+    yield store
+    store.removals.open()
+
+
+@pytest.fixture
+def make_node(tmp_path: Path, store: ControlledStore) -> Iterator[MakeNode]:
+    """Nodes that use the store, and are closed at the end; none leaves a descriptor open."""
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
+    before = len(os.listdir("/proc/self/fd"))
+    nodes: list[Node] = []
+
+    def make(extents: int = 8, *, has_tier: bool = True, **options: Any) -> Node:
+        settings = NodeSettings(
+            memory_bytes=extents * EXTENT,
+            attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
+            extent_bytes=EXTENT,
+            populate_pause=0,
+            tier=TierChoice("memory:", store, "through") if has_tier else None,
+            **options,
+        )
+        nodes.append(Node(settings, limits=limits))
+        nodes[-1].start()
+        return nodes[-1]
+
+    yield make
+    for gate in (store.puts, store.gets, store.lookups):
+        gate.open()
+    for node in nodes:
+        node.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    made: list[RawEngine] = []
+
+    def make(node: Node, hello: Any = NAMED) -> RawEngine:
+        made.append(RawEngine(node.settings.attach_socket, hello))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [key_of(number) for number in range(first, first + count)]
+
+
+def tier_of(node: Node) -> NamespaceTier:
+    (session,) = [one for one in node.host.attached_sessions() if one.tier is not None]
+    assert session.tier is not None
+    return session.tier
+
+
+def only_pool(node: Node) -> Any:
+    (pool,) = node.host.pools()
+    return pool
+
+
+def test_what_one_node_has_stored_another_one_hits(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, eventually: Eventually
+) -> None:
+    here, there = make_node(), make_node()
+    keys = keys_of(0, 10)
+    engines(here).store_until_found(keys)
+    eventually(lambda: store.num_objects == 20, "the puts of both ranks")
+    engine = engines(there)
+    engine.wait_for(lambda: engine.load(keys) == 10)  # every byte of both ranks is verified
+    assert only_pool(there).facade.stats().pool.slots.cached == 10
+    for node in (here, there):
+        only_pool(node).check_integrity()
+
+
+def begin_fetch(engine: RawEngine, store: ControlledStore, keys: list[bytes]) -> Any:
+    """Look up keys that the store has, and wait until the transfers of both ranks have begun. Returns the call."""
+    before = store.gets.num_arrived
+    store.gets.shut()
+    call = engine.scheduler.call(Lookup(keys))
+    engine.wait_for(lambda: store.gets.num_arrived > before)
+    return call
+
+
+def put_elsewhere(make_node: MakeNode, engines: Engines, store: ControlledStore, keys: list[bytes]) -> None:
+    """Another node has these in the store."""
+    engine = engines(make_node())
+    engine.store_until_found(keys)
+    engine.wait_for(lambda: store.num_objects == 2 * len(keys))
+
+
+def leave(engine: RawEngine) -> None:
+    """Its only worker says that nothing of the pool is mapped or under way in it, as this process goes on."""
+    (worker,) = engine.workers
+    worker.connection.close(Detach("done"))
+
+
+def test_an_answer_that_takes_time_delays_no_other_one(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    put_elsewhere(make_node, engines, store, keys_of(0, 4))
+    engine = engines(make_node())
+    engine.store_until_found(keys_of(100, 4))
+    call = begin_fetch(engine, store, keys_of(0, 4))
+    assert engine.lookup(keys_of(100, 4)).leading == 4
+    assert not call.done
+    store.gets.open()
+    engine.wait_for(lambda: call.done)
+    assert call.answer(Found).leading == 4
+    assert call.is_pending
+
+
+def test_an_engine_that_knows_no_late_answers_gets_none(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    put_elsewhere(make_node, engines, store, keys_of(0, 4))
+    engine = engines(make_node(), replace(NAMED, versions=VersionRange(1, 2)))
+    call = engine.scheduler.call(Lookup(keys_of(0, 4)))
+    engine.wait_for(lambda: call.done)
+    assert (call.answer(Found).leading, call.is_pending) == (0, False)
+
+
+def test_puts_and_fetches_outlive_the_engine(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, eventually: Eventually
+) -> None:
+    here, there = make_node(), make_node()
+    store.puts.shut()
+    engine = engines(here, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    store.puts.wait_arrived(1)
+    leave(engine)
+    eventually(lambda: not here.host.sessions(), "the end of the session")
+    store.puts.open()
+    eventually(lambda: store.num_objects == 4, "the puts")
+
+    engine = engines(there, ONE_RANK)
+    engine.wait_for(lambda: tier_of(there).may_have_more and only_pool(there).slots.in_service)
+    begin_fetch(engine, store, keys_of(0, 4))
+    leave(engine)
+    eventually(lambda: not there.host.sessions(), "the end of the session")
+    assert only_pool(there).facade.stats().pool.slots.cached == 0
+    store.gets.open()
+    eventually(lambda: only_pool(there).facade.stats().pool.slots.cached == 4, "the fetched blocks")
+    for node in (here, there):
+        only_pool(node).check_integrity()
+
+
+def test_the_node_s_own_session_counts_as_no_engine(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, eventually: Eventually
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    pool = only_pool(node)
+    assert len(node.host.sessions()) == len(pool.session_statuses()) == len(pool.facade.readiness().ranks) == 1
+    assert [one.sessions for one in node.host.namespaces()] == [1]
+    leave(engine)
+    eventually(lambda: not node.host.sessions(), "the end of the session")
+    assert [one.sessions for one in node.host.namespaces()] == [0]
+    eventually(lambda: node.memory.memory.budget.fair_shares() == {}, "the end of what was asked for")
+    node.host.delete_pool(pool.name)
+    eventually(lambda: node.memory.spare_bytes == node.memory.total_bytes, "the pool's memory")
+    assert node.memory.faults == 0
+    assert node.tier.closing_pools == set()
+
+
+def test_after_a_reset_nothing_is_put_or_fetched_until_the_weights_have_a_name(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: store.num_objects == 8)
+    engine.ask(Reset(), ResetDone)
+    asked = store.batches.count(("exists", 4))
+    engine.wait_for(lambda: tier_of(node).fleet is not None)
+    assert engine.lookup(keys_of(0, 4)).leading == 0
+    engine.store_until_found(keys_of(4, 4))
+    engine.wait_for(lambda: tier_of(node).is_idle)
+    assert (store.num_objects, store.batches.count(("exists", 4))) == (8, asked)
+    fleet = tier_of(node).fleet
+    assert fleet is not None
+    assert (fleet.status().state, "reset its cache" in fleet.status().reason) == ("off", True)
+
+    tier = tier_of(node)
+    node.tier.host.name_weights(only_pool(node).name, tier.namespace.name, "step-2")
+    engine.wait_for(lambda: tier.may_have_more)
+    engine.store_until_found(keys_of(8, 2))
+    engine.wait_for(lambda: store.num_objects == 12)
+    assert len({name.split(":")[1] for name in store.names("kvs1:")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (HELLO, "weights_unknown"),
+        (replace(NAMED, namespace=replace(NAMESPACE, unshared="hashes_not_reproducible: ...")), "hashes_not_repro"),
+        (replace(NAMED, namespace=replace(NAMESPACE, epoch=7)), "weights_changed"),
+        (replace(NAMED, pool=replace(POOL, groups=(replace(POOL.groups[0], kind="window", window=8),))), "KV groups"),
+    ],
+)
+def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, hello: Any, reason: str
+) -> None:
+    node = make_node()
+    engine = engines(node, hello)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: node.tier.host.tiers())
+    (shown,) = node.tier.host.tiers()
+    assert shown.status.state == "off"
+    assert reason in shown.status.reason
+    call = engine.scheduler.call(Lookup(keys_of(50, 2)))
+    engine.wait_for(lambda: call.done)
+    assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
+
+
+def test_the_speed_of_prefill_comes_from_the_engines(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.wait_for(lambda: tier_of(node).fleet is not None)
+    engine.scheduler.tell(Prefill(1000, 0.5))
+    fleet = tier_of(node).fleet
+    assert fleet is not None
+    engine.wait_for(lambda: fleet.break_even.prefill_rate == 2000)
+
+
+def test_a_store_that_fails_costs_hits_and_no_answer(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    store.error = TierUnavailableError("gone")
+    assert engine.lookup(keys_of(0, 4)).leading == 0
+    engine.wait_for(lambda: not tier_of(node).may_have_more)
+    call = engine.scheduler.call(Lookup(keys_of(4, 4)))
+    engine.wait_for(lambda: call.done)
+    assert not call.is_pending
+    engine.store_until_found(keys_of(0, 4))
+    assert engine.load(keys_of(0, 4)) == 4
+    assert node.live_failure() is None
+    assert node.memory_failure() is None
+
+
+def test_an_operator_detaches_the_store_and_attaches_another(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, eventually: Eventually
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    store.puts.shut()
+    engine.store_until_found(keys_of(0, 4))
+    store.puts.wait_arrived(1)
+    detached = threading.Thread(target=node.tier.host.detach)
+    detached.start()
+    engine.wait_for(lambda: not tier_of(node).may_have_more)
+    assert engine.lookup(keys_of(0, 4)).leading == 4
+    assert detached.is_alive(), "a call to the store is under way"
+    assert [entry for session in only_pool(node).attached() for entry in session.held_slots()] != []
+    store.puts.open()
+    detached.join(30)
+    assert not detached.is_alive()
+    pool = only_pool(node)
+    assert [session for session in pool.attached() if not session.is_engine] == []
+    node.tier.host.attach("memory:", None)
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    engine.store_until_found(keys_of(4, 4))
+    fleet = tier_of(node).fleet
+    assert fleet is not None
+    engine.wait_for(lambda: fleet.status().counters.put_blocks == 4)
+    pool.check_integrity()
+
+
+def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> bool:
+    """Another pool needs memory that the node's transfers map, and they are asked to let go of it. Whether the node
+    counts them among those who map it until they do not."""
+    node = make_node(extents=2)
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
+    engine.wait_for(lambda: store.num_objects == ROW_SLOTS + 1)
+    tier, budget = tier_of(node).pool_tier, node.memory.memory.budget
+    last = budget.rows(tier.pool.name)[1].extents[0]
+    leave(engine)
+    store.removals.shut()
+    assert ONE_RANK.pool is not None
+    other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
+    other.wait_for(lambda: store.removals.num_arrived)
+    for pass_on in (node.server.post, node.memory.run):  # what was said before has been heard now
+        heard = threading.Event()
+        pass_on(heard.set)
+        assert heard.wait(60)
+    is_known = budget.mappers(last) == [tier.member.client(0)]
+    store.removals.open()
+    other.store_until_found(keys_of(0, 1))
+    return is_known
+
+
+def test_an_extent_stays_with_the_transfers_until_no_process_maps_it(
+    make_node: MakeNode, engines: Engines, reluctant: Reluctant
+) -> None:
+    assert is_known_to_map(make_node, engines, reluctant)
+
+
+def test_mutant_extents_are_let_go_before_they_are_unmapped(
+    make_node: MakeNode, engines: Engines, reluctant: Reluctant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say_first(tier: PoolTier, rank: int, extent_ids: Sequence[int]) -> None:
+        tier._post(partial(tier._say_let_go, rank, tuple(extent_ids)))
+        for extent_id in extent_ids:
+            tier._unmap(rank, extent_id)
+
+    monkeypatch.setattr(PoolTier, "_let_go", say_first)
+    assert not is_known_to_map(make_node, engines, reluctant)
