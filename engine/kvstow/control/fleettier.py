@@ -148,6 +148,8 @@ class FleetTier:
         """Keys that were put or fetched not long ago."""
         self._asked = 0
         self._last: Estimate | None = None
+        self._sample: TierWait | None = None
+        """A request that did not wait, because fetches do not pay. Its blocks show whether they do now."""
         self.counters = TierCounters()
 
     # -- requests -------------------------------------------------------------------------------------------
@@ -159,7 +161,13 @@ class FleetTier:
         now = self._clock()
         wait = TierWait(keys, now, now + min(self._settings.lookup_wait, self._settings.deadline))
         self.counters.requests += 1
-        return None if self.is_over(wait) else wait
+        if self.break_even.pays:
+            return None if self.is_over(wait) else wait
+        if self._sample is None:
+            self._sample = wait
+        else:
+            self.counters.declined_requests += 1
+        return None
 
     def is_over(self, wait: TierWait) -> bool:
         """Whether the request need not wait any longer: it looks its keys up in the pool again, and computes what is
@@ -207,18 +215,16 @@ class FleetTier:
             run += 1
         self.counters.found_blocks += len(remote)
         wait.state = "over"
-        if remote or wait.ops:
+        if wait is self._sample:
+            if remote:
+                self._decide(remote, run - local)
+        elif remote or wait.ops:
             self._fetch(wait, remote, run - local)
 
     def _fetch(self, wait: TierWait, remote: Sequence[bytes], saved: int) -> None:
         """Fetch `remote`, if that pays for a request that need not compute `saved` blocks then."""
-        assert self.fingerprint is not None
-        queued = sum(map(len, self._fetching.values()))
-        estimate = self._last = self.break_even.decide(len(remote), saved, queued)
+        estimate = self._decide(remote, saved)
         if not estimate.pays:
-            self.counters.declined_requests += 1
-            if self._breaker.is_closed and not self._fetching and self.break_even.wants_probe():
-                self._begin_fetch(remote[:PROBE_BLOCKS])
             return
         if self._breaker.is_closed:
             wait.ops |= self._begin_fetch(remote)
@@ -226,6 +232,16 @@ class FleetTier:
             wait.state = "fetching"
             compute = inf if estimate.compute_seconds is None else estimate.compute_seconds
             wait.until = wait.began + min(self._settings.deadline, compute)
+
+    def _decide(self, remote: Sequence[bytes], saved: int) -> Estimate:
+        """Whether to fetch `remote`. If that does not pay, a few are fetched now and then to measure the store."""
+        queued = sum(map(len, self._fetching.values()))
+        estimate = self._last = self.break_even.decide(len(remote), saved, queued)
+        if not estimate.pays:
+            self.counters.declined_requests += 1
+            if self._breaker.is_closed and not self._fetching and self.break_even.wants_probe():
+                self._begin_fetch(remote[:PROBE_BLOCKS])
+        return estimate
 
     def _begin_fetch(self, keys: Sequence[bytes]) -> set[int]:
         assert self.fingerprint is not None
@@ -252,6 +268,7 @@ class FleetTier:
         for settled in self.traffic.take_settled():
             self._take_settled(settled)
         if not self._is_on():
+            self._sample = None
             return
         assert self.fingerprint is not None
         self._writes.sort_out()  # also while nothing is put: what waits stays bounded
@@ -259,8 +276,13 @@ class FleetTier:
             self._lookups.probe(self.fingerprint)
             self._asked += 1
         if self._breaker.is_closed:
+            if self._sample is not None:
+                self._look(self._sample)
+                self._sample = None if self._sample.state == "over" else self._sample
             self._asked += self._lookups.ask(self._name_of)
             self._begin_puts(self.fingerprint)
+        else:
+            self._sample = None
 
     def take_plans(self) -> list[tuple[int, TierOp]]:
         """Ranks, each with an op to give to it in this step, in order."""
@@ -272,7 +294,8 @@ class FleetTier:
         with self._session.pool.lock:
             has_news = bool(self._session.ops.tier.settled or self._session.ops.tier.plans)
         has_puts = self._is_on() and self._breaker.is_closed and self._writes.has_work
-        return not (self._asked or self._putting or self._fetching or has_news or has_puts)
+        is_busy = self._asked or self._putting or self._fetching or self._sample is not None
+        return not (is_busy or has_news or has_puts)
 
     def _name_of(self, key: bytes) -> ObjectName:
         """The object that answers for all ranks: it is put last."""

@@ -242,13 +242,53 @@ def test_nothing_is_fetched_where_it_does_not_pay_except_to_measure(make_node: M
     node.fleet.break_even.note_fetch(100, 10_000.0)
     clock.advance(0.9)
     node.offload.admin.purge(everything=True).run()
-    assert not node.fetch_all(KEYS)
+    assert node.fleet.look_for(KEYS) is None
+    node.hear()
     assert node.ops("fetch") == []
     assert node.fleet.status().counters.declined_requests == 2
     assert "does not pay" in node.fleet.status().decision
     clock.advance(0.1)
-    assert not node.fetch_all(KEYS)
+    assert node.fleet.look_for(KEYS) is None
+    node.hear()
     assert len(node.ops("fetch")) == 1
+
+
+def test_while_fetches_do_not_pay_no_request_waits_to_hear_what_the_store_has(make_node: MakeNode) -> None:
+    node = make_node(prefill_rate=100.0)
+    node.add(KEYS)
+    node.fleet.break_even.note_fetch(1, 100.0)
+    assert not node.fetch_all(KEYS[:3])
+    node.run_all()
+    node.fleet.step()
+    node.store_of_names.lookups.shut()
+    assert node.fleet.look_for(KEYS[3:6]) is None
+    assert node.fleet.look_for(KEYS[6:9]) is None
+    node.fleet.step()
+    node.store_of_names.lookups.wait_arrived(2)
+    assert node.fleet.status().counters.requests == 3
+    for _ in range(9):
+        node.fleet.break_even.note_fetch(100, 1.0)  # now they would
+    node.store_of_names.lookups.open()
+    node.hear()
+    assert node.store_of_names.batches == [("exists", 3)] * 2, "of one request at a time"
+    assert "a fetch pays" in node.fleet.status().decision
+    assert node.fleet.is_idle
+    assert node.fetch_all(KEYS[6:9])
+
+
+def test_a_store_that_is_lost_while_fetches_do_not_pay_leaves_nothing_behind(make_node: MakeNode) -> None:
+    node = make_node(prefill_rate=100.0)
+    node.add(KEYS)
+    node.fleet.break_even.note_fetch(1, 100.0)
+    assert not node.fetch_all(KEYS[:3])
+    node.run_all()
+    node.fleet.step()
+    node.store_of_names.error = TierUnavailableError("no master")
+    assert node.fleet.look_for(KEYS[3:6]) is None
+    node.hear()
+    assert node.fleet.status().breaker == "open"
+    node.fleet.step()
+    assert node.fleet.is_idle
 
 
 def test_the_gate_opens_when_the_store_gets_quick(make_node: MakeNode) -> None:

@@ -196,7 +196,9 @@ def fetches_always_pay(patch: pytest.MonkeyPatch) -> None:
     decide = BreakEven.decide
 
     def always(self: BreakEven, *arguments: int) -> Estimate:
-        return decide(self, *arguments)._replace(pays=True)
+        estimate = decide(self, *arguments)._replace(pays=True)
+        self.pays = True
+        return estimate
 
     patch.setattr(BreakEven, "decide", always)
 

@@ -32,6 +32,7 @@ def replay(
     slot_bytes: int = SLOT_BYTES,
     ranks: int = 1,
     routing: Routing = "prefix",
+    prefill_rate: float | None = None,
     on_request: Callable[[Fleet, int], None] = lambda fleet, number: None,
 ) -> ReplayResult:
     config = EngineConfig(slot_bytes=slot_bytes, capacity_slots=slots, num_ranks=ranks, block_tokens=512)
@@ -41,7 +42,7 @@ def replay(
         routing,
         store,
         settings,
-        ReplayOptions(),
+        ReplayOptions(prefill_rate=prefill_rate),
         kv_blocks=blocks_needed(requests, 1),
         requests=requests,
         stop=Event(),
