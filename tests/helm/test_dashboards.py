@@ -30,6 +30,7 @@ ROWS = [
     "Latency",
     "Pools",
     "Evictions and outcomes",
+    "Fleet tier",
     "Admin server",
 ]
 CHOSEN = 'cluster=~"$cluster", namespace=~"$namespace", pod=~"$pod"'

@@ -83,6 +83,9 @@ def cases() -> Iterator[Case]:
     yield from collapsed()
     yield from thrashing()
     yield from switched_off()
+    yield from tier_down()
+    yield from tier_loses_time()
+    yield from tier_corrupts()
     yield from unbalanced()
 
 
@@ -295,6 +298,46 @@ def switched_off() -> Iterator[Case]:
     yield Case(name, 40, ((lookups, bypassed, "0+5x30 150x90"),))  # for half an hour
     yield Case(name, 100, ((lookups, {**POD, "reason": "not_ready"}, "0+5x120"),))  # another alert's
     yield Case(name, 100, ((stores, {**POD, "outcome": "skipped_already_cached"}, "0+5x120"),))
+
+
+TIER = {**POOL, "tier": "mooncake"}
+
+
+def tier_down() -> Iterator[Case]:
+    name, opened, bypassed = "KvstowTierDown", "kvstow_tier_breaker_open", "kvstow_tier_bypassed"
+    used, well = (bypassed, TIER, "0x60"), (opened, {**TIER, **SECOND}, "0x60")
+    fires = (TIER, f"The fleet tier (mooncake) of {OF_POOL} gives no answers.")
+    yield Case(name, 10, (well, used, (opened, TIER, "1x60")), fires)
+    yield Case(name, 4, (well, used, (opened, TIER, "1x60")))
+    yield Case(name, 10, (well, used, (opened, TIER, "1x3 0 1x20")), fires)
+    yield Case(name, 10, (well, used, (opened, TIER, "1x6 0x20")))  # the store is back
+    yield Case(name, 10, (well, (bypassed, TIER, "1x60"), (opened, TIER, "1x60")))
+    yield Case(name, 10, (well, used, (opened, TIER, "1x4 stale")))  # it was detached
+
+
+def tier_loses_time() -> Iterator[Case]:
+    name, waited, saved = "KvstowTierLosesTime", "kvstow_tier_wait_seconds_total", "kvstow_tier_saved_seconds_total"
+    gains = ((waited, {**TIER, **SECOND}, "0+2x99"), (saved, {**TIER, **SECOND}, "0+9x99"))
+
+    def pool(waits: str, saves: str) -> tuple[tuple[str, dict[str, str], str], ...]:
+        return (*gains, (waited, TIER, waits), (saved, TIER, saves))
+
+    within = "within 30 minutes, longer than computing would have taken."
+    summary = f"Requests of {OF_POOL} waited 1m 0s for the fleet tier (mooncake) {within}"
+    yield Case(name, 60, pool("0+2x99", "0+1x99"), (TIER, summary))
+    yield Case(name, 60, pool("0+2x99", "0x99"), (TIER, summary))
+    yield Case(name, 60, pool("0+1x99", "0+2x99"))
+    yield Case(name, 60, pool("0+0.2x99", "0x99"))  # a few probes
+    yield Case(name, 60, pool("0+2x20 42x79", "0+1x20 22x79"))  # since then requests wait for nothing
+
+
+def tier_corrupts() -> Iterator[Case]:
+    name, key = "KvstowTierCorruptObjects", "kvstow_tier_corrupt_objects_total"
+    well = (key, {**TIER, **SECOND}, "0x60")
+    summary = f"3 objects of the fleet tier (mooncake) that {OF_POOL} fetched within 15 minutes were not what was put."
+    yield Case(name, 20, (well, (key, TIER, "0x10 3x50")), (TIER, summary))
+    yield Case(name, 40, (well, (key, TIER, "0x10 3x50")))  # over a quarter of an hour ago
+    yield Case(name, 20, (well, (key, TIER, "0x60")))
 
 
 def unbalanced() -> Iterator[Case]:

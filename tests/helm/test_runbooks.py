@@ -13,6 +13,7 @@ import click
 import pytest
 import yaml
 from tests.api.fakenode import FakeNode
+from tests.api.tieredhost import TieredHost
 
 import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
@@ -25,6 +26,7 @@ from kvstow_api.auth import Credentials
 from kvstow_api.doctor import CHECKS, NODE_CHECKS
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
+from kvstow_api.metrics.tier import tier_families
 from kvstow_api.requests import HttpCounters
 from kvstow_api.views import SessionsView, StatsView
 from kvstow_service import environment
@@ -41,8 +43,10 @@ PAGES = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
 RULES = ROOT / "helm" / "kvstow" / "files" / "rules.yaml"
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
 
-# Of Kubernetes, Prometheus, vLLM and the driver.
+# Of Kubernetes, Prometheus, vLLM, Mooncake and the driver.
 FOREIGN = {
+    "--client_ttl",
+    "MOONCAKE_OFFLOAD_USE_URING=false",
     "container_cpu_cfs_throttled_periods_total",
     "https",
     "hugepages-2Mi",
@@ -51,6 +55,7 @@ FOREIGN = {
     "kubectl -n NAMESPACE logs POD",
     "kubectl exec -it",
     "kv_load_failure_policy: recompute",
+    "kvs1:",
     "nvidia-smi",
     "up",
 }
@@ -92,6 +97,17 @@ def scraped() -> Iterator[str]:
             yield family.name
 
 
+def tier_metrics() -> Iterator[str]:
+    """Of a host with a fleet tier, those included that have no sample before they are measured."""
+    engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
+    host = TieredHost(engine, FakeClock())
+    host.begin()
+    for family in tier_families(EmbeddedDirectory(engine, 4, tier=host.control)):
+        yield f"{family.name}_total" if family.type == "counter" else family.name
+    host.close()
+    engine.close()
+
+
 @cache
 def sources() -> str:
     return "".join(path.read_text() for top in ("engine", "api", "service") for path in (ROOT / top).rglob("*.py"))
@@ -110,7 +126,7 @@ def flags(command: click.Command) -> Iterator[str]:
 
 @cache
 def known() -> frozenset[str]:
-    found = {*scraped(), *flags(app), *CHECKS, *NODE_CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
+    found = {*scraped(), *tier_metrics(), *flags(app), *CHECKS, *NODE_CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
     found |= {field.name for view in (StatsView, LookupStats, FaultStats, SessionsView) for field in fields(view)}
     found |= {column.title for columns, _ in LISTS.values() for column in columns}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.process]
 CHART = Path(__file__).parents[2] / "helm" / "kvstow"
 RULES = CHART / "files" / "rules.yaml"
 LABELS = {"namespace": "ml", "pod": "kvstow-0"}  # as a PodMonitor would add them
+TIERED = {"namespace": "ml", "pod": "kvstow-1"}
 
 # What panels choose, and what Grafana fills in.
 VALUES = {
@@ -52,13 +53,20 @@ PROMETHEUS_OWN = {"up", "ALERTS"}
 
 
 def filled_in(expression: str) -> str:
-    return re.sub(r"\$\{?(\w+)\}?", lambda name: VALUES[name[1]], expression)
+    values = {**VALUES, "pod": TIERED["pod"]} if "kvstow_tier_" in expression else VALUES
+    return re.sub(r"\$\{?(\w+)\}?", lambda name: values[name[1]], expression)
 
 
 def metrics_in(expression: str) -> set[str]:
     """Names of metrics in an expression; those of records have colons, and are none."""
     bare = re.sub(r'"[^"]*"|\b(?:by|on|without|group_left) \([^)]*\)|\[[^\]]*\]', "", expression)
     return set(re.findall(r"(?<![\w:])(?:kvstow|process|python)_\w+(?![\w:])", bare))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def tried(call: Callable[[], Any]) -> Any:
@@ -82,15 +90,45 @@ def multiprocess_folder(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path, multiprocess_folder: Path) -> Iterator[str]:
+def trace(folder: Path) -> Path:
+    path = folder / "trace.jsonl"
+    generate = (*KVSTOW, "trace", "generate", "--sessions", "2000", "--output", path)
+    subprocess.run(generate, env=environ(), check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(trace: Path, folder: Path, multiprocess_folder: Path) -> Iterator[str]:
     """URL of an embedded engine, with two ranks and a replay that goes on for longer than the tests, in a pool that is
     too small for it."""
-    trace = folder / "trace.jsonl"
-    generate = (*KVSTOW, "trace", "generate", "--sessions", "2000", "--output", trace)
-    subprocess.run(generate, env=environ(), check=True, capture_output=True)
     log, shared = folder / "engine.log", str(multiprocess_folder)
     with embedding(trace, "--rate=25", log=log, PROMETHEUS_MULTIPROC_DIR=shared) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def tiered(trace: Path, folder: Path) -> Iterator[str]:
+    """URL of a replay with a fleet tier, from which fetches pay."""
+    flags = ("--tier=memory:", "--pool-slots=200", "--slot-size=4KiB", "--rate=25", "--prefill-rate=2000")
+    port, log = free_port(), folder / "replay.log"
+    with running(*KVSTOW, "replay", trace, *flags, f"--port={port}", log=log, env=environ()) as process:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or tried(lambda: httpx.get(f"{url}/livez").is_success), "the replay")
+        assert process.poll() is None, log.read_text()
+        yield url
+
+
+@pytest.fixture(scope="module")
+def scraped_tier(tiered: str) -> str:
+    """The text of one scrape of the replay, after a fetch."""
+
+    def text() -> str | None:
+        said = httpx.get(f"{tiered}/metrics").text
+        fetched = re.search(r"^kvstow_tier_fetched_blocks_total\{.*\} (\S+)", said, re.MULTILINE)
+        return said if fetched and float(fetched[1]) > 0 else None
+
+    found: str = until(text, "a fetch")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +145,19 @@ def scraped(service: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def prometheus_url(service: str, prometheus: Path, folder: Path) -> Iterator[str]:
-    """A Prometheus that scrapes the service every second and has evaluated the rules."""
-    target = {"targets": [service.removeprefix("http://")], "labels": LABELS}
+def prometheus_url(service: str, tiered: str, prometheus: Path, folder: Path) -> Iterator[str]:
+    """A Prometheus that scrapes both every second and has evaluated the rules."""
+    targets = [
+        {"targets": [url.removeprefix("http://")], "labels": labels}
+        for url, labels in ((service, LABELS), (tiered, TIERED))
+    ]
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "kvstow", "static_configs": [target]}],
+        "scrape_configs": [{"job_name": "kvstow", "static_configs": targets}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb")
     url = f"http://{address}"
     with running(prometheus, *options, f"--web.listen-address={address}", log=folder / "prometheus.log") as process:
@@ -140,9 +179,10 @@ def ask(prometheus_url: str) -> Callable[[str], list[dict[str, Any]]]:
     return query
 
 
-def test_promtool_finds_nothing_to_complain_about(scraped: str, promtool: Path) -> None:
-    result = subprocess.run([promtool, "check", "metrics"], input=scraped, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_promtool_finds_nothing_to_complain_about(scraped: str, scraped_tier: str, promtool: Path) -> None:
+    for text in (scraped, scraped_tier):
+        result = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_a_service_writes_nothing_into_the_multiprocess_folder(scraped: str, multiprocess_folder: Path) -> None:
@@ -150,8 +190,9 @@ def test_a_service_writes_nothing_into_the_multiprocess_folder(scraped: str, mul
     assert list(multiprocess_folder.iterdir()) == []
 
 
-def test_panels_and_rules_name_only_what_a_service_exports(scraped: str) -> None:
-    exported = set(re.findall(r"^# TYPE (\S+) ", scraped, re.MULTILINE))
+def test_panels_and_rules_name_only_what_a_service_exports(scraped: str, scraped_tier: str) -> None:
+    assert "kvstow_tier_" not in scraped, "a host without a tier has none of its metrics"
+    exported = set(re.findall(r"^# TYPE (\S+) ", scraped + scraped_tier, re.MULTILINE))
     exported |= {
         f"{name}_{part}"
         for name in re.findall(r"^# TYPE (\S+) histogram$", scraped, re.MULTILINE)
@@ -174,14 +215,14 @@ def test_every_panel_is_an_expression(promtool: Path, tmp_path: Path) -> None:
 
 
 def test_the_service_is_scraped(ask: Callable[[str], list[dict[str, Any]]], prometheus_url: str) -> None:
-    until(lambda: ask("up == 1"), "a scrape")
-    (target,) = httpx.get(f"{prometheus_url}/api/v1/targets").json()["data"]["activeTargets"]
-    assert (target["health"], target["lastError"]) == ("up", "")
+    until(lambda: len(ask("up == 1")) == 2, "two scrapes")
+    targets = httpx.get(f"{prometheus_url}/api/v1/targets").json()["data"]["activeTargets"]
+    assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")] * 2
 
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_records_have_values(ask: Callable[[str], list[dict[str, Any]]], record: str) -> None:
-    (sample,) = until(lambda: ask(f"{record} > 0"), record)
+    (sample,) = until(lambda: ask(f'{record}{{pod="kvstow-0"}} > 0'), record)
     assert sample["metric"].items() >= LABELS.items()
 
 
