@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
-from kvstow.messages import Completion, Op
+from kvstow.messages import Completion, Op, TierCompletion
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.hits import EmbeddedHits, HitFinder
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.enginetier import EngineTier
 
 
 class ControlPlane(Protocol):
@@ -76,6 +79,14 @@ class EmbeddedControl:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
+        self._hits: EmbeddedHits | None = None
+        self._tier: EngineTier | None = None
+
+    def use_tier(self, tier: EngineTier | None) -> None:
+        """Look below the pool from now on, or no longer. The tier is the caller's, before and after."""
+        self._tier = tier
+        if self._hits is not None:
+            self._hits.tier = None if tier is None else tier.waits
 
     @property
     def slot_bytes(self) -> int:
@@ -88,7 +99,8 @@ class EmbeddedControl:
         return answer.done
 
     def hit_finder(self, groups: KVGroups) -> HitFinder:
-        return EmbeddedHits(self._engine, groups)
+        self._hits = EmbeddedHits(self._engine, groups)
+        return self._hits
 
     def boot_ids(self) -> tuple[str | None, ...]:
         return self._engine.boot_ids()
@@ -122,13 +134,18 @@ class EmbeddedControl:
         return self._engine.take_settled()
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        self._engine.complete(rank, boot_id, tuple(completions))
+        ended = tuple(completions)
+        self._engine.complete(rank, boot_id, ended)
+        if self._tier is not None and any(isinstance(one, TierCompletion) for one in ended):
+            self._tier.take_ended()
 
     @property
     def awaited_transfers(self) -> int:
         return self._engine.awaited_transfers
 
     def reset(self) -> None:
+        if self._tier is not None:
+            self._tier.reset()
         self._engine.admin.purge(everything=True).run()
 
     def bypass_loads(self) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 
 
 class Later(Enum):
@@ -47,15 +50,16 @@ class HitFinder(Protocol):
 
 
 class EmbeddedHits:
-    """Finds hits in the engine of this process."""
+    """Finds hits in the engine of this process. `tier`: None without a fleet tier, which serves plain models alone."""
 
     def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
         self._engine, self._groups = engine, groups
+        self.tier: TierWaits | None = None
 
     def expect(self, tracked: TrackedRequest, end: int) -> None:
         """A lookup takes microseconds."""
 
-    def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
+    def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
         if self._groups.is_plain:
             return self._hold_run(tracked, self._groups.full[0], local, end)
         end = longest_end(self._engine, self._groups, tracked, local, end)
@@ -69,13 +73,18 @@ class EmbeddedHits:
         return True
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """No answer is awaited."""
+        if self.tier is not None:
+            self.tier.forget(tracked)
 
-    def _hold_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | None:
+    def _hold_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | Later | None:
         """Find and hold in one step, where only the leading run counts."""
-        lease = self._engine.acquire(
-            tracked.keys(group, local // group.block_tokens, end // group.block_tokens), count=False
-        )
+        keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
+        if self.tier is None:
+            lease = self._engine.acquire(keys, count=False)
+        elif (found := self.tier.acquire(tracked, keys)) is None:
+            return LATER
+        else:
+            lease = found
         return Hit(local, local + len(lease.slots) * group.block_tokens, lease) if lease.slots else None
 
 

@@ -16,7 +16,7 @@ from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep, TierPlan
 from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankSession
 
 
@@ -39,23 +39,27 @@ class RankHello(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket`: of the session with the node service."""
+    answers ranks that have reported with a step. `ticket`: of the session with the node service. `tier`: None without a
+    fleet tier."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
+    tier: TierPlan | None = None
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
-    reach the admin server; `session` when it has changed; `ended_loads` where vLLM does not count the ranks itself."""
+    reach the admin server; `session` when it has changed; `ended_loads` where vLLM does not count the ranks itself;
+    `tier_step`, from rank 0, with each step that has a `TierPlan`: its number."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
     report: RankReport | None = None
     session: RankSession | None = None
     ended_loads: tuple[LoadId, ...] = ()
+    tier_step: int = 0
 
 
 @dataclass

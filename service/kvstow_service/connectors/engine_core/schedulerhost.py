@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from vllm.utils.network_utils import get_ip
 
@@ -26,9 +26,13 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
-from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse, refusal
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.enginetier import EngineTier
 
 _HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 
@@ -95,6 +99,10 @@ class SchedulerHost(ABC):
         """Whether vLLM should make steps although it has no requests, for other reasons than transfers."""
         return False
 
+    def plan_tier(self, step: Any) -> TierPlan | None:
+        """What the ranks do with the store of the fleet tier in this step. Never raises."""
+        return None
+
     # What they have in common.
 
     def bind(self, pool: BlockPool) -> None:
@@ -140,6 +148,11 @@ class SchedulerHost(ABC):
                 self._desired[rank] = desired
         for boot_id, completions in update.completions:
             self.offload.control.complete(rank, boot_id, completions)
+        if update.tier_step:
+            self._step_ended(update.tier_step)
+
+    def _step_ended(self, number: int) -> None:  # noqa: B027 - not every host has a tier
+        """A step with this `TierPlan` has ended."""
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -203,14 +216,34 @@ class EmbeddedSchedulerHost(SchedulerHost):
         *,
         build: Mapping[str, str],
         make_events: Callable[[OffloadEngine], EventFeed | None],
+        fingerprint: Callable[[list[RankHello]], str | None] = lambda hellos: None,
     ) -> None:
-        """Raises `ConfigError` for options with which no admin server may be started."""
+        """`fingerprint`: of this engine's blocks, by which other nodes know them (`ObjectName`); it is asked for when
+        vLLM has its block hashes. Raises `ConfigError` for options with which no admin server may be started, or a tier
+        that does not work with this model."""
         super().__init__(options, process, groups)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
         self._build, self._make_events = build, make_events
         self._admin_options = _admin_options(options, process)
+        if options.tier is not None and not groups.is_plain:
+            raise refusal("tier", options.tier, "none for a model with several KV groups, or a window")
         self._spans_nodes = False
+        self._fingerprint = fingerprint
+        self._control: EmbeddedControl | None = None
+        self.tier: EngineTier | None = None
+
+    @property
+    def wants_steps(self) -> bool:
+        """Steps bring the ends of transfers."""
+        return self.tier is not None and not self._has_failed and self.tier.wants_steps
+
+    def plan_tier(self, step: Any) -> TierPlan | None:
+        return None if self.tier is None else self.tier.plan(step)
+
+    def _step_ended(self, number: int) -> None:
+        if self.tier is not None:
+            self.tier.ended(number)
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
@@ -219,6 +252,8 @@ class EmbeddedSchedulerHost(SchedulerHost):
     def close(self) -> None:
         if self.admin is not None:
             self.admin.stop()
+        if self.tier is not None:
+            self.tier.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -251,7 +286,9 @@ class EmbeddedSchedulerHost(SchedulerHost):
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,
         )
-        self.engine, self.admin = engine, admin
+        self.engine, self.admin, self._control = engine, admin, control
+        if self._options.tier is not None:
+            self._open_tier(self._options.tier, hellos)
         admin.start()
         slots = engine.config.capacity_slots
         logger.info(
@@ -260,6 +297,20 @@ class EmbeddedSchedulerHost(SchedulerHost):
             "lazy" if self._options.lazy_offload else "eager",
         )
         return Offload(control, side, stats, events)
+
+    def _open_tier(self, url: str, hellos: list[RankHello]) -> None:
+        """The store is connected to in the background."""
+        from kvstow.control.fleettier import FleetTier, TierSettings
+        from kvstow_service.connectors.engine_core.enginetier import EngineTier
+        from kvstow_service.tiers import stores
+
+        assert self.engine is not None
+        assert self._control is not None
+        store, process = stores.open_store(url), self._process
+        settings = TierSettings(write=self._options.tier_write, replicated=process.replicated)
+        fleet = FleetTier(self.engine, store.open_lookups(), settings, self._fingerprint(hellos), name=store.name)
+        self.tier = EngineTier(self.engine, fleet, process.max_batched_tokens)
+        self._control.use_tier(self.tier)
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
         """The largest size of a resize: on each node, the slots of its ranks share the available memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvstow.messages import Op, StepPlan
+from kvstow.messages import Op, StepPlan, TierOp
 from kvstow.results import Awaited, Lease, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 
@@ -31,6 +31,15 @@ class PlannedStep(NamedTuple):
     loads: StepPlan
     load_requests: tuple[str, ...]
     lost_loads: dict[str, tuple[int, ...]]
+
+
+class TierPlan(NamedTuple):
+    """What the ranks move to and from the store of the fleet tier from this step on: ranks, each with an op, in order.
+    Steps with a tier are numbered from 1. `boots[rank]`: the boot that the ops are for."""
+
+    number: int
+    boots: tuple[str | None, ...]
+    ops: tuple[tuple[int, TierOp], ...] = ()
 
 
 class StepPlanner:

@@ -6,22 +6,27 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.layout import KVLayout
+from kvstow.memory.hostpool import HostPool
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import RankReport
+from kvstow.messages import RankReport, TierCompletion
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.rankplane import NoDataPlane, RankDataPlane
+from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.engine_core.workerside import RankSession, WorkerSide
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankSession, WorkerSide
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.ranktier import RankTier
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
 
@@ -86,6 +91,15 @@ class WorkerHost(ABC, Generic[G]):
     @abstractmethod
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """For the scheduler's half, after a step."""
+
+    def take_completions(self) -> tuple[BootCompletions, ...]:
+        """The same, of ops."""
+        return tuple(self.side.take_boot_completions())
+
+    @property
+    def tier_step(self) -> int:
+        """See `RankUpdate`."""
+        return 0
 
     # What they have in common.
 
@@ -152,10 +166,15 @@ class PoolWorkerHost(WorkerHost[G]):
         self.agent: RankAgent | None = None
         self._reports_sent = 0  # that the agent had brought to the admin server
         self._report_at = 0.0
+        self._tier: RankTier | None = None
+        self._tier_number = 0
+        self._tier_ends: list[BootCompletions] = []
 
     def follow(self, metadata: KVStowMetadata) -> None:
         if metadata.admin is not None and self.agent is not None:
             self.agent.offer(metadata.admin)
+        if metadata.tier is not None:
+            self._follow_tier(metadata.tier)
         own = metadata.desired.get(self._process.rank)
         if own is None or self.hello is None:
             return
@@ -173,10 +192,63 @@ class PoolWorkerHost(WorkerHost[G]):
         before, self._reports_sent = self._reports_sent, self.agent.stats.sent
         return self.side.report() if self._reports_sent == before else None, None
 
+    def take_completions(self) -> tuple[BootCompletions, ...]:
+        if self._tier is not None and (ended := self._tier.take_completions()):
+            self._tier_ends.append(BootCompletions(self._tier.boot_id, tuple(ended)))
+        ends, self._tier_ends = self._tier_ends, []
+        return (*super().take_completions(), *ends)
+
+    @property
+    def tier_step(self) -> int:
+        return self._tier_number if self._process.rank == 0 else 0
+
     def close(self) -> None:
         if self.agent is not None:
             self.agent.stop()
+        self._close_tier()
         super().close()
+
+    def _restart(self, make: Callable[[], RankDataPlane]) -> RankDataPlane | None:
+        self._close_tier()
+        return super()._restart(make)
+
+    def _open_tier(self, plane: RankDataPlane) -> None:
+        """A rank whose store cannot be opened fails its transfers; nothing else depends on it."""
+        if self._options.tier is None or not (isinstance(plane, DataPlane) and isinstance(plane.pool, HostPool)):
+            return
+        from kvstow_service.connectors.engine_core.ranktier import RankTier  # only with a tier
+        from kvstow_service.tiers import stores
+
+        process = self._process
+        try:
+            store = stores.open_store(self._options.tier)
+            self._tier = RankTier(
+                plane, plane.pool, store, process.rank, process.num_ranks, replicated=process.replicated
+            )
+        except Exception:
+            logger.exception("rank %d: the tier's store cannot be used", process.rank)
+
+    def _close_tier(self) -> None:
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.close()
+            self._tier_ends.append(BootCompletions(tier.boot_id, tuple(tier.take_completions())))
+
+    def _follow_tier(self, plan: TierPlan) -> None:
+        """Begin the transfers of a step, once: later calls for the same step do nothing."""
+        if plan.number == self._tier_number:
+            return
+        self._tier_number = plan.number
+        rank, tier = self._process.rank, self._tier
+        planned_for = plan.boots[rank] or ""
+        for op in [op for of_rank, op in plan.ops if of_rank == rank]:
+            if tier is not None and tier.boot_id == planned_for:
+                tier.submit(op)
+                continue
+            why = "this rank has restarted since the op was planned, or has no client of the tier's store"
+            refusal = (TierCompletion(op.op_id, "failed", why),)
+            boots = {planned_for, self.side.plane.boot_id}  # it may have restarted in the middle of the planning
+            self._tier_ends += [BootCompletions(boot_id, refusal) for boot_id in boots]
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
         max_slots = self._max_bytes // slot_bytes
@@ -188,6 +260,7 @@ class PoolWorkerHost(WorkerHost[G]):
         if self.agent is None:
             self.agent = RankAgent(self._process.rank, self.side, self._rendezvous)
             self.agent.start()
+        self._open_tier(plane)
         if self._options.async_register_cache:
             super()._start(plane)
             return
