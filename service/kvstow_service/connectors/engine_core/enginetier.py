@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.tier.fingerprint import Fingerprint, fingerprint, named_weights
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter, ScheduledStep
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.tierwaits import TierWaits
@@ -19,6 +21,21 @@ _LEAST_TOKENS = 256
 """Of a step that says how fast prompts are computed, or half of the tokens that a step may have."""
 
 T = TypeVar("T")
+
+
+class TierIdentity(NamedTuple):
+    """What an engine's blocks are, on every node. `weights`: as they were loaded."""
+
+    pool: PoolIdentity
+    namespace: NamespaceIdentity
+    weights: FleetWeights
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.pool, self.namespace, self.weights)
+
+    def named(self, weights_id: str) -> Fingerprint:
+        """With other weights, that a user calls so on all nodes."""
+        return fingerprint(self.pool, self.namespace, named_weights(weights_id, self.namespace.model))
 
 
 class EngineTier:

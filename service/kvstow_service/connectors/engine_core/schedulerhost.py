@@ -32,7 +32,7 @@ from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
 if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.enginetier import EngineTier
+    from kvstow_service.connectors.engine_core.enginetier import EngineTier, TierIdentity
 
 _HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 
@@ -216,11 +216,11 @@ class EmbeddedSchedulerHost(SchedulerHost):
         *,
         build: Mapping[str, str],
         make_events: Callable[[OffloadEngine], EventFeed | None],
-        fingerprint: Callable[[list[RankHello]], str | None] = lambda hellos: None,
+        tier_identity: Callable[[list[RankHello]], TierIdentity] | None = None,
     ) -> None:
-        """`fingerprint`: of this engine's blocks, by which other nodes know them (`ObjectName`); it is asked for when
-        vLLM has its block hashes. Raises `ConfigError` for options with which no admin server may be started, or a tier
-        that does not work with this model."""
+        """`tier_identity`: asked for when vLLM has its block hashes; None where there can be no tier. Raises
+        `ConfigError` for options with which no admin server may be started, or a tier that does not work with this
+        model."""
         super().__init__(options, process, groups)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
@@ -229,7 +229,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
         if options.tier is not None and not groups.is_plain:
             raise refusal("tier", options.tier, "none for a model with several KV groups, or a window")
         self._spans_nodes = False
-        self._fingerprint = fingerprint
+        self._tier_identity = tier_identity
         self._control: EmbeddedControl | None = None
         self.tier: EngineTier | None = None
 
@@ -306,9 +306,15 @@ class EmbeddedSchedulerHost(SchedulerHost):
 
         assert self.engine is not None
         assert self._control is not None
+        assert self._tier_identity is not None
+        found = self._tier_identity(hellos).fingerprint()
+        if found.value is None:
+            logger.warning("the fleet tier is off: %s", found.reason)
         store, process = stores.open_store(url), self._process
         settings = TierSettings(write=self._options.tier_write, replicated=process.replicated)
-        fleet = FleetTier(self.engine, store.open_lookups(), settings, self._fingerprint(hellos), name=store.name)
+        fleet = FleetTier(
+            self.engine, store.open_lookups(), settings, found.value, off_reason=found.reason, name=store.name
+        )
         self.tier = EngineTier(self.engine, fleet, process.max_batched_tokens)
         self._control.use_tier(self.tier)
 

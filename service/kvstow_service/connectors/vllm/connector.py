@@ -20,13 +20,14 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost, SchedulerHost
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.engine_core.workerside import FinishedLoads
 
 if TYPE_CHECKING:
     import torch
 
     from kvstow_service.connectors.engine_core.workerhost import WorkerHost
+    from kvstow_service.connectors.vllm.engineidentity import EngineIdentity
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -107,6 +108,12 @@ def _scheduler_host(
     options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
 ) -> SchedulerHost:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+
+    def identity() -> EngineIdentity:
+        from kvstow_service.connectors.vllm.engineidentity import EngineIdentity  # only where others may share blocks
+
+        return EngineIdentity(vllm_config, kv_cache_config, groups, options.weights_id, process.replicated)
+
     if options.attach is None:
         return EmbeddedSchedulerHost(
             options,
@@ -114,20 +121,17 @@ def _scheduler_host(
             groups,
             build={"vllm": vllm.__version__, "torch": version("torch")},
             make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
+            tier_identity=lambda hellos: identity().for_tier(hellos),
         )
-    from kvstow_service.connectors.vllm import attachidentity
     from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 
-    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
     return AttachedSchedulerHost(
         options,
         process,
         groups,
         version=vllm.__version__,
-        pool_identity=lambda hellos: attachidentity.pool_identity(
-            vllm_config, kv_cache_config, groups, hellos, replicated=process.replicated
-        ),
-        namespace_identity=lambda: attachidentity.namespace_identity(vllm_config, hash_tokens, options.weights_id),
-        fleet_weights=attachidentity.fleet_weights(vllm_config, options.weights_id),
+        pool_identity=identity().pool,
+        namespace_identity=identity().namespace,
+        fleet_weights=identity().weights(),
         make_events=lambda source: event_feed(vllm_config, source, specs),
     )

@@ -1,0 +1,313 @@
+"""An embedded engine with a fleet tier, driven by vLLM's steps: what requests wait for, and what they get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.engine.conftest import Eventually
+from tests.service.connectors.engine_core.vllmhost import FakeRequest, Output, VllmHost, keys_of
+
+from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.errors import TierUnavailableError
+from kvstow.messages import TierCompletion, TierOp
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.tier import ControlledStore
+from kvstow.tier.objectname import ObjectName
+from kvstow.tier.writepolicy import WriteMode
+from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
+from kvstow_service.connectors.engine_core.enginetier import EngineTier
+from kvstow_service.connectors.engine_core.stepplan import TierPlan
+
+TOKENS = "abcdefgh"
+KEYS = keys_of(TOKENS)
+
+
+class TierHost(VllmHost):
+    """Its ranks move the keys' names to and from `store`: a block's content is its key."""
+
+    def __init__(self, store: ControlledStore, *, num_ranks: int = 1, write: WriteMode = "through") -> None:
+        super().__init__(num_ranks=num_ranks)
+        self.store_of_tier = store
+        self.time = FakeClock()
+        settings = TierSettings(write=write)
+        fleet = FleetTier(self.engine, store.open_lookups(), settings, "f", clock=self.time)
+        self.tier = EngineTier(self.engine, fleet, 1024, clock=self.time)
+        control = self.side._control
+        assert isinstance(control, EmbeddedControl)
+        self.control = control
+        control.use_tier(self.tier)
+        self.ops: list[tuple[int, TierOp]] = []
+        self.last: TierPlan | None = None
+
+    def step_tier(self) -> TierPlan:
+        """One more step of vLLM without tokens: what begins with it waits in `ops`."""
+        self.side.plan_step(Output({}))
+        self.last = self.tier.plan(Output({}))
+        assert self.last is not None
+        self.ops += self.last.ops
+        return self.last
+
+    def move(self, rank: int, op: TierOp, moved: int | None = None) -> None:
+        """A rank has moved these leading objects, and says so."""
+        self.ops.remove((rank, op))
+        moved = len(op.keys) if moved is None else moved
+        for key, slot in zip(op.keys[:moved], op.slots[:moved], strict=True):
+            name = str(ObjectName(op.fingerprint, key, rank, len(self.ranks)))
+            if op.direction == "put":
+                content = self.ranks[rank].slots[slot]
+                assert isinstance(content, bytes)
+                self.store_of_tier.put(name, content)
+            else:
+                self.ranks[rank].slots[slot] = self.store_of_tier.get(name)
+        done = TierCompletion(op.op_id, "done", moved=moved, seconds=0.001)
+        self.control.complete(rank, self.ranks[rank].boot_id, [done])
+
+    def move_all(self) -> None:
+        while self.ops:
+            self.move(*self.ops[0])
+            self.step_tier()
+
+    @property
+    def fetches(self) -> list[tuple[int, TierOp]]:
+        return [(rank, op) for rank, op in self.ops if op.direction == "fetch"]
+
+    def look_up(self, request: FakeRequest) -> int | None:
+        return self.side.find_hit(request, 0)
+
+
+@pytest.fixture
+def store() -> Iterator[ControlledStore]:
+    store = ControlledStore()
+    yield store
+    for gate in (store.puts, store.gets, store.lookups):
+        gate.open()
+
+
+MakeHost = Callable[..., TierHost]
+
+
+@pytest.fixture
+def make(store: ControlledStore) -> Iterator[MakeHost]:
+    hosts: list[TierHost] = []
+
+    def make(**options: object) -> TierHost:
+        hosts.append(TierHost(store, **options))  # type: ignore[arg-type]
+        return hosts[-1]
+
+    yield make
+    for gate in (store.puts, store.gets, store.lookups):
+        gate.open()
+    for host in hosts:
+        host.tier.close()
+
+
+def filled(store: ControlledStore, num_ranks: int = 1) -> None:
+    for key in KEYS:
+        for rank in range(num_ranks):
+            store.put(str(ObjectName("f", key, rank, num_ranks)), key)
+
+
+def ask_until_fetching(host: TierHost, request: FakeRequest, eventually: Eventually) -> None:
+    """vLLM asks in each step."""
+
+    def is_fetching() -> bool:
+        assert host.look_up(request) is None
+        host.step_tier()
+        return bool(host.fetches)
+
+    eventually(is_fetching)
+
+
+def test_blocks_that_were_stored_are_put_in_later_steps(make: MakeHost, store: ControlledStore) -> None:
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    host.run(request)
+    host.finish(request)
+    host.step()
+    assert host.stored() == set(KEYS)
+    while store.num_objects < len(KEYS):
+        assert host.tier.wants_steps, "an idle vLLM must make steps"
+        host.step_tier()
+        host.move_all()
+    assert not host.tier.wants_steps
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_request_waits_for_blocks_that_come_and_then_hits_the_pool(
+    make: MakeHost, store: ControlledStore, eventually: Eventually, num_ranks: int
+) -> None:
+    filled(store, num_ranks)
+    host = make(num_ranks=num_ranks)
+    request = FakeRequest("r", TOKENS + "ij")
+    ask_until_fetching(host, request, eventually)
+    for rank, op in host.fetches:
+        assert host.look_up(request) is None, "a rank has not got its bytes yet"
+        assert host.stored() == set()
+        host.move(rank, op)
+    assert host.look_up(request) == len(TOKENS)
+    assert host.stored() == set(KEYS)
+    host.admit(request, load=len(TOKENS))
+    host.step()
+    assert host.contents(request)[: len(KEYS)] == KEYS
+    host.resume(request, 2)
+    host.finish(request)
+    assert host.leases == 0
+
+
+def test_a_request_that_is_not_admitted_asks_once(
+    make: MakeHost, store: ControlledStore, eventually: Eventually
+) -> None:
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    eventually(lambda: (host.look_up(request), host.step_tier())[0] == 0)
+    for _ in range(5):
+        host.time.advance(60)  # what is known of the store is old
+        assert host.look_up(request) == 0
+        host.step_tier()
+    assert [kind for kind, _ in store.batches] == ["exists"]
+
+
+def test_a_look_up_that_takes_long_costs_20_ms(make: MakeHost, store: ControlledStore) -> None:
+    filled(store)
+    store.lookups.shut()
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    assert host.look_up(request) is None
+    host.step_tier()
+    store.lookups.wait_arrived(1)
+    host.time.advance(0.0199)
+    assert host.look_up(request) is None
+    host.time.advance(0.0002)
+    assert host.look_up(request) == 0
+
+
+def test_what_the_pool_has_is_kept_for_a_request_that_waits(
+    make: MakeHost, store: ControlledStore, eventually: Eventually
+) -> None:
+    filled(store)
+    host = make()
+    host.store(*KEYS[:2])
+    request = FakeRequest("r", TOKENS + "ij")
+    ask_until_fetching(host, request, eventually)
+    assert host.leases == 1
+    ((rank, op),) = host.fetches
+    assert op.keys == tuple(KEYS[2:])
+    host.move(rank, op)
+    assert host.look_up(request) == len(TOKENS)
+    host.side.finish(request, request.block_ids)
+    assert host.leases == 0
+
+
+def test_a_request_that_ends_while_it_waits_leaves_no_lease(
+    make: MakeHost, store: ControlledStore, eventually: Eventually
+) -> None:
+    filled(store)
+    host = make()
+    host.store(*KEYS[:2])
+    request = FakeRequest("r", TOKENS + "ij")
+    ask_until_fetching(host, request, eventually)
+    host.side.finish(request, request.block_ids)
+    assert host.leases == 0
+    host.move_all()
+
+
+def test_the_leading_run_that_has_come_in_time_is_used(
+    make: MakeHost, store: ControlledStore, eventually: Eventually
+) -> None:
+    filled(store)
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    ask_until_fetching(host, request, eventually)
+    ((rank, op),) = host.fetches
+    host.move(rank, op, 2)
+    assert host.look_up(request) == 4
+
+
+def test_a_fetch_that_is_too_slow_is_not_waited_for(
+    make: MakeHost, store: ControlledStore, eventually: Eventually
+) -> None:
+    filled(store)
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    ask_until_fetching(host, request, eventually)
+    host.time.advance(2.1)
+    assert host.look_up(request) == 0
+    assert host.tier.wants_steps, "its end is still to come"
+    host.move_all()
+    assert host.stored() == set(KEYS)
+    assert not host.tier.wants_steps
+
+
+def test_nothing_fetched_before_a_reset_is_ever_visible(
+    make: MakeHost, store: ControlledStore, eventually: Eventually
+) -> None:
+    filled(store)
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    ask_until_fetching(host, request, eventually)
+    assert host.side.reset()
+    host.move_all()
+    assert host.stored() == set()
+    assert host.look_up(request) == 0, "nothing is asked for until the weights have a name"
+    host.admit(request, len(TOKENS))
+    host.step({request: len(TOKENS)})
+    host.finish(request)
+    for _ in range(5):
+        host.step()
+        host.step_tier()
+    assert host.ops == []
+    assert host.stored() == set(KEYS)
+    host.tier.fleet.begin_epoch("g")
+    other = FakeRequest("other", TOKENS[:4] + "xy")
+    assert host.look_up(other) is None
+
+
+def test_a_store_that_fails_costs_hits_and_nothing_else(
+    make: MakeHost, store: ControlledStore, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(store)
+    store.error = TierUnavailableError("injected")
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    eventually(lambda: (host.look_up(request), host.step_tier())[0] == 0)
+    assert host.tier.fleet.status().state == "down"
+    assert "left alone" in caplog.text
+    assert host.look_up(FakeRequest("other", TOKENS)) == 0, "it is not even asked"
+    assert host.engine.stats().faults.errors.get("host", 0) == 0
+
+
+@pytest.mark.parametrize("broken", ["look_for", "is_over", "step", "note_used"])
+def test_a_defect_of_the_tier_fails_no_request(
+    make: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    """vLLM goes on with its pool."""
+    host = make()
+    host.store(*KEYS if broken == "note_used" else KEYS[:2])
+    request = FakeRequest("r", TOKENS)
+    if broken == "is_over":
+        assert host.look_up(request) is None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with caplog.at_level(logging.ERROR):
+        monkeypatch.setattr(host.tier.fleet, broken, fail)
+        if broken == "step":
+            assert host.tier.plan(Output({})) is None
+        assert host.look_up(request) == (8 if broken == "note_used" else 4)
+    assert caplog.text.count("the fleet tier has failed") == 1
+    assert host.tier.plan(Output({})) is None
+    assert not host.tier.wants_steps
+    host.side.finish(request, request.block_ids)
+    assert host.leases == 0
+
+
+def test_the_prefill_speed_comes_from_the_steps(make: MakeHost) -> None:
+    host = make()
+    plan = host.tier.plan(Output({"r": 1000}))
+    assert plan is not None
+    host.time.advance(0.5)
+    host.tier.ended(plan.number)
+    assert host.tier.fleet.status().prefill_tokens_per_second == 2000
