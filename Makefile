@@ -93,6 +93,10 @@ $(VENV)/.tier: $(VENV)/.dev pyproject.toml
 	$(PIP_INSTALL) -e '.[dev,mooncake,redis]'
 	@touch $@
 
+$(VLLM_VENV)/.tier: $(VENV)/.tier $(VLLM_VENV)/.test
+	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test,mooncake]'
+	@touch $@
+
 venv: $(VENV)/.dev ## Create .venv for development
 
 venv-vllm: $(VLLM_VENV)/.vllm ## Create .venv-vllm (3.4 GB) with vLLM's CPU build
@@ -109,7 +113,7 @@ soak: $(VENV)/.dev $(VLLM_VENV)/.test ## Run the long forms of the tests, such a
 
 # Warnings come from vLLM, so they are no errors here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
-	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m vllm -W default tests/vllm \
+	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m "vllm and not tier" -W default tests/vllm \
 		--cov=kvstow_service.connectors --cov-config=tests/vllm/coverage.ini --cov-report=term
 
 # One device and several behave differently: with several, a donated array that is used again ends the process.
@@ -120,12 +124,14 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 # Mooncake's data ports listen on all addresses, so its tests have a network of their own. When they end, for whatever
 # reason, the kernel ends all processes of their namespace.
 # Mooncake listens on all addresses, so its tests need a network namespace, and skip where none can be made.
-test-tier: $(VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
+test-tier: $(VENV)/.tier $(VLLM_VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
 	@new='--net --pid --fork --mount-proc --kill-child'; \
 	if unshare --user --map-root-user $$new ip link set lo up 2>/dev/null; then new="unshare --user --map-root-user $$new"; \
 	elif unshare $$new ip link set lo up 2>/dev/null; then new="unshare $$new"; \
 	else echo "no network namespace can be made here: the tests with Mooncake are skipped"; new=; fi; \
-	$$new sh -c 'ip link set lo up 2>/dev/null; exec "$$@"' sh $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/tiers
+	alone() { $$new sh -c 'ip link set lo up 2>/dev/null; exec "$$@"' sh "$$@"; }; \
+	alone $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/tiers && \
+	HF_HUB_OFFLINE=1 alone $(VLLM_BIN)/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=300 tests/vllm
 
 # Python 3.11, which the versions of tests/tpu/requirements.txt are for. Warnings come from vLLM and tpu-inference.
 test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-inference, on the CPU

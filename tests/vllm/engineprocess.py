@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which tests kill: vLLM with the tiny model, attached to a node service."""
+"""An engine in a process of its own, which tests kill: vLLM with the tiny model, attached to a node service or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,10 +25,11 @@ class EngineProcess:
     """Asks the engine in another process. Its scheduler and its rank share that process, so one SIGKILL ends both."""
 
     def __init__(
-        self, model: Path, attach: str, log: Path, environ: Mapping[str, str] | None = None, **extra: Any
+        self, model: Path, attach: str | None, log: Path, environ: Mapping[str, str] | None = None, **extra: Any
     ) -> None:
-        """Returns when the engine can be asked."""
-        options = json.dumps({"model": str(model), "extra": {"attach": attach, **extra}})
+        """`attach`: None for a pool of its own. Returns when the engine can be asked."""
+        settings = extra if attach is None else {"attach": attach, **extra}
+        options = json.dumps({"model": str(model), "extra": settings})
         path = ":".join(filter(None, sys.path))
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -74,6 +76,16 @@ class EngineProcess:
         """What other nodes know its blocks by."""
         self._write("fingerprint")
         return cast(str | None, self._read())
+
+    def tier(self) -> dict[str, Any]:
+        """The state of its fleet tier, with `is_busy`: whether anything is under way, or waits to be put."""
+        self._write("tier")
+        return dict(self._read())
+
+    def is_ready(self) -> bool:
+        """What /readyz of its admin server says."""
+        self._write("ready")
+        return bool(self._read())
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -131,10 +143,17 @@ def _ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
 
 
 def fingerprint_of(engine: Engine) -> str | None:
-    """Of an attached engine, whose scheduler is in this process."""
+    """Its scheduler is in this process."""
     host = engine.connector._host
+    if not engine.setup.is_attached:
+        return cast(str | None, host.tier.fleet.fingerprint)
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
     return fingerprint(host._pool_identity(hellos), host._namespace_identity(), host._fleet_weights).value
+
+
+def _tier(engine: Engine) -> Any:
+    tier = engine.connector._host.tier
+    return {**asdict(tier.fleet.status()), "is_busy": tier.wants_steps}
 
 
 _COMMANDS: dict[str, Any] = {
@@ -142,6 +161,8 @@ _COMMANDS: dict[str, Any] = {
     "fingerprint": fingerprint_of,
     "forget_gpu": lambda engine: engine.forget_gpu(),
     "metric": lambda engine, name: engine.counter(name),
+    "ready": lambda engine: engine.admin.get("/readyz").status_code == 200,
+    "tier": _tier,
 }
 
 

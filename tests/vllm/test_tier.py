@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.vllm.engines import A_BLOCKS, A_HIT, A, B, C, Engine, Reference, Setup, assert_same, eventually, running
 
-from kvstow.errors import TierUnavailableError
+from kvstow.errors import ConfigError, TierUnavailableError
 from kvstow.testing.tier import ControlledStore
 from kvstow_service.connectors.engine_core.enginetier import EngineTier
+from kvstow_service.connectors.vllm import attachidentity
 from kvstow_service.tiers import stores
 
 pytestmark = pytest.mark.vllm
@@ -54,22 +54,87 @@ def fill(model: Path, *prompts: Any) -> None:
         assert tier_of(engine).fleet.fingerprint is not None
 
 
-@pytest.mark.parametrize("write", ["through", "selective"])
-def test_what_one_engine_has_put_another_one_hits(
-    model: Path, reference: Reference, store: ControlledStore, write: str
-) -> None:
-    expected = reference(model, A, B)
-    with running(setup(model, tier_write=write)) as engine:
-        for _ in range(2):  # `selective` puts at the second use
-            assert_same(engine.ask(A), expected[:1])
-            put_all(engine)
-            engine.forget_gpu()
+def reset(engine: Engine) -> None:
+    """As RL does when the weights are new."""
+    eventually(lambda: engine._idle() and engine.llm.reset_prefix_cache(reset_connector=True), "a reset")
+
+
+def test_what_one_engine_has_put_another_one_hits(model: Path, reference: Reference, store: ControlledStore) -> None:
+    expected = reference(model, A, B, C)
+    fill(model, A)
     assert store.num_objects >= A_BLOCKS
     with running(setup(model)) as engine:
         answers = engine.ask(A, B)
-        assert_same(answers, expected)
+        assert_same(answers, expected[:2])
         assert [answer.cached for answer in answers] == [A_HIT, 512]
         assert engine.loaded_blocks() == A_BLOCKS + 16
-        status = tier_of(engine).fleet.status()
+        fleet = tier_of(engine).fleet
+        status = fleet.status()
         assert (status.state, status.counters.fetched_blocks) == ("on", A_BLOCKS)
-        assert status.prefill_tokens_per_second is not None
+        assert_same(engine.ask(C), expected[2:])
+        put_all(engine)
+        assert fleet.status().prefill_tokens_per_second is not None
+
+        # A fetch is under way when the weights change: nothing of it is ever found, and nothing else asked for.
+        engine.purge()
+        reset_engine(engine, store)
+        engine.forget_gpu()
+        before = store.num_objects
+        (answer,) = engine.ask(C)
+        assert_same([answer], expected[2:])
+        assert answer.cached == 0
+        assert (store.num_objects, fleet.status().state) == (before, "off")
+
+
+def reset_engine(engine: Engine, store: ControlledStore) -> None:
+    """Reset it while a request waits for a fetch, and let that one end afterwards."""
+    tier = tier_of(engine)
+    tier.fleet.break_even = type(tier.fleet.break_even)(1, None, lambda: 0.0)  # every fetch pays, as if just started
+    engine.llm.reset_prefix_cache()
+    store.gets.shut()
+    name = engine.add(C)
+    eventually(lambda: not engine.step() and tier.fleet.status().fetching_blocks, "a fetch")
+    engine.abort(name)
+    reset(engine)
+    store.gets.open()
+    put_all(engine)
+    assert not engine.admin.get("/v1/pools/host/blocks").json()["blocks"]
+
+
+def test_a_store_that_hangs_or_fails_costs_hits_and_nothing_else(
+    model: Path, reference: Reference, store: ControlledStore
+) -> None:
+    expected = reference(model, A, C)
+    fill(model, A, C)
+    with running(setup(model)) as engine:
+        store.lookups.shut()
+        (answer,) = engine.ask(A)
+        assert (answer.cached, engine.loaded_blocks()) == (0, 0)
+        assert_same([answer], expected[:1])
+        store.lookups.open()
+        put_all(engine)
+        store.error = TierUnavailableError("injected")
+        (answer,) = engine.ask(C)
+        assert_same([answer], expected[1:])
+        eventually(lambda: engine._idle() and tier_of(engine).fleet.status().state == "down", "an open breaker")
+        assert engine.admin.get("/readyz").status_code == 200
+        assert_same(engine.ask(A), expected[:1])
+
+
+def test_an_engine_whose_blocks_no_other_can_know_leaves_the_store_alone(
+    model: Path, reference: Reference, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference(model, A)
+    monkeypatch.setattr(attachidentity, "_are_reproducible", lambda algorithm: False)
+    with running(setup(model)) as engine:
+        assert_same(engine.ask(A), expected)
+        put_all(engine)
+        status = tier_of(engine).fleet.status()
+        assert status.state == "off"
+        assert "PYTHONHASHSEED" in status.reason
+    assert (store.num_objects, store.batches) == (0, [])
+
+
+def test_a_model_of_several_groups_is_refused(hybrid_model: Path, store: ControlledStore) -> None:
+    with pytest.raises(ConfigError, match="none for a model with several KV groups"), running(setup(hybrid_model)):
+        pass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from typing import TypeVar
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.control.engine import OffloadEngine
@@ -17,25 +18,35 @@ from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 
 logger = logging.getLogger("kvstow.vllm")
 
+NO_REQUEST = "not_identified: the engine has had no request yet"
+"""Why a tier is off at first."""
 _LEAST_TOKENS = 256
 """Of a step that says how fast prompts are computed, or half of the tokens that a step may have."""
 
 T = TypeVar("T")
 
 
-class TierIdentity(NamedTuple):
-    """What an engine's blocks are, on every node. `weights`: as they were loaded."""
+class TierIdentity:
+    """What an engine's blocks are, on every node."""
 
-    pool: PoolIdentity
-    namespace: NamespaceIdentity
-    weights: FleetWeights
+    def __init__(
+        self, pool: PoolIdentity, weights: FleetWeights, make_namespace: Callable[[], NamespaceIdentity]
+    ) -> None:
+        """`weights`: as they were loaded. `make_namespace` works once vLLM has its block hashes: from the first request
+        on."""
+        self._pool, self._weights, self._make_namespace = pool, weights, make_namespace
+
+    @cached_property
+    def _namespace(self) -> NamespaceIdentity:
+        return self._make_namespace()
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self.pool, self.namespace, self.weights)
+        """From the first request on."""
+        return fingerprint(self._pool, self._namespace, self._weights)
 
     def named(self, weights_id: str) -> Fingerprint:
-        """With other weights, that a user calls so on all nodes."""
-        return fingerprint(self.pool, self.namespace, named_weights(weights_id, self.namespace.model))
+        """With other weights, that a user calls so on all nodes. From the first request on."""
+        return fingerprint(self._pool, self._namespace, named_weights(weights_id, self._namespace.model))
 
 
 class EngineTier:
@@ -50,13 +61,15 @@ class EngineTier:
         fleet: FleetTier,
         max_step_tokens: int,
         *,
+        identify: Callable[[], Fingerprint] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_step_tokens`: that vLLM computes in one step."""
+        """`max_step_tokens`: that vLLM computes in one step. `identify`: what the first request asks for, if `fleet`
+        has no fingerprint yet."""
         self.fleet = fleet
         self.waits = TierWaits(engine, self)
         self.has_failed = False
-        self._engine = engine
+        self._engine, self._identify = engine, identify
         self._meter = PrefillMeter(min(_LEAST_TOKENS, max_step_tokens // 2), clock)
         self._number = 0
 
@@ -95,7 +108,18 @@ class EngineTier:
     # -- for requests ---------------------------------------------------------------------------------------
 
     def look_for(self, keys: Sequence[bytes]) -> TierWait | None:
-        return self._safely("look-up", lambda: self.fleet.look_for(keys), None)
+        return self._safely("look-up", lambda: self._look_for(keys), None)
+
+    def _look_for(self, keys: Sequence[bytes]) -> TierWait | None:
+        identify, self._identify = self._identify, None
+        if identify is not None:
+            found = identify()
+            if found.value is None:
+                logger.warning("the fleet tier is off: %s", found.reason)
+                self.fleet.reset(found.reason)
+            else:
+                self.fleet.begin_epoch(found.value)
+        return self.fleet.look_for(keys)
 
     def is_over(self, wait: TierWait) -> bool:
         return self._safely("wait of a request", lambda: self.fleet.is_over(wait), otherwise=True)
@@ -107,6 +131,7 @@ class EngineTier:
 
     def reset(self) -> None:
         """Keys mean other bytes from now on."""
+        self._identify = None
         self._safely("reset", self.fleet.reset, None)
 
     def close(self) -> None:

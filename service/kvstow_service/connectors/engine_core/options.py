@@ -197,7 +197,7 @@ class ConnectorOptions:
     weights_id: Annotated[str | None, _text] = None
     attach_require_sharing: Annotated[bool, _flag] = False
     tier: Annotated[str | None, _text] = None
-    tier_write: Annotated[WriteMode, _choice(*WRITE_MODES)] = "through"
+    tier_write: Annotated[WriteMode, _choice(*WRITE_MODES)] = "auto"
     readiness_require: Annotated[tuple[str, ...], _checks] = ()
     allowed_hosts: Annotated[tuple[str, ...], parse_host_names] = ()
 

@@ -218,7 +218,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
         make_events: Callable[[OffloadEngine], EventFeed | None],
         tier_identity: Callable[[list[RankHello]], TierIdentity] | None = None,
     ) -> None:
-        """`tier_identity`: asked for when vLLM has its block hashes; None where there can be no tier. Raises
+        """`tier_identity`: asked for when all ranks are known; None where there can be no tier. Raises
         `ConfigError` for options with which no admin server may be started, or a tier that does not work with this
         model."""
         super().__init__(options, process, groups)
@@ -301,21 +301,17 @@ class EmbeddedSchedulerHost(SchedulerHost):
     def _open_tier(self, url: str, hellos: list[RankHello]) -> None:
         """The store is connected to in the background."""
         from kvstow.control.fleettier import FleetTier, TierSettings
-        from kvstow_service.connectors.engine_core.enginetier import EngineTier
+        from kvstow_service.connectors.engine_core.enginetier import NO_REQUEST, EngineTier
         from kvstow_service.tiers import stores
 
         assert self.engine is not None
         assert self._control is not None
         assert self._tier_identity is not None
-        found = self._tier_identity(hellos).fingerprint()
-        if found.value is None:
-            logger.warning("the fleet tier is off: %s", found.reason)
+        identity = self._tier_identity(hellos)
         store, process = stores.open_store(url), self._process
         settings = TierSettings(write=self._options.tier_write, replicated=process.replicated)
-        fleet = FleetTier(
-            self.engine, store.open_lookups(), settings, found.value, off_reason=found.reason, name=store.name
-        )
-        self.tier = EngineTier(self.engine, fleet, process.max_batched_tokens)
+        fleet = FleetTier(self.engine, store.open_lookups(), settings, None, off_reason=NO_REQUEST, name=store.name)
+        self.tier = EngineTier(self.engine, fleet, process.max_batched_tokens, identify=identity.fingerprint)
         self._control.use_tier(self.tier)
 
     def _max_slots(self, hellos: list[RankHello]) -> int:

@@ -36,5 +36,4 @@ class EngineIdentity(NamedTuple):
         return attachidentity.fleet_weights(self.vllm_config, self.weights_id)
 
     def for_tier(self, hellos: list[RankHello]) -> TierIdentity:
-        """Once vLLM has its block hashes."""
-        return TierIdentity(self.pool(hellos), self.namespace(), self.weights())
+        return TierIdentity(self.pool(hellos), self.weights(), self.namespace)

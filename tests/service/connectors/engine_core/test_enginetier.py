@@ -14,6 +14,7 @@ from kvstow.errors import TierUnavailableError
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
+from kvstow.tier.fingerprint import Fingerprint
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.writepolicy import WriteMode
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
@@ -27,13 +28,21 @@ KEYS = keys_of(TOKENS)
 class TierHost(VllmHost):
     """Its ranks move the keys' names to and from `store`: a block's content is its key."""
 
-    def __init__(self, store: ControlledStore, *, num_ranks: int = 1, write: WriteMode = "through") -> None:
+    def __init__(
+        self,
+        store: ControlledStore,
+        *,
+        num_ranks: int = 1,
+        write: WriteMode = "through",
+        identify: Callable[[], Fingerprint] | None = None,
+    ) -> None:
         super().__init__(num_ranks=num_ranks)
         self.store_of_tier = store
         self.time = FakeClock()
         settings = TierSettings(write=write)
-        fleet = FleetTier(self.engine, store.open_lookups(), settings, "f", clock=self.time)
-        self.tier = EngineTier(self.engine, fleet, 1024, clock=self.time)
+        fingerprint = "f" if identify is None else None
+        fleet = FleetTier(self.engine, store.open_lookups(), settings, fingerprint, clock=self.time)
+        self.tier = EngineTier(self.engine, fleet, 1024, identify=identify, clock=self.time)
         control = self.side._control
         assert isinstance(control, EmbeddedControl)
         self.control = control
@@ -302,6 +311,27 @@ def test_a_defect_of_the_tier_fails_no_request(
     assert not host.tier.wants_steps
     host.side.finish(request, request.block_ids)
     assert host.leases == 0
+
+
+@pytest.mark.parametrize("value", ["f", None])
+def test_the_first_request_identifies_the_blocks(
+    make: MakeHost, store: ControlledStore, value: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has no block hashes before."""
+    host = make(identify=lambda: Fingerprint(value, "for a reason"))
+    assert host.tier.fleet.status().state == "off"
+    waits = host.look_up(FakeRequest("r", TOKENS)) is None
+    status = host.tier.fleet.status()
+    assert (waits, status.state) == ((True, "on") if value else (False, "off"))
+    assert ("the fleet tier is off: for a reason" in caplog.text) == (value is None)
+
+
+def test_an_engine_that_was_reset_before_its_first_request_is_not_identified(make: MakeHost) -> None:
+    """Its weights may be others than those that were loaded."""
+    host = make(identify=lambda: Fingerprint("f"))
+    assert host.side.reset()
+    assert host.look_up(FakeRequest("r", TOKENS)) == 0
+    assert host.tier.fleet.fingerprint is None
 
 
 def test_the_prefill_speed_comes_from_the_steps(make: MakeHost) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import signal
@@ -11,11 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.request import urlopen
+
+import pytest
 
 from kvstow_service.tiers.mooncake.location import MooncakeLocation
 
@@ -37,6 +41,18 @@ print(code, flush=True)
 sys.stdin.read()
 """
 _ports: Iterator[int] = count(50_051, 2)  # in the namespace of `make test-tier` nobody else has any
+
+
+def require_network() -> None:
+    """Skip the test where Mooncake cannot run: it listens on all addresses, and its ports here are fixed."""
+    if find_spec("mooncake") is None:
+        pytest.skip("Mooncake is not installed: make test-tier")
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        pytest.skip("Mooncake needs the package libibverbs1")
+    if [name for _, name in socket.if_nameindex()] != ["lo"]:
+        pytest.skip("not in a network namespace of its own: make test-tier")
 
 
 class Cluster:

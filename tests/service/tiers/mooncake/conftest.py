@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import ctypes
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from tests.service.tiers.mooncake.cluster import Cluster
+from tests.service.tiers.mooncake.cluster import Cluster, require_network
 
 # They import what only the child process does.
 collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectbuffers.py"]
@@ -16,15 +14,7 @@ collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_ob
 
 @pytest.fixture(scope="session")
 def alone() -> None:
-    """Mooncake listens on all addresses, and its ports here are fixed."""
-    if find_spec("mooncake") is None:
-        pytest.skip("Mooncake is not installed: make test-tier")
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        pytest.skip("Mooncake needs the package libibverbs1")
-    if [name for _, name in socket.if_nameindex()] != ["lo"]:
-        pytest.skip("not in a network namespace of its own: make test-tier")
+    require_network()
 
 
 @pytest.fixture(autouse=True)
