@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 from tests.vllm.engines import SECONDS, Answer, Engine, Prompt, Setup, running
 
+from kvstow.control.fleettier import TierSettings
+from kvstow.tier import rate
 from kvstow.tier.fingerprint import fingerprint
 
 _IDLE_SECONDS = 0.005
@@ -81,6 +83,12 @@ class EngineProcess:
         """The state of its fleet tier, with `is_busy`: whether anything is under way, or waits to be put."""
         self._write("tier")
         return dict(self._read())
+
+    def be_patient(self, seconds: float) -> None:
+        """Have requests wait so long for the tier, and calls to its store, whatever computing would take: on a busy
+        machine a call that takes a second is no fault. 0: as users have it."""
+        self._write("be_patient", seconds)
+        self._read()
 
     def is_ready(self) -> bool:
         """What /readyz of its admin server says."""
@@ -153,11 +161,25 @@ def fingerprint_of(engine: Engine) -> str | None:
 
 def _tier(engine: Engine) -> Any:
     tier = engine.connector._host.tier
-    return {**asdict(tier.fleet.status()), "is_busy": tier.wants_steps}
+    clients = [tier.fleet._lookups._client, engine.rank_connector._rank._tier._transfers._client]
+    states = [client.health().state for client in clients]
+    return {**asdict(tier.fleet.status()), "is_busy": tier.wants_steps, "clients": states}
+
+
+def _be_patient(engine: Engine, seconds: float) -> None:
+    fleet, settings = engine.connector._host.tier.fleet, TierSettings()
+    fleet._settings = replace(
+        fleet._settings, lookup_wait=seconds or settings.lookup_wait, deadline=seconds or settings.deadline
+    )
+    fleet._lookups._timeout = seconds or 1.0
+    rate._BASE_TIMEOUT = seconds or 0.5
+    fleet.break_even._prefill_is_known = bool(seconds)
+    fleet.break_even.prefill_rate = 1.0 if seconds else None
 
 
 _COMMANDS: dict[str, Any] = {
     "ask": _ask,
+    "be_patient": _be_patient,
     "fingerprint": fingerprint_of,
     "forget_gpu": lambda engine: engine.forget_gpu(),
     "metric": lambda engine, name: engine.counter(name),

@@ -98,7 +98,7 @@ def reset_engine(engine: Engine, store: ControlledStore) -> None:
     reset(engine)
     store.gets.open()
     put_all(engine)
-    assert not engine.admin.get("/v1/pools/host/blocks").json()["blocks"]
+    assert engine.admin.get("/v1/pools/host/blocks").raise_for_status().json()["items"] == []
 
 
 def test_a_store_that_hangs_or_fails_costs_hits_and_nothing_else(

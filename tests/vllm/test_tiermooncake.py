@@ -66,6 +66,10 @@ def test_what_one_engine_has_stored_another_one_hits_also_while_the_store_is_kil
 ) -> None:
     expected = dict(zip((A, B, C, D, *SHORT), reference(model, A, B, C, D, *SHORT), strict=True))
     first, second = start(cluster), start(cluster)
+    for engine in (first, second):
+        eventually(lambda engine=engine: set(engine.tier()["clients"]) == {"connected"}, "connected clients")
+        engine.be_patient(60)
+
     assert_same(first.ask(A, C), [expected[A], expected[C]])
     put_all(first)
     assert first.tier()["counters"]["put_blocks"] >= 2 * A_BLOCKS
@@ -75,6 +79,8 @@ def test_what_one_engine_has_stored_another_one_hits_also_while_the_store_is_kil
     assert [answer.cached for answer in answers] == [A_HIT, 512]
     assert first.fingerprint() == second.fingerprint() is not None
     assert second.tier()["counters"]["fetched_blocks"] == A_BLOCKS
+
+    second.be_patient(0)
 
     # Its client dies: the next request is computed or found, whatever comes first, and another client is started.
     clients = clients_of(second)
