@@ -154,27 +154,27 @@ def fingerprint_of(engine: Engine) -> str | None:
     """Its scheduler is in this process."""
     host = engine.connector._host
     if not engine.setup.is_attached:
-        return cast(str | None, host.tier.fleet.fingerprint)
+        return cast(str | None, host.tier.tier.fleet.fingerprint)
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
     return fingerprint(host._pool_identity(hellos), host._namespace_identity(), host._fleet_weights).value
 
 
 def _tier(engine: Engine) -> Any:
-    tier = engine.connector._host.tier
+    tier = engine.connector._host.tier.tier
     clients = [tier.fleet._lookups._client, engine.rank_connector._rank._tier._transfers._client]
     states = [client.health().state for client in clients]
     return {**asdict(tier.fleet.status()), "is_busy": tier.wants_steps, "clients": states}
 
 
 def _be_patient(engine: Engine, seconds: float) -> None:
-    fleet, settings = engine.connector._host.tier.fleet, TierSettings()
+    fleet, settings = engine.connector._host.tier.tier.fleet, TierSettings()
     fleet._settings = replace(
         fleet._settings, lookup_wait=seconds or settings.lookup_wait, deadline=seconds or settings.deadline
     )
     fleet._lookups._timeout = seconds or 1.0
     rate._BASE_TIMEOUT = seconds or 0.5
-    fleet.break_even._prefill_is_known = bool(seconds)
-    fleet.break_even.prefill_rate = 1.0 if seconds else None
+    fleet.break_even._prefill_is_known = bool(seconds)  # and stays unknown, so every fetch pays
+    fleet.break_even.prefill_rate = None
 
 
 _COMMANDS: dict[str, Any] = {

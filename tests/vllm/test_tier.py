@@ -36,7 +36,7 @@ def setup(model: Path, **extra: Any) -> Setup:
 
 
 def tier_of(engine: Engine) -> EngineTier:
-    tier = engine.connector._host.tier
+    tier = engine.connector._host.tier.tier
     assert isinstance(tier, EngineTier)
     return tier
 

@@ -41,6 +41,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
+def wait_connected(engine: EngineProcess) -> None:
+    eventually(lambda: set(engine.tier()["clients"]) == {"connected"}, "connected clients", 120)
+
+
 def put_all(engine: EngineProcess) -> None:
     eventually(lambda: not engine.tier()["is_busy"], "the end of all puts", 120)
 
@@ -67,7 +71,7 @@ def test_what_one_engine_has_stored_another_one_hits_also_while_the_store_is_kil
     expected = dict(zip((A, B, C, D, *SHORT), reference(model, A, B, C, D, *SHORT), strict=True))
     first, second = start(cluster), start(cluster)
     for engine in (first, second):
-        eventually(lambda engine=engine: set(engine.tier()["clients"]) == {"connected"}, "connected clients")
+        wait_connected(engine)
         engine.be_patient(60)
 
     assert_same(first.ask(A, C), [expected[A], expected[C]])

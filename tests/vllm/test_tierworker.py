@@ -24,6 +24,7 @@ from kvstow_service.tiers import stores
 
 pytestmark = pytest.mark.vllm
 
+URL = "mooncake://store:1"
 BLOCKS, PAGE, SLOTS = 4, 4096, 8
 KEYS = tuple(bytes([0, 0, number]) for number in range(SLOTS))
 
@@ -47,7 +48,7 @@ def worker(store: ControlledStore) -> Iterator[EmbeddedWorkerHost]:
     host.close()
 
 
-def make_worker(*, tier: str | None = "mooncake://store:1", rank: int = 0, **process: object) -> EmbeddedWorkerHost:
+def make_worker(*, tier: str | None = URL, rank: int = 0, **process: object) -> EmbeddedWorkerHost:
     options = ConnectorOptions(
         cpu_bytes_to_use=SLOTS * PAGE, lock=False, pin_chunk=PAGE, pin_pause=0.0, async_register_cache=False, tier=tier
     )
@@ -60,10 +61,12 @@ def op(number: int, direction: TierDirection, first: int = 0, end: int = SLOTS) 
     return TierOp(number, direction, "f", KEYS[first:end], tuple(range(first, end)))
 
 
-def give(host: EmbeddedWorkerHost, number: int, *ops: TierOp, boot: str | None = None, rank: int = 0) -> None:
+def give(
+    host: EmbeddedWorkerHost, number: int, *ops: TierOp, boot: str | None = None, rank: int = 0, url: str = URL
+) -> None:
     """A step brings these ops, with each of its hooks."""
     boots = ("another rank's",) * rank + (boot or host.side.plane.boot_id,)
-    plan = TierPlan(number, boots, tuple((rank, each) for each in ops))
+    plan = TierPlan(number, boots, url, tuple((rank, each) for each in ops))
     for _ in range(2):
         host.follow(KVStowMetadata(tier=plan))
 
@@ -159,12 +162,31 @@ def test_a_pool_that_shrinks_takes_its_memory_back_from_the_client(
     assert found == {2: "failed", 3: "done"}
 
 
-def test_a_rank_without_a_tier_refuses_transfers(store: ControlledStore) -> None:
-    host = make_worker(tier=None)
-    give(host, 1, op(1, "put"))
-    (batch,) = ends(host, 1)
-    assert [one.mark for one in batch.completions] == ["failed"]
-    host.close()
+def test_a_rank_follows_what_operators_attach_and_detach(
+    worker: EmbeddedWorkerHost, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    other = ControlledStore()
+    monkeypatch.setattr(stores, "open_store", lambda url: opened.append(url) or other)  # type: ignore[func-returns-value]
+    give(worker, 1, op(1, "put", 0, 1))
+    ends(worker, 1)
+    give(worker, 2, url="")
+    assert worker.tier_client() is None
+    give(worker, 3, op(2, "put"), url="")
+    assert [one.mark for batch in ends(worker, 1) for one in batch.completions] == ["failed"]
+    give(worker, 4, op(3, "put"), url="mooncake://other:1")
+    assert moved(ends(worker, 1)[0]) == [SLOTS]
+    assert (opened, store.num_objects, other.num_objects) == (["mooncake://other:1"], 1, SLOTS)
+    worker.suspend()
+    worker.resume()
+    assert opened == ["mooncake://other:1"] * 2, "a rank that boots again keeps its store"
+
+
+def test_a_rank_says_how_its_client_is(worker: EmbeddedWorkerHost) -> None:
+    first = worker.tier_client()
+    assert first is not None
+    assert (first.health.state, first.stats.put_objects) == ("connected", 0)
+    assert worker.tier_client() is None, "not in every step"
 
 
 def test_a_store_that_cannot_be_opened_leaves_the_rank_as_it_is(

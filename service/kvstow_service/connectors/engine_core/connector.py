@@ -116,7 +116,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank
         hello = None if self._has_sent_hello else rank.hello  # a handshake reaches only one of several connectors
         self._has_sent_hello |= hello is not None
-        update = RankUpdate(rank.take_completions(), hello, *rank.news(), tier_step=rank.tier_step)
+        update = RankUpdate(
+            rank.take_completions(), hello, *rank.news(), tier_step=rank.tier_step, tier_client=rank.tier_client()
+        )
         return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:

@@ -11,9 +11,9 @@ from typing import TypeVar
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.messages import TierOp
 from kvstow.tier.fingerprint import Fingerprint, fingerprint, named_weights
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter, ScheduledStep
-from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 
 logger = logging.getLogger("kvstow.vllm")
@@ -69,22 +69,30 @@ class EngineTier:
         self.fleet = fleet
         self.waits = TierWaits(engine, self)
         self.has_failed = False
-        self._engine, self._identify = engine, identify
+        self.has_had_request = False
+        """So vLLM has its block hashes."""
+        self._identify = identify
         self._meter = PrefillMeter(min(_LEAST_TOKENS, max_step_tokens // 2), clock)
-        self._number = 0
+        self._is_closed = False
+
+    def go_on_from(self, before: EngineTier) -> None:
+        """The same engine had another store before: what is known of its weights stays."""
+        self.has_had_request, self._identify = before.has_had_request, before._identify
+        if before.fleet.fingerprint is not None:
+            self.fleet.begin_epoch(before.fleet.fingerprint)
+        else:
+            self.fleet.reset(before.fleet.status().reason)
 
     # -- for each step --------------------------------------------------------------------------------------
 
-    def plan(self, step: ScheduledStep) -> TierPlan | None:
-        """What starts with this step. Call it once a step."""
-        return self._safely("plan of a step", lambda: self._plan(step), None)
+    def plan(self, number: int, step: ScheduledStep) -> tuple[tuple[int, TierOp], ...]:
+        """What the ranks begin with this step. Call it once a step, with ascending numbers."""
+        return self._safely("plan of a step", lambda: self._plan(number, step), ())
 
-    def _plan(self, step: ScheduledStep) -> TierPlan:
-        self._number += 1
-        self._meter.planned(self._number, step)
-        boots = self._engine.boot_ids()  # before the ops are taken: a rank that restarts later refuses them
+    def _plan(self, number: int, step: ScheduledStep) -> tuple[tuple[int, TierOp], ...]:
+        self._meter.planned(number, step)
         self.fleet.step()
-        return TierPlan(self._number, boots, tuple(self.fleet.take_plans()))
+        return tuple(self.fleet.take_plans())
 
     def ended(self, number: int) -> None:
         """The step with this number has ended."""
@@ -103,7 +111,7 @@ class EngineTier:
     @property
     def wants_steps(self) -> bool:
         """Whether something is under way whose end steps bring, or something can be put."""
-        return self._safely("work", lambda: not self.fleet.is_idle, otherwise=False)
+        return not self._is_closed and self._safely("work", lambda: not self.fleet.is_idle, otherwise=False)
 
     # -- for requests ---------------------------------------------------------------------------------------
 
@@ -111,6 +119,7 @@ class EngineTier:
         return self._safely("look-up", lambda: self._look_for(keys), None)
 
     def _look_for(self, keys: Sequence[bytes]) -> TierWait | None:
+        self.has_had_request = True
         identify, self._identify = self._identify, None
         if identify is not None:
             found = identify()
@@ -135,7 +144,8 @@ class EngineTier:
         self._safely("reset", self.fleet.reset, None)
 
     def close(self) -> None:
-        """Waits for a look-up under way, which its client gives up. Idempotent."""
+        """Requests wait for nothing any more. Waits for a look-up under way, which its client gives up. Idempotent."""
+        self._is_closed = True
         self.waits.forget_all()
         self.fleet.close()
 

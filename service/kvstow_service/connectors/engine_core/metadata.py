@@ -17,7 +17,7 @@ from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, TierPlan
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankSession
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankClient, RankSession
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class KVStowMetadata(KVConnectorMetadata):
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
     reach the admin server; `session` when it has changed; `ended_loads` where vLLM does not count the ranks itself;
-    `tier_step`, from rank 0, with each step that has a `TierPlan`: its number."""
+    `tier_step`, from rank 0, with each step that has a `TierPlan`: its number; `tier_client` when it has changed."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
@@ -60,6 +60,7 @@ class RankUpdate(NamedTuple):
     session: RankSession | None = None
     ended_loads: tuple[LoadId, ...] = ()
     tier_step: int = 0
+    tier_client: RankClient | None = None
 
 
 @dataclass

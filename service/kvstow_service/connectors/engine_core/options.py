@@ -299,5 +299,7 @@ class ConnectorOptions:
         """For every reader of the admin API: paths of this machine stay out."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.tier is not None:
-            values["tier"] = self.tier.partition("?")[0]
+            from kvstow_service.tiers.storeaddress import shown_url
+
+            values["tier"] = shown_url(self.tier)
         return {name: value for name, value in values.items() if not isinstance(value, Path)}

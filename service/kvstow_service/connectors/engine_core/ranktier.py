@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from kvstow.dataplane import DataPlane
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.lentmemory import LentMemory
@@ -9,6 +11,7 @@ from kvstow.messages import TierCompletion, TierOp
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import TierStore
+from kvstow_service.connectors.engine_core.workerside import RankClient
 
 
 class RankTier:
@@ -21,7 +24,7 @@ class RankTier:
         calls `close` before it closes the data plane."""
         self.boot_id = plane.boot_id
         name_rank, name_ranks = (0, 1) if replicated else (rank, num_ranks)
-        client = store.open_transfers(rank)
+        client = self._client = store.open_transfers(rank)
         self._memory = LentMemory(pool, client)
         self._transfers = RankTransfers(
             self._memory, client, lambda fingerprint, key: ObjectName(fingerprint, key, name_rank, name_ranks)
@@ -34,6 +37,13 @@ class RankTier:
     def take_completions(self) -> list[TierCompletion]:
         """All ops that have ended since the last call, also after `close`."""
         return self._transfers.take_completions()
+
+    def state(self) -> RankClient:
+        return RankClient(self._client.health(), self._client.stats())
+
+    def begin_close(self) -> None:
+        """As `close`, on a thread of its own."""
+        threading.Thread(target=self.close, name="kvstow-tier-end", daemon=True).start()
 
     def close(self) -> None:
         """End all transfers; afterwards nothing touches the pool. Idempotent."""

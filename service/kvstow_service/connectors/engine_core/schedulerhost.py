@@ -30,9 +30,11 @@ from kvstow_service.connectors.engine_core.options import ConnectorOptions, misu
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.engine_core.workerside import RankClient
 
 if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.enginetier import EngineTier, TierIdentity
+    from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
+    from kvstow_service.connectors.engine_core.enginetier import TierIdentity
 
 _HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 
@@ -150,9 +152,14 @@ class SchedulerHost(ABC):
             self.offload.control.complete(rank, boot_id, completions)
         if update.tier_step:
             self._step_ended(update.tier_step)
+        if update.tier_client is not None:
+            self._note_tier_client(rank, update.tier_client)
 
     def _step_ended(self, number: int) -> None:  # noqa: B027 - not every host has a tier
         """A step with this `TierPlan` has ended."""
+
+    def _note_tier_client(self, rank: int, client: RankClient) -> None:  # noqa: B027
+        """What a rank says of its client of the store."""
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -230,8 +237,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
             raise refusal("tier", options.tier, "none for a model with several KV groups, or a window")
         self._spans_nodes = False
         self._tier_identity = tier_identity
-        self._control: EmbeddedControl | None = None
-        self.tier: EngineTier | None = None
+        self.tier: EmbeddedTier | None = None
 
     @property
     def wants_steps(self) -> bool:
@@ -245,6 +251,10 @@ class EmbeddedSchedulerHost(SchedulerHost):
         if self.tier is not None:
             self.tier.ended(number)
 
+    def _note_tier_client(self, rank: int, client: RankClient) -> None:
+        if self.tier is not None:
+            self.tier.note_client(rank, client)
+
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
         return self.admin.address_for_remote_ranks if self.admin is not None and self._spans_nodes else None
@@ -253,7 +263,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
         if self.admin is not None:
             self.admin.stop()
         if self.tier is not None:
-            self.tier.close()
+            self.tier.end()
         if self.engine is not None:
             self.engine.close()
 
@@ -274,6 +284,9 @@ class EmbeddedSchedulerHost(SchedulerHost):
         stats = StatsFeed(EngineFigures(engine, sum(sizes), self._slot_tokens))
         control = EmbeddedControl(engine)
         side = self._make_side(control, pool, stats, events)
+        self.engine = engine
+        if self._options.tier is not None:
+            self.tier = self._open_tier(control, self._options.tier, hellos)
         admin = EmbeddedAdmin(
             engine,
             self._admin_options,
@@ -282,13 +295,12 @@ class EmbeddedSchedulerHost(SchedulerHost):
             max_capacity_slots=self._max_slots(hellos),
             settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
             build=self._build,
+            tier=None if self.tier is None else self.tier.host,
             node_host=get_ip() if self._spans_nodes else "",
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,
         )
-        self.engine, self.admin, self._control = engine, admin, control
-        if self._options.tier is not None:
-            self._open_tier(self._options.tier, hellos)
+        self.admin = admin
         admin.start()
         slots = engine.config.capacity_slots
         logger.info(
@@ -298,21 +310,26 @@ class EmbeddedSchedulerHost(SchedulerHost):
         )
         return Offload(control, side, stats, events)
 
-    def _open_tier(self, url: str, hellos: list[RankHello]) -> None:
+    def _open_tier(self, control: EmbeddedControl, url: str, hellos: list[RankHello]) -> EmbeddedTier:
         """The store is connected to in the background."""
-        from kvstow.control.fleettier import FleetTier, TierSettings
-        from kvstow_service.connectors.engine_core.enginetier import NO_REQUEST, EngineTier
+        from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier  # only with a tier
         from kvstow_service.tiers import stores
+        from kvstow_service.tiers.tierhost import TierChoice
 
         assert self.engine is not None
-        assert self._control is not None
         assert self._tier_identity is not None
-        identity = self._tier_identity(hellos)
-        store, process = stores.open_store(url), self._process
-        settings = TierSettings(write=self._options.tier_write, replicated=process.replicated)
-        fleet = FleetTier(self.engine, store.open_lookups(), settings, None, off_reason=NO_REQUEST, name=store.name)
-        self.tier = EngineTier(self.engine, fleet, process.max_batched_tokens, identify=identity.fingerprint)
-        self._control.use_tier(self.tier)
+        process = self._process
+        tier = EmbeddedTier(
+            self.engine,
+            control,
+            self._tier_identity(hellos),
+            model=process.model,
+            max_step_tokens=process.max_batched_tokens,
+            replicated=process.replicated,
+            shares_memory=self._options.shares_memory,
+        )
+        tier.begin(TierChoice(url, stores.open_store(url), self._options.tier_write))
+        return tier
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
         """The largest size of a resize: on each node, the slots of its ranks share the available memory."""

@@ -35,10 +35,12 @@ class PlannedStep(NamedTuple):
 
 class TierPlan(NamedTuple):
     """What the ranks move to and from the store of the fleet tier from this step on: ranks, each with an op, in order.
-    Steps with a tier are numbered from 1. `boots[rank]`: the boot that the ops are for."""
+    Steps with a tier are numbered from 1. `boots[rank]`: the boot that the ops are for. `url`: of the store that the
+    ranks use from now on; empty: none."""
 
     number: int
     boots: tuple[str | None, ...]
+    url: str
     ops: tuple[tuple[int, TierOp], ...] = ()
 
 

@@ -23,12 +23,13 @@ from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.rankplane import NoDataPlane, RankDataPlane
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankSession, WorkerSide
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankClient, RankSession, WorkerSide
 
 if TYPE_CHECKING:
     from kvstow_service.connectors.engine_core.ranktier import RankTier
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
+_TELL_CLIENT_SECONDS = 0.5
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -101,6 +102,10 @@ class WorkerHost(ABC, Generic[G]):
         """See `RankUpdate`."""
         return 0
 
+    def tier_client(self) -> RankClient | None:
+        """See `RankUpdate`."""
+        return None
+
     # What they have in common.
 
     def register(self, kv_cache: Any) -> None:
@@ -167,7 +172,11 @@ class PoolWorkerHost(WorkerHost[G]):
         self._reports_sent = 0  # that the agent had brought to the admin server
         self._report_at = 0.0
         self._tier: RankTier | None = None
+        self._tier_url = options.tier or ""
+        self._former_tiers: list[RankTier] = []  # whose completions are still to come
         self._tier_number = 0
+        self._told_client: RankClient | None = None
+        self._tell_client_at = 0.0
         self._tier_ends: list[BootCompletions] = []
 
     def follow(self, metadata: KVStowMetadata) -> None:
@@ -193,14 +202,24 @@ class PoolWorkerHost(WorkerHost[G]):
         return self.side.report() if self._reports_sent == before else None, None
 
     def take_completions(self) -> tuple[BootCompletions, ...]:
-        if self._tier is not None and (ended := self._tier.take_completions()):
-            self._tier_ends.append(BootCompletions(self._tier.boot_id, tuple(ended)))
+        for tier in (*self._former_tiers, *([self._tier] if self._tier is not None else ())):
+            if ended := tier.take_completions():
+                self._tier_ends.append(BootCompletions(tier.boot_id, tuple(ended)))
         ends, self._tier_ends = self._tier_ends, []
         return (*super().take_completions(), *ends)
 
     @property
     def tier_step(self) -> int:
         return self._tier_number if self._process.rank == 0 else 0
+
+    def tier_client(self) -> RankClient | None:
+        """Twice a second at most."""
+        now = time.monotonic()
+        if self._tier is None or now < self._tell_client_at:
+            return None
+        self._tell_client_at = now + _TELL_CLIENT_SECONDS
+        before, self._told_client = self._told_client, self._tier.state()
+        return self._told_client if self._told_client != before else None
 
     def close(self) -> None:
         if self.agent is not None:
@@ -214,14 +233,14 @@ class PoolWorkerHost(WorkerHost[G]):
 
     def _open_tier(self, plane: RankDataPlane) -> None:
         """A rank whose store cannot be opened fails its transfers; nothing else depends on it."""
-        if self._options.tier is None or not (isinstance(plane, DataPlane) and isinstance(plane.pool, HostPool)):
+        if not (self._tier_url and isinstance(plane, DataPlane) and isinstance(plane.pool, HostPool)):
             return
         from kvstow_service.connectors.engine_core.ranktier import RankTier  # only with a tier
         from kvstow_service.tiers import stores
 
         process = self._process
         try:
-            store = stores.open_store(self._options.tier)
+            store = stores.open_store(self._tier_url)
             self._tier = RankTier(
                 plane, plane.pool, store, process.rank, process.num_ranks, replicated=process.replicated
             )
@@ -229,16 +248,29 @@ class PoolWorkerHost(WorkerHost[G]):
             logger.exception("rank %d: the tier's store cannot be used", process.rank)
 
     def _close_tier(self) -> None:
-        tier, self._tier = self._tier, None
-        if tier is not None:
+        """Nothing touches the pool for a store any more."""
+        tiers = [*self._former_tiers, *([self._tier] if self._tier is not None else ())]
+        self._former_tiers, self._tier, self._told_client = [], None, None
+        for tier in tiers:
             tier.close()
-            self._tier_ends.append(BootCompletions(tier.boot_id, tuple(tier.take_completions())))
+            if ended := tier.take_completions():
+                self._tier_ends.append(BootCompletions(tier.boot_id, tuple(ended)))
+
+    def _use_store(self, url: str) -> None:
+        """An operator has attached another store, or detached this one, whose ops have ended."""
+        tier, self._tier, self._tier_url, self._told_client = self._tier, None, url, None
+        if tier is not None:
+            tier.begin_close()
+            self._former_tiers.append(tier)
+        self._open_tier(self.side.plane)
 
     def _follow_tier(self, plan: TierPlan) -> None:
         """Begin the transfers of a step, once: later calls for the same step do nothing."""
         if plan.number == self._tier_number:
             return
         self._tier_number = plan.number
+        if plan.url != self._tier_url:
+            self._use_store(plan.url)
         rank, tier = self._process.rank, self._tier
         planned_for = plan.boots[rank] or ""
         for op in [op for of_rank, op in plan.ops if of_rank == rank]:

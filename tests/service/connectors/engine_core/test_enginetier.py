@@ -19,7 +19,6 @@ from kvstow.tier.objectname import ObjectName
 from kvstow.tier.writepolicy import WriteMode
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.enginetier import EngineTier
-from kvstow_service.connectors.engine_core.stepplan import TierPlan
 
 TOKENS = "abcdefgh"
 KEYS = keys_of(TOKENS)
@@ -48,15 +47,16 @@ class TierHost(VllmHost):
         self.control = control
         control.use_tier(self.tier)
         self.ops: list[tuple[int, TierOp]] = []
-        self.last: TierPlan | None = None
+        self.number = 0
 
-    def step_tier(self) -> TierPlan:
+    def step_tier(self) -> None:
         """One more step of vLLM without tokens: what begins with it waits in `ops`."""
         self.side.plan_step(Output({}))
-        self.last = self.tier.plan(Output({}))
-        assert self.last is not None
-        self.ops += self.last.ops
-        return self.last
+        self.ops += self.plan_tier({})
+
+    def plan_tier(self, tokens: dict[str, int]) -> tuple[tuple[int, TierOp], ...]:
+        self.number += 1
+        return self.tier.plan(self.number, Output(tokens))
 
     def move(self, rank: int, op: TierOp, moved: int | None = None) -> None:
         """A rank has moved these leading objects, and says so."""
@@ -81,6 +81,11 @@ class TierHost(VllmHost):
     @property
     def fetches(self) -> list[tuple[int, TierOp]]:
         return [(rank, op) for rank, op in self.ops if op.direction == "fetch"]
+
+    def look_up_in_step(self, request: FakeRequest) -> int | None:
+        found = self.look_up(request)
+        self.step_tier()
+        return found
 
     def look_up(self, request: FakeRequest) -> int | None:
         return self.side.find_hit(request, 0)
@@ -170,7 +175,7 @@ def test_a_request_that_is_not_admitted_asks_once(
 ) -> None:
     host = make()
     request = FakeRequest("r", TOKENS)
-    eventually(lambda: (host.look_up(request), host.step_tier())[0] == 0)
+    eventually(lambda: host.look_up_in_step(request) == 0)
     for _ in range(5):
         host.time.advance(60)  # what is known of the store is old
         assert host.look_up(request) == 0
@@ -280,7 +285,7 @@ def test_a_store_that_fails_costs_hits_and_nothing_else(
     store.error = TierUnavailableError("injected")
     host = make()
     request = FakeRequest("r", TOKENS)
-    eventually(lambda: (host.look_up(request), host.step_tier())[0] == 0)
+    eventually(lambda: host.look_up_in_step(request) == 0)
     assert host.tier.fleet.status().state == "down"
     assert "left alone" in caplog.text
     assert host.look_up(FakeRequest("other", TOKENS)) == 0, "it is not even asked"
@@ -304,10 +309,10 @@ def test_a_defect_of_the_tier_fails_no_request(
     with caplog.at_level(logging.ERROR):
         monkeypatch.setattr(host.tier.fleet, broken, fail)
         if broken == "step":
-            assert host.tier.plan(Output({})) is None
+            assert host.plan_tier({}) == ()
         assert host.look_up(request) == (8 if broken == "note_used" else 4)
     assert caplog.text.count("the fleet tier has failed") == 1
-    assert host.tier.plan(Output({})) is None
+    assert host.plan_tier({}) == ()
     assert not host.tier.wants_steps
     host.side.finish(request, request.block_ids)
     assert host.leases == 0
@@ -336,8 +341,7 @@ def test_an_engine_that_was_reset_before_its_first_request_is_not_identified(mak
 
 def test_the_prefill_speed_comes_from_the_steps(make: MakeHost) -> None:
     host = make()
-    plan = host.tier.plan(Output({"r": 1000}))
-    assert plan is not None
+    host.plan_tier({"r": 1000})
     host.time.advance(0.5)
-    host.tier.ended(plan.number)
+    host.tier.ended(host.number)
     assert host.tier.fleet.status().prefill_tokens_per_second == 2000

@@ -146,7 +146,7 @@ def test_only_a_tier_that_maps_the_pool_has_it_shared(monkeypatch: pytest.Monkey
     tiers = [None, "redis://host:1?password_file=/secret", "mooncake://host:1?host=a"]
     options = [ConnectorOptions.parse({"tier": tier}) for tier in tiers]
     assert [each.pool_config(64, 640, 640).shared for each in options] == [False, False, True]
-    assert [each.public()["tier"] for each in options] == [None, "redis://host:1", "mooncake://host:1"]
+    assert [each.public()["tier"] for each in options] == [None, "redis://host:1", "mooncake://host:1?host=a"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,198 @@
+"""The fleet tier of an embedded engine, whose store operators attach and detach while vLLM runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.errors import ConfigError, ConflictError
+from kvstow.status import HOST_NAME
+from kvstow.tier.store import LookupClient
+from kvstow_api.tiercontrol import TierClient
+from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
+from kvstow_service.connectors.engine_core.enginetier import NO_REQUEST, EngineTier, TierIdentity
+from kvstow_service.connectors.engine_core.prefillmeter import ScheduledStep
+from kvstow_service.connectors.engine_core.stepplan import TierPlan
+from kvstow_service.connectors.engine_core.workerside import RankClient
+from kvstow_service.tiers.tierhost import TierChoice, TierHost
+
+_END_SECONDS = 60.0
+"""For the transfers under way: a call to the store may take 30 s, and an op has several."""
+_TURN = 0.01
+
+
+class _Opened(NamedTuple):
+    """A store that is attached."""
+
+    tier: EngineTier
+    lookups: LookupClient
+
+
+class _Order(NamedTuple):
+    """From an operator's thread to the scheduler's. `tier`: to use from now on; None: none. `url`: for the ranks."""
+
+    tier: EngineTier | None
+    url: str
+
+
+class EmbeddedTier:
+    """Used by the scheduler's thread, except `open` and `close`, which operators call (`TierClients`), and `end`.
+
+    An operator's order counts from the engine's next step on, and an engine without requests makes none: then its ranks
+    connect, or end their clients, with its next request.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        control: EmbeddedControl,
+        identity: TierIdentity,
+        *,
+        model: str,
+        max_step_tokens: int,
+        replicated: bool,
+        shares_memory: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Has no store until `begin` or `open`. `shares_memory`: other processes can map the ranks' pools."""
+        self.host = TierHost(self)
+        """What operators see and do of the tier."""
+        self._engine, self._control, self._identity = engine, control, identity
+        self._model, self._max_step_tokens = model, max_step_tokens
+        self._replicated, self._shares_memory = replicated, shares_memory
+        self._clock = clock
+        self._orders: deque[_Order] = deque()
+        self._opened: _Opened | None = None
+        self._ending = threading.Event()
+        # Of the scheduler's thread:
+        self._tier: EngineTier | None = None
+        self._url = ""
+        self._number = 0
+        self._rank_clients: dict[int, RankClient] = {}
+
+    # -- for each step --------------------------------------------------------------------------------------
+
+    @property
+    def tier(self) -> EngineTier | None:
+        """The one in use, or the last one."""
+        return self._tier
+
+    def begin(self, choice: TierChoice) -> None:
+        """The engine starts with this store."""
+        self.host.begin(choice)
+        self.open(choice)
+        self._take_orders()
+
+    def plan(self, step: ScheduledStep) -> TierPlan:
+        """What starts with this step. Call it once a step."""
+        self._take_orders()
+        self._number += 1
+        boots = self._engine.boot_ids()  # before the ops are taken: a rank that restarts later refuses them
+        ops = () if self._tier is None else self._tier.plan(self._number, step)
+        return TierPlan(self._number, boots, self._url, ops)
+
+    def ended(self, number: int) -> None:
+        """The step with this number has ended."""
+        if self._tier is not None:
+            self._tier.ended(number)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether something is under way whose end steps bring, or something can be put."""
+        return bool(self._orders) or (self._tier is not None and self._tier.wants_steps)
+
+    def note_client(self, rank: int, client: RankClient) -> None:
+        """What a rank says of its client."""
+        self._rank_clients[rank] = client
+
+    def _take_orders(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            self._url = order.url
+            if order.tier is None:
+                continue
+            if self._tier is not None:
+                order.tier.go_on_from(self._tier)
+                self._tier.close()
+            self._rank_clients = {}
+            self._tier = order.tier
+            self._control.use_tier(order.tier)
+
+    # -- for operators --------------------------------------------------------------------------------------
+
+    def open(self, choice: TierChoice) -> None:
+        url = choice.url
+        if url.startswith("memory:"):
+            raise ConfigError("url", url, "mooncake:// or redis://: a store in one process is for replays")
+        if url.startswith("mooncake:") and not self._shares_memory:
+            raise ConflictError(
+                "Mooncake's processes must map this engine's pool, which is memory of its own process; start vLLM with "
+                "tier set to a mooncake:// URL"
+            )
+        lookups = choice.store.open_lookups()
+        try:
+            settings = TierSettings(write=choice.write, replicated=self._replicated)
+            fleet = FleetTier(
+                self._engine, lookups, settings, None, off_reason=NO_REQUEST, name=choice.store.name, clock=self._clock
+            )
+        except BaseException:
+            lookups.close()
+            raise
+        tier = EngineTier(self._engine, fleet, self._max_step_tokens, identify=self._identity.fingerprint)
+        opened = self._opened = _Opened(tier, lookups)
+        self.host.add(
+            fleet,
+            pool=HOST_NAME,
+            namespace=HOST_NAME,
+            model=self._model,
+            clients=lambda: self._clients(opened),
+            fingerprint_of=self._fingerprint_of,
+        )
+        self._orders.append(_Order(tier, url))
+
+    def close(self) -> None:
+        opened = self._opened
+        if opened is None:
+            return
+        fleet = opened.tier.fleet
+        fleet.set_bypassed(True)
+        self._wait_ended(fleet)
+        self.host.remove(fleet)
+        self._opened = None
+        fleet.close()
+        self._wait_ended(fleet)  # of what began in the same moment
+        self._orders.append(_Order(None, ""))
+
+    def _wait_ended(self, fleet: FleetTier) -> None:
+        deadline = time.monotonic() + _END_SECONDS
+        while fleet.traffic.in_flight and not self._ending.is_set():
+            if time.monotonic() >= deadline:
+                raise ConflictError("transfers are still under way; the store is bypassed: detach it again")
+            self._ending.wait(_TURN)
+
+    def end(self) -> None:
+        """vLLM ends, and makes no more steps. Idempotent."""
+        self._ending.set()
+        self.host.end()
+        if self._tier is not None:
+            self._tier.close()
+
+    def _clients(self, opened: _Opened) -> list[TierClient]:
+        ranks = self._rank_clients if self._opened is opened else {}
+        return [
+            *[TierClient(f"transfers of rank {rank}", *client) for rank, client in sorted(ranks.copy().items())],
+            TierClient("look-ups", opened.lookups.health(), opened.lookups.stats()),
+        ]
+
+    def _fingerprint_of(self, weights_id: str) -> str:
+        if self._tier is None or not self._tier.has_had_request:
+            raise ConflictError(NO_REQUEST)
+        found = self._identity.named(weights_id)
+        if found.value is None:
+            raise ConflictError(found.reason)
+        return found.value
