@@ -131,7 +131,7 @@ test-tier: $(VENV)/.tier $(VLLM_VENV)/.tier ## Run the tests of the fleet tier w
 	else echo "no network namespace can be made here: the tests with Mooncake are skipped"; new=; fi; \
 	alone() { $$new sh -c 'ip link set lo up 2>/dev/null; exec "$$@"' sh "$$@"; }; \
 	alone $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/tiers && \
-	HF_HUB_OFFLINE=1 alone $(VLLM_BIN)/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=300 tests/vllm
+	HF_HUB_OFFLINE=1 alone $(VLLM_BIN)/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=600 tests/vllm
 
 # Python 3.11, which the versions of tests/tpu/requirements.txt are for. Warnings come from vLLM and tpu-inference.
 test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-inference, on the CPU
