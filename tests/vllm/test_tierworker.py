@@ -13,7 +13,7 @@ from tests.vllm.engines import eventually
 
 from kvstow.memory.hostpool import HostPool
 from kvstow.messages import DesiredState, TierCompletion, TierDirection, TierOp
-from kvstow.testing.tier import ControlledStore
+from kvstow.testing.tier import ControlledStore, ControlledTransfers
 from kvstow.tier.objectname import ObjectName
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
@@ -134,11 +134,16 @@ def test_ops_for_another_boot_are_refused_and_touch_nothing(worker: EmbeddedWork
 
 
 def test_a_rank_that_boots_again_has_another_client_and_ends_what_was_under_way(
-    worker: EmbeddedWorkerHost, store: ControlledStore
+    worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, clients = worker.side.plane.boot_id, []
-    opened = store.open_transfers
-    store.open_transfers = lambda rank: clients.append(rank) or opened(rank)  # type: ignore[method-assign,func-returns-value]
+    first, clients = worker.side.plane.boot_id, list[int]()
+    opened = ControlledStore.open_transfers
+
+    def note(self: ControlledStore, rank: int, *more: int | None) -> ControlledTransfers:
+        clients.append(rank)
+        return opened(self, rank, *more)
+
+    monkeypatch.setattr(ControlledStore, "open_transfers", note)
     give(worker, 1, op(1, "put"))
     worker.suspend()
     worker.resume()
