@@ -17,7 +17,18 @@ from kvstow_api.numberformat import counted, duration, percent, rate
 from kvstow_api.poolrows import PoolRow, bypass_trouble, pool_row
 from kvstow_api.rankrows import RankRow, rank_rows
 from kvstow_api.sessionrows import SESSION_COLUMNS, SessionRow, session_row
-from kvstow_api.views import PoolView, RankView, ReadinessView, SessionView, StatsView, TransfersView
+from kvstow_api.tierrows import TierRow, tier_row
+from kvstow_api.views import (
+    NO_TIER,
+    PoolView,
+    RankView,
+    ReadinessView,
+    SessionView,
+    StatsView,
+    TierBypassView,
+    TierView,
+    TransfersView,
+)
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""
@@ -29,8 +40,9 @@ NOT_PINNED = "not pinned"
 _SLOT_ORDER: tuple[SlotState, ...] = ("protected", "leased", "cached", "filling", "quarantined", "free")
 assert set(_SLOT_ORDER) == set(SLOT_STATES)
 _NAMED_RANKS = 3
+_NO_TIER_BYPASS = TierBypassView(bypassed=False, ttl_seconds_left=None)
 
-_R = TypeVar("_R", PoolRow, SessionRow)
+_R = TypeVar("_R", PoolRow, SessionRow, TierRow)
 
 
 class Readings(NamedTuple):
@@ -50,6 +62,7 @@ class Readings(NamedTuple):
     transfers: TransfersView
     asked: str | None
     pool: PoolReadings | None
+    tier: TierView = NO_TIER
 
 
 class PoolReadings(NamedTuple):
@@ -104,7 +117,8 @@ class Overview:
     """The server, a row for each pool, and everything below: of the pool `selected` if there is one, else of all.
 
     `selected` is the pool that the viewer has chosen, or the only one. `choices`: the pools that a viewer can choose
-    from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `pool` is None, and there are no
+    from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `tier`: the store of the fleet
+    tier, empty if none is attached; then there are no `tiers`. `pool` is None, and there are no
     `ranks` but those in trouble, while no pool is selected.
     """
 
@@ -119,6 +133,8 @@ class Overview:
     is_missing: bool
     sessions: tuple[SessionRow, ...]
     ranks: tuple[RankRow, ...]
+    tier: str
+    tiers: tuple[TierRow, ...]
     pending: tuple[Row, ...]
     oldest: tuple[Row, ...]
     pool: PoolOverview | None
@@ -166,7 +182,7 @@ def overview(given: Readings) -> Overview:
         about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
         state=given.readiness.state,
         reason=given.readiness.reason,
-        switches=tuple(switches(given.drain, given.bypass, paused, several=len(names) > 1)),
+        switches=tuple(switches(given.drain, given.bypass, paused, given.tier.bypass, several=len(names) > 1)),
         memory=_memory(given),
         pools=tuple(pool_row(pool, told=told) for pool in given.pools),
         selected=selected,
@@ -174,6 +190,8 @@ def overview(given: Readings) -> Overview:
         is_missing=is_missing,
         sessions=tuple(session_row(session, on_node=given.node) for session in sessions),
         ranks=ranks,
+        tier=given.tier.url or "",
+        tiers=tuple(tier_row(one) for one in given.tier.items if selected in (None, one.pool)),
         pending=_pending(given.transfers.pending),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
         pool=None if given.pool is None else _pool_overview(given.pool),
@@ -215,13 +233,22 @@ def _pool_overview(given: PoolReadings) -> PoolOverview:
 
 
 def switches(
-    drain: DrainStatus, bypass: BypassStatus, paused: Sequence[str] = (), *, several: bool = False
+    drain: DrainStatus,
+    bypass: BypassStatus,
+    paused: Sequence[str] = (),
+    tier: TierBypassView = _NO_TIER_BYPASS,
+    *,
+    several: bool = False,
 ) -> Iterator[Switch]:
     """`paused`: the pools that pin nothing for now. `several`: a command has to name the pool."""
     if drain.active:
         yield Switch(drain_words(drain), "kvstow undrain")
     if bypass.load or bypass.store:
         yield Switch(bypass_words(bypass), "kvstow bypass --off")
+    if tier.bypassed:
+        left = tier.ttl_seconds_left
+        ends = "" if left is None else f" for another {duration(left)}"
+        yield Switch(f"the tier's store is bypassed{ends}", "kvstow tier bypass --off")
     for pool in paused:
         of_pool, flag = (f" in pool {pool}", f" --pool {pool}") if several else ("", "")
         yield Switch(f"pinning is paused{of_pool}", f"kvstow pinning resume{flag}")

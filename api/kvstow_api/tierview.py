@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from kvstow_api.directory import Directory
 from kvstow_api.tiercontrol import TierBypass
-from kvstow_api.views import TierBypassView, TierPoolView, TierView
-
-NO_TIER = TierView(
-    attachable=False,
-    store=None,
-    url=None,
-    write=None,
-    bypass=TierBypassView(bypassed=False, ttl_seconds_left=None),
-    items=[],
-)
-"""Of a host that cannot have a tier."""
+from kvstow_api.views import NO_TIER, TierBypassView, TierPoolView, TierView
 
 
 def tier_view(directory: Directory) -> TierView:

@@ -588,6 +588,17 @@ class TierView:
     items: list[TierPoolView]
 
 
+NO_TIER = TierView(
+    attachable=False,
+    store=None,
+    url=None,
+    write=None,
+    bypass=TierBypassView(bypassed=False, ttl_seconds_left=None),
+    items=[],
+)
+"""Of a host that cannot have a tier."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPurgedView:
     """How many objects of the fingerprint were removed from the store."""

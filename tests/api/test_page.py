@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.tieredhost import TieredHost
 
+from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.appstate import AppState
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
@@ -309,3 +311,31 @@ def test_a_curve_has_a_polyline_for_each_run_without_a_gap() -> None:
     assert drawn(1.0) == ("300,2.0 301,2.0",)
     assert drawn(None, None) == ()
     assert drawn() == ()
+
+
+async def test_the_page_shows_the_fleet_tier_while_a_store_is_attached(
+    launch: Any, engine: OffloadEngine, clock: FakeClock, ranks: Any
+) -> None:
+    host = TieredHost(engine, clock)
+    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=host.control))
+
+    async def text() -> str:
+        clock.advance(INTERVAL)
+        document = Document((await client.get("/")).text)
+        assert document.open == []
+        return " ".join(" ".join(document.texts).split())
+
+    assert "Fleet tier" not in await text()
+    tier = host.begin("mooncake://10.0.0.1:50051")
+    tier.counters.fetched_blocks = 4321
+    shown = await text()
+    assert "Fleet tier tier state fetches" in shown
+    assert "a1 on" in shown
+    assert "4,321" in shown
+    assert "mooncake://10.0.0.1:50051" in shown
+    tier._note_outage("no answer in 0.5 s")
+    shown = await text()
+    assert "a1 down" in shown
+    assert "no answer in 0.5 s" in shown
+    host.control.detach()
+    assert "Fleet tier" not in await text()

@@ -12,8 +12,10 @@ import pytest
 from tests.api.browser import Browser
 from tests.api.conftest import running
 from tests.api.fakenode import FakeNode
+from tests.api.tieredhost import TieredHost
 
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.page.live import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
@@ -255,3 +257,24 @@ def luminance(colour: list[float]) -> float:
 def contrast(one: list[float], other: list[float]) -> float:
     high, low = sorted((luminance(one), luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+def test_the_fleet_tier_appears_changes_and_goes(
+    browser: Browser, serve: Any, engine: Any, ranks: Any, clock: FakeClock
+) -> None:
+    host = TieredHost(engine, clock)
+    browser.open(serve(directory=EmbeddedDirectory(engine, 16, tier=host.control)).url)
+    browser.until(f"{LIVE} === 'live'")
+    section = "document.getElementById('tier')"
+    assert browser.evaluate(f"getComputedStyle({section}).display") == "none"
+    tier = host.begin("mooncake://10.0.0.1:50051")
+    browser.until(f"{section}.innerText.includes('mooncake://10.0.0.1:50051')")
+    assert browser.evaluate(f"getComputedStyle({section}).display") != "none"
+    assert browser.evaluate(f"{section}.querySelector('tbody td').innerText") == "on"
+    tier._note_outage("no answer in 0.5 s")
+    browser.until(f"{section}.innerText.includes('no answer in 0.5 s')")
+    width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    assert browser.evaluate(width), "the page scrolls sideways"
+    host.control.detach()
+    browser.until(f"getComputedStyle({section}).display === 'none'")
+    assert browser.complaints == []

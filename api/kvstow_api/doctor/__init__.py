@@ -27,10 +27,17 @@ from kvstow_api.doctor.node import (
 )
 from kvstow_api.doctor.serving import check_certificate, check_readiness, check_switches, check_token_files
 from kvstow_api.doctor.speed import check_clocks, check_links, check_thrashing
+from kvstow_api.doctor.tier import (
+    check_tier,
+    check_tier_access,
+    check_tier_memlock,
+    check_tier_objects,
+    check_tier_time,
+)
 from kvstow_api.poolchoice import NO_POOL
 from kvstow_api.views import DoctorView, FindingView, Severity
 
-__all__ = ["CHECKS", "NODE_CHECKS", "Evidence", "NodeEvidence", "examine"]
+__all__ = ["CHECKS", "NODE_CHECKS", "TIER_CHECKS", "Evidence", "NodeEvidence", "examine"]
 
 Check = Callable[[Evidence], Iterator[FindingView]]
 
@@ -66,10 +73,20 @@ NODE_CHECKS: Mapping[str, Check] = {
 }
 """Only of a server that engines attach to."""
 
+TIER_CHECKS: Mapping[str, Check] = {
+    "tier": check_tier,
+    "tier_time": check_tier_time,
+    "tier_objects": check_tier_objects,
+    "tier_access": check_tier_access,
+    "tier_memlock": check_tier_memlock,
+}
+"""Only while a store is attached."""
+
 
 def examine(host: Evidence, pools: Sequence[Evidence]) -> DoctorView:
     """Run all checks: those of the host with its evidence, and those of pools with that of each."""
-    results = _run(host, {**HOST_CHECKS, **NODE_CHECKS} if host.node else HOST_CHECKS)
+    checks = {**HOST_CHECKS, **(NODE_CHECKS if host.node else {}), **(TIER_CHECKS if host.tier else {})}
+    results = _run(host, checks)
     for pool in pools:
         found = _run(pool, POOL_CHECKS)
         before = f"pool {pool.pool}: " if host.node else ""

@@ -10,7 +10,8 @@ from kvstow.status import BypassStatus, DrainStatus, HostedNamespace, MemoryStat
 from kvstow_api.history import SampleView
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_api.probe import Verdict
-from kvstow_api.views import FindingView, RankView, SessionView, Severity
+from kvstow_api.tiercontrol import TierMeasurements
+from kvstow_api.views import FindingView, RankView, SessionView, Severity, TierView
 
 
 class Evidence(NamedTuple):
@@ -31,6 +32,8 @@ class Evidence(NamedTuple):
     exposed_files: Mapping[str, str] | None
     node: NodeEvidence | None = None
     """None where the server is embedded in an engine."""
+    tier: TierEvidence | None = None
+    """None while no store is attached."""
     pool: str = ""
     """The pool whose evidence this is; empty for that of the host."""
     granted_bytes: int = 0
@@ -63,6 +66,14 @@ class NodeEvidence(NamedTuple):
     namespaces: Sequence[HostedNamespace]
     trust_eof: float | None
     orphans: Sequence[OrphanedMemory]
+
+
+class TierEvidence(NamedTuple):
+    """Of the fleet tier. `pool_bytes`: memory of all pools on this host."""
+
+    view: TierView
+    measured: TierMeasurements
+    pool_bytes: int
 
 
 class NothingToMeasure(Exception):

@@ -9,9 +9,10 @@ from starlette.concurrency import run_in_threadpool
 from kvstow.status import BypassStatus, DrainStatus
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
-from kvstow_api.doctor.evidence import Evidence, NodeEvidence
+from kvstow_api.doctor.evidence import Evidence, NodeEvidence, TierEvidence
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.poolview import session_views
+from kvstow_api.tierview import tier_view
 
 _NO_DRAIN = DrainStatus(
     active=False, mode=None, deadline_seconds_left=None, drained=False, pending_transfers=0, leases=0
@@ -44,6 +45,11 @@ async def gather(app: AppState) -> tuple[Evidence, list[Evidence]]:
             orphans=await run_in_threadpool(host.orphaned_memory),
         )
         whole = whole._replace(node=node)
+    tier = directory.tier
+    if tier is not None and tier.store is not None:
+        pool_bytes = sum(pool.granted_bytes for pool in directory.pools())
+        measured = await run_in_threadpool(tier.measure)
+        whole = whole._replace(tier=TierEvidence(tier_view(directory), measured, pool_bytes))
     return whole, [_of_pool(app, whole, pool) for pool in directory.pools()]
 
 

@@ -24,6 +24,8 @@ from kvstow_api.poolview import pool_views, session_views
 from kvstow_api.probe import Finding
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.sessionrows import SessionRow
+from kvstow_api.tierrows import TierRow
+from kvstow_api.tierview import tier_view
 from kvstow_api.transferviews import transfers_view
 from kvstow_api.views import POOL_NAME
 
@@ -61,6 +63,8 @@ class Content:
     more_sessions: int
     ranks: tuple[RankRow, ...]
     more_ranks: int
+    tiers: tuple[TierRow, ...]
+    more_tiers: int
     events: tuple[EventLine, ...]
 
 
@@ -83,6 +87,7 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         sessions=session_views(app),
         transfers=transfers_view(shown_pools, NUM_OLDEST),
         asked=asked,
+        tier=tier_view(directory),
         pool=None if chosen is None else _pool_readings(app, shown_pools[0]),
     )
     shown = overview(readings)
@@ -96,6 +101,8 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         more_sessions=max(0, len(shown.sessions) - _ROWS),
         ranks=tuple(select_ranks(shown.ranks, _RANKS)),
         more_ranks=max(0, len(shown.ranks) - _RANKS),
+        tiers=tuple(select_rows(shown.tiers, _ROWS)),
+        more_tiers=max(0, len(shown.tiers) - _ROWS),
         events=_events(app, chosen),
     )
 

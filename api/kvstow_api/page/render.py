@@ -15,12 +15,14 @@ from kvstow_api.overview import NUM_POINTS
 from kvstow_api.page.content import Content
 from kvstow_api.page.svg import bar, polylines
 from kvstow_api.poolrows import POOL_COLUMNS
+from kvstow_api.tierrows import TIER_COLUMNS
 
 SECTIONS = (
     "state",
     "memory",
     "pools",
     "sessions",
+    "tier",
     "ranks",
     "slots",
     "hits",
@@ -39,7 +41,9 @@ class Renderer:
         environment = Environment(
             loader=PackageLoader("kvstow_api.page", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
-        environment.globals.update(bar=bar, polylines=polylines, num_points=NUM_POINTS, pool_columns=POOL_COLUMNS)
+        environment.globals.update(
+            bar=bar, polylines=polylines, num_points=NUM_POINTS, pool_columns=POOL_COLUMNS, tier_columns=TIER_COLUMNS
+        )
         self._page = environment.get_template("page.html")
         self._macros = environment.get_template("sections.html").module
         self._style, self._script = _asset("page.css"), _asset("page.js")

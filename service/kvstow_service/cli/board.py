@@ -14,6 +14,7 @@ from kvstow.stats import SLOT_STATES
 from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview
 from kvstow_api.poolrows import POOL_COLUMNS
 from kvstow_api.rankrows import RankRow, select_ranks
+from kvstow_api.tierrows import TIER_COLUMNS
 from kvstow_service.cli.output import STATE_STYLES
 from kvstow_service.cli.rowtable import lines_of, row_table
 from kvstow_service.cli.sparkline import sparkline
@@ -47,8 +48,10 @@ def board(
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
     room = height - _FIXED_LINES - len(shown.switches) - bool(lost) - bool(footer)
     room -= len(shown.oldest) + (_POOL_LINES if shown.pool else 0)
-    wanted = [lines_of(shown.pools, width), lines_of(shown.sessions, width), len(shown.ranks)]
-    pools, sessions, ranks = _shares(room, wanted)
+    room -= bool(shown.tiers)
+    wanted = [lines_of(shown.pools, width), lines_of(shown.sessions, width), lines_of(shown.tiers, width)]
+    wanted.append(len(shown.ranks))
+    pools, sessions, tiers, ranks = _shares(room, wanted)
     airy = room - sum(wanted) >= _GROUPS
     groups = [
         _head(shown, server) if lost is None else Group(_head(shown, server), _lost(lost)),
@@ -56,6 +59,8 @@ def board(
         _pools(shown, width, pools),
         _sessions(shown, width, sessions),
     ]
+    if shown.tiers:
+        groups.append(row_table(shown.tiers, TIER_COLUMNS, width, tiers, noun="tiers"))
     if shown.ranks:
         groups.append(rank_bars(shown.ranks, width, ranks))
     if shown.pool:

@@ -61,9 +61,10 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
         try:
             while operation.state == "running":
                 operation = client.send(calls.operation(operation.id, wait=server_wait()))
-                waiting = " (waiting for transfers)" if operation.waiting else ""
+                what = "the store" if operation.kind == "tier-purge" else "transfers"
+                waiting = f" (waiting for {what})" if operation.waiting else ""
                 done, total = operation.progress.done, operation.progress.total
-                bars.update(bar, description=operation.kind + waiting, completed=done, total=total)
+                bars.update(bar, description=operation.kind + waiting, completed=done, total=total or None)
         except KeyboardInterrupt:
             click.echo(f"{operation.id} is still running; `kvstow cancel {operation.id}` stops it", err=True)
             raise

@@ -69,12 +69,13 @@ _NOUNS = (
         "operation",
         "Long-running operations, newest first.",
         (
-            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
+            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize", "tier-purge"])),
             click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
             _OF_POOL,
             _LIMIT,
         ),
     ),
+    _Noun("tiers", "tier", "The fleet tier of each pool: state, rates, queue, what it saves.", described=False),
     _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False),
 )
 _ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name for noun in _NOUNS}}
@@ -148,7 +149,9 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
 
 
 def _note(view: Any, options: dict[str, Any]) -> str:
-    """What to say of a list that goes on."""
+    """What to say of a list that goes on, or is empty for a reason."""
+    if getattr(view, "store", "") is None:
+        return "no store is attached" + ("; `kvstow tier attach URL` attaches one" if view.attachable else "")
     is_cut = getattr(view, "next_page_token", None) is not None
     return f"there are more than {options['limit']}; --limit shows them" if is_cut else ""
 
@@ -222,6 +225,8 @@ def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: An
 
     if noun.name == "servers":
         return read_servers(client)
+    if noun.name == "tiers":
+        return client.send(calls.tier())
     call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
     if noun.in_pool:
         chosen["pool"] = chosen_pool(client, chosen["pool"])

@@ -17,6 +17,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATE_STYLES = {
     "ready": "green",
+    "on": "green",
     "attached": "green",
     "succeeded": "green",
     "pinning": "cyan",
@@ -26,6 +27,8 @@ STATE_STYLES = {
     "draining": "yellow",
     "degraded": "yellow",
     "warning": "yellow",
+    "bypassed": "yellow",
+    "down": "red",
     "stuck": "red",
     "lost": "red",
     "failed": "red",

@@ -12,9 +12,10 @@ from rich.text import Text
 from kvstow_api.overview import select_rows
 from kvstow_api.poolrows import PoolRow
 from kvstow_api.sessionrows import SessionRow
+from kvstow_api.tierrows import TierRow
 from kvstow_service.cli.output import STATE_STYLES
 
-_R = TypeVar("_R", PoolRow, SessionRow)
+_R = TypeVar("_R", PoolRow, SessionRow, TierRow)
 
 _GAP = 2
 _INDENT = 2  # of the line below a row
@@ -52,7 +53,7 @@ def row_table(
     return Group(*lines)
 
 
-def _height(row: PoolRow | SessionRow, width: int) -> int:
+def _height(row: PoolRow | SessionRow | TierRow, width: int) -> int:
     return 1 + -(-(len(row.trouble) + _INDENT * bool(row.trouble)) // max(width, 1))
 
 

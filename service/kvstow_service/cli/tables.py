@@ -6,7 +6,7 @@ from kvstow.bytesize import format_size
 from kvstow.status import BlockStatus, RankStatus
 from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_text, moment, percent, rate
 from kvstow_api.overview import waits_for
-from kvstow_api.views import LogLevelView, OperationView, PoolView
+from kvstow_api.views import LogLevelView, OperationView, PoolView, TierClientView
 from kvstow_service.cli.output import Column
 from kvstow_service.cli.serverlist import ServerRow
 
@@ -30,7 +30,8 @@ def _used(item: PoolView) -> str:
 
 
 def _progress(item: OperationView) -> str:
-    return f"{item.progress.done:,} of {item.progress.total:,} {item.progress.unit}"
+    done, unit = f"{item.progress.done:,}", item.progress.unit
+    return f"{done} {unit}" if unit == "objects" else f"{done} of {item.progress.total:,} {unit}"
 
 
 def _removed(item: OperationView) -> str:
@@ -197,6 +198,28 @@ OPERATIONS = (
 )
 
 
+TIERS = (
+    _field("POOL", "pool"),
+    _field("NAMESPACE", "namespace"),
+    _field("STATE", "state"),
+    Column("FETCHES", lambda item: rate(item.fetch_bytes_per_second)),
+    Column("LOOKUP", lambda item: duration(item.lookup_seconds)),
+    _field("TO PUT", "waiting_blocks"),
+    Column("PUT", lambda item: f"{item.counters.put_blocks:,}"),
+    Column("FETCHED", lambda item: f"{item.counters.fetched_blocks:,}"),
+    Column("WAITED", lambda item: duration(item.counters.wait_seconds)),
+    Column("SAVED", lambda item: duration(item.counters.saved_seconds)),
+    Column("DECISION", lambda item: item.reason or item.decision),
+    _field("FINGERPRINT", "fingerprint", wide=True),
+    Column("WRITES", lambda item: f"{item.write}: {item.write_decision}", wide=True),
+    Column("CLIENTS", lambda item: "; ".join(map(_client, item.clients)), wide=True),
+)
+
+
+def _client(client: TierClientView) -> str:
+    return f"{client.purpose} {client.state}" + (f" ({client.reason})" if client.reason else "")
+
+
 def _level_left(item: LogLevelView) -> str:
     return ABSENT if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
 
@@ -212,6 +235,7 @@ LISTS = {
     "blocks": (BLOCKS, "key"),
     "transfers": (TRANSFERS, "op_id"),
     "operations": (OPERATIONS, "id"),
+    "tiers": (TIERS, "namespace"),
     "log-levels": (LOG_LEVELS, "logger"),
 }
 """For each noun of `kvstow get` its columns, and the field that -o name prints: what other commands take."""

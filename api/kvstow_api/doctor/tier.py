@@ -1,0 +1,146 @@
+"""Checks of the fleet tier, while a store is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvstow.bytesize import format_size
+from kvstow_api.doctor.evidence import Evidence, TierEvidence, make_finding
+from kvstow_api.numberformat import counted, duration
+from kvstow_api.tierrows import loses_time
+from kvstow_api.views import FindingView, Severity, TierPoolView
+
+
+def check_tier(evidence: Evidence) -> Iterator[FindingView]:
+    """A store that does not work, or that is not used."""
+    given = _tier(evidence)
+    for one in given.view.items:
+        for client in one.clients:
+            if client.state == "failed":
+                yield _of(
+                    one,
+                    "tier",
+                    "error",
+                    f"{client.purpose} ({_name(one)}) have failed: {client.reason}",
+                    "they do not try again by themselves, so nothing is put or fetched by them",
+                    "remove the cause, then `kvstow tier detach` and `kvstow tier attach`, or restart the server",
+                    restarts=client.restarts,
+                )
+        if one.state == "down":
+            yield _of(
+                one,
+                "tier",
+                "warning",
+                f"the store {given.view.url} is left alone by {_name(one)}: {one.reason}",
+                "requests compute what other nodes have; nothing else is affected",
+                "check that the store runs and that this node reaches it; it is tried again every 5 s",
+                opened=one.breaker_opened,
+                timeouts=sum(client.timeouts for client in one.clients),
+                restarts=sum(client.restarts for client in one.clients),
+            )
+        if one.state == "off":
+            yield _of(
+                one,
+                "tier",
+                "warning",
+                f"{_name(one)} does not use the store: {one.reason}",
+                "its requests compute what other nodes have, and other nodes what it has",
+                "remove the cause; after a reset of the prefix cache name the weights: `kvstow tier weights NAME`",
+            )
+        if one.state == "bypassed":
+            left = one.bypass.ttl_seconds_left
+            yield _of(
+                one,
+                "tier",
+                "warning" if left is None else "info",
+                f"{_name(one)} bypasses the store" + ("" if left is None else f" for another {duration(left)}"),
+                "nothing is put and nothing fetched, because an operator wants it so",
+                "`kvstow tier bypass --off`",
+            )
+
+
+def check_tier_time(evidence: Evidence) -> Iterator[FindingView]:
+    """Requests that wait longer for the store than computing takes."""
+    for one in _tier(evidence).view.items:
+        if loses_time(one):
+            waited, saved = one.counters.wait_seconds, one.counters.saved_seconds
+            yield _of(
+                one,
+                "tier_time",
+                "warning",
+                f"requests of {_name(one)} have waited {duration(waited)} for the store, and saved {duration(saved)}",
+                "without the store they would have been served sooner",
+                "compare the rate of fetches with what the network should give (`kvstow get tier`); until it is "
+                "mended, `kvstow tier bypass`",
+                wait_seconds=waited,
+                saved_seconds=saved,
+                cut_waits=one.counters.cut_waits,
+                fetch_bytes_per_second=one.fetch_bytes_per_second or 0.0,
+            )
+
+
+def check_tier_objects(evidence: Evidence) -> Iterator[FindingView]:
+    """Objects that are not what was put."""
+    for one in _tier(evidence).view.items:
+        if corrupt := sum(client.corrupt_objects for client in one.clients):
+            yield _of(
+                one,
+                "tier_objects",
+                "error",
+                f"{counted(corrupt, 'object')} that {_name(one)} has fetched were not what was put",
+                "they were not loaded, and were removed; but the store or the network changes bytes",
+                "check memory, disks and network cards of the store's machines; `kvstow tier purge FINGERPRINT` "
+                "removes all its objects",
+                corrupt_objects=corrupt,
+                fetched_blocks=one.counters.fetched_blocks,
+            )
+
+
+def check_tier_access(evidence: Evidence) -> Iterator[FindingView]:
+    """A store that strangers may reach."""
+    given = _tier(evidence)
+    addresses, is_guarded = given.measured.public_addresses, given.measured.has_access_control
+    if addresses and not is_guarded:
+        yield make_finding(
+            "tier_access",
+            "warning",
+            f"the store {given.view.url} has the public address {', '.join(addresses)}, and asks nobody who they are",
+            "whoever reaches it can read and delete what all nodes have put",
+            "bind it to an address of a private network, and let only the nodes reach its ports (in Kubernetes with a "
+            "NetworkPolicy); a Redis can ask for a password",
+            public_addresses=len(addresses),
+        )
+
+
+def check_tier_memlock(evidence: Evidence) -> Iterator[FindingView]:
+    """A limit of locked memory that is too small for RDMA."""
+    given = _tier(evidence)
+    limit = given.measured.memlock_bytes
+    if given.measured.pins_memory and limit is not None and limit < given.pool_bytes:
+        yield make_finding(
+            "tier_memlock",
+            "warning",
+            f"RDMA has to lock {format_size(given.pool_bytes)} of the pools, and RLIMIT_MEMLOCK is "
+            f"{format_size(limit)}",
+            "the network card cannot register the memory, so nothing is put or fetched",
+            "LimitMEMLOCK=infinity for the service, or in Kubernetes the capability IPC_LOCK; then restart it",
+            memlock_bytes=limit,
+            pool_bytes=given.pool_bytes,
+        )
+
+
+def _of(
+    one: TierPoolView, check: str, severity: Severity, what: str, why: str, fix: str, **found: float
+) -> FindingView:
+    """A finding about a pool."""
+    return replace(make_finding(check, severity, what, why, fix, **found), pool=one.pool)
+
+
+def _name(one: TierPoolView) -> str:
+    return one.namespace if one.namespace == one.pool else f"{one.namespace} of pool {one.pool}"
+
+
+def _tier(evidence: Evidence) -> TierEvidence:
+    assert evidence.tier is not None  # else the checks do not run
+    return evidence.tier
