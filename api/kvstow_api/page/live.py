@@ -128,5 +128,6 @@ def _make_renderer() -> Renderer:
 
 
 def _event(name: str, html: str) -> bytes:
-    data = "".join(f"data: {line}\n" for line in html.splitlines())
+    lines = html.splitlines() or [""]  # browsers ignore an event without any data
+    data = "".join(f"data: {line}\n" for line in lines)
     return f"event: {name}\n{data}\n".encode()
