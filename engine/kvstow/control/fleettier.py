@@ -195,7 +195,10 @@ class FleetTier:
         """Begin to fetch, as soon as it is known what the store has."""
         places = self.traffic.places(wait.keys)
         absent = [key for key, place in zip(wait.keys, places, strict=True) if place == "absent"]
-        presence = dict(zip(absent, self._table.presence(absent), strict=True)) if self._is_on() else {}
+        known = self._table.presence(absent) if self._is_on() else [False] * len(absent)
+        if absent and wait.keys[0] is absent[0] and known[0] is None:
+            return
+        presence = dict(zip(absent, known, strict=True))
         remote: list[bytes] = []
         run = local = 0
         for key, place in zip(wait.keys, places, strict=True):
@@ -279,7 +282,7 @@ class FleetTier:
             if self._sample is not None:
                 self._look(self._sample)
                 self._sample = None if self._sample.state == "over" else self._sample
-            self._asked += self._lookups.ask(self._name_of)
+            self._asked += self._lookups.ask(self._namer(self.fingerprint))
             self._begin_puts(self.fingerprint)
         else:
             self._sample = None
@@ -297,10 +300,10 @@ class FleetTier:
         is_busy = self._asked or self._putting or self._fetching or self._sample is not None
         return not (is_busy or has_news or has_puts)
 
-    def _name_of(self, key: bytes) -> ObjectName:
-        """The object that answers for all ranks: it is put last."""
-        assert self.fingerprint is not None
-        return ObjectName(self.fingerprint, key, 0, self._num_ranks)
+    def _namer(self, fingerprint: str) -> Callable[[bytes], ObjectName]:
+        """Names the object that answers for all ranks: it is put last."""
+        num_ranks = self._num_ranks
+        return lambda key: ObjectName(fingerprint, key, 0, num_ranks)
 
     def _begin_puts(self, fingerprint: str) -> None:
         room = self._max_putting - sum(self._putting.values())

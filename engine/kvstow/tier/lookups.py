@@ -37,19 +37,20 @@ class LookupTable:
     def presence(self, keys: Sequence[bytes]) -> list[bool | None]:
         """Whether the store has these keys; None: not known yet, and part of the next question."""
         now = self._clock()
+        found: list[bool | None] = []
         with self._lock:
-            return [self._presence(key, now) for key in keys]
-
-    def _presence(self, key: bytes, now: float) -> bool | None:
-        answer = self._answers.get(key)
-        if answer is not None:
-            present, end = answer
-            if now < end:
-                return present
-            del self._answers[key]
-        if key not in self._asked:
-            self._wanted[key] = None
-        return None
+            answers = self._answers
+            for key in keys:
+                answer = answers.get(key)
+                if answer is not None and now < answer[1]:
+                    found.append(answer[0])
+                    continue
+                found.append(None)
+                if answer is not None:
+                    del answers[key]
+                if key not in self._asked:
+                    self._wanted[key] = None
+        return found
 
     def take_question(self) -> Question | None:
         """All keys that are wanted since the last question; None if there are none, or if the last one has no answer

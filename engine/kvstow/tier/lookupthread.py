@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstow.errors import TierUnavailableError
@@ -15,6 +15,8 @@ from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import LookupClient
 
 logger = logging.getLogger("kvstow.tier")
+
+NameOf = Callable[[bytes], ObjectName]
 
 _PROBE_KEY = bytes(34)
 
@@ -44,24 +46,24 @@ class LookupThread:
         self._table, self._client = table, client
         self._timeout, self._on_news, self._clock = timeout, on_news, clock
         self._state = threading.Condition()
-        self._questions: deque[tuple[list[ObjectName], Question | None]] = deque()
+        self._questions: deque[tuple[Sequence[bytes], NameOf, Question | None]] = deque()
         self._results: list[LookupResult] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstow-tier-lookup", daemon=True)
         self._thread.start()
 
-    def ask(self, name_of: Callable[[bytes], ObjectName]) -> bool:
+    def ask(self, name_of: NameOf) -> bool:
         """Send all that is wanted as one question, unless one is under way; whether it was sent. Call it once in a
-        step."""
+        step. `name_of` is called on the thread."""
         question = self._table.take_question()
         if question is None:
             return False
-        self._send([name_of(key) for key in question.keys], question)
+        self._send(question.keys, name_of, question)
         return True
 
     def probe(self, fingerprint: str) -> None:
         """Ask for one object, to see whether the store answers."""
-        self._send([ObjectName(fingerprint, _PROBE_KEY, 0, 1)], None)
+        self._send((_PROBE_KEY,), lambda key: ObjectName(fingerprint, key, 0, 1), None)
 
     def take_results(self) -> list[LookupResult]:
         """All questions that have ended since the last call, in order."""
@@ -77,9 +79,9 @@ class LookupThread:
         self._client.close()
         self._thread.join()
 
-    def _send(self, names: list[ObjectName], question: Question | None) -> None:
+    def _send(self, keys: Sequence[bytes], name_of: NameOf, question: Question | None) -> None:
         with self._state:
-            self._questions.append((names, question))
+            self._questions.append((keys, name_of, question))
             self._state.notify_all()
 
     def _run(self) -> None:
@@ -88,8 +90,8 @@ class LookupThread:
                 self._state.wait_for(lambda: self._questions or self._closing)
                 if self._closing:
                     return
-                names, question = self._questions.popleft()
-            result = self._ask(names, question)
+                keys, name_of, question = self._questions.popleft()
+            result = self._ask([name_of(key) for key in keys], question)
             with self._state:
                 self._results.append(result)
             if self._on_news is not None:
