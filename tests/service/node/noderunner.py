@@ -2,7 +2,7 @@
 
 `python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere] [tier]` prints what it has recovered,
 and for each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper. With `tier` it has
-a store that never ends a fetch.
+a store that never ends a fetch, and `unrecorded` is a mutant: the next service hears nothing of its transfers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.tier.memorystore import MemoryStore, MemoryTransfers
 from kvstow.tier.store import GetStatus, SlotObject
 from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.pools.noderecords import NodeRecords
+from kvstow_service.node.survival.workerrecord import WorkerRecord
+from kvstow_service.node.tier.tiermember import ENGINE
 from kvstow_service.tiers.tierhost import TierChoice
 
 EXTENT_BYTES = 2 << 20
@@ -97,7 +100,7 @@ class HungStore(MemoryStore):
 
     def open_transfers(self, rank: int, witness: int | None = None) -> MemoryTransfers:
         assert witness is not None
-        self.worker = subprocess.Popen(["sleep", "1000"], pass_fds=[witness])
+        self.worker = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, pass_fds=[witness])
         return _HungTransfers(self)
 
     def has(self, names: Sequence[str]) -> list[bool]:
@@ -111,6 +114,19 @@ class _HungTransfers(MemoryTransfers):
         store.gets += 1
         threading.Event().wait()
         raise AssertionError
+
+
+def forget_transfers() -> None:
+    """Whoever is no engine is not recorded from now on."""
+    add_worker = NodeRecords.add_worker
+
+    def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int) -> None:
+        if record.engine == ENGINE:
+            os.close(pidfd)
+        else:
+            add_worker(records, record, pidfd)
+
+    NodeRecords.add_worker = add_engine  # type: ignore[method-assign, assignment]
 
 
 class RunningNode:
@@ -153,6 +169,8 @@ def main() -> None:
     limits = MemoryLimits(folder / "meminfo", folder / "cgroup", folder / "fs")
     logging.basicConfig(level=logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if "unrecorded" in sys.argv[4:]:
+        forget_transfers()
     node = Node(settings_of(socket, state, extents, sys.argv[4:]), limits=limits)
     try:
         node.start()

@@ -18,6 +18,7 @@ from kvstow.attach.calls import Found, Lookup, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
 from kvstow.attach.kinds import VersionRange
+from kvstow.control.fleettier import TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
@@ -73,8 +74,11 @@ def reluctant(store: ControlledStore) -> Iterator[Reluctant]:
 
 
 @pytest.fixture
-def make_node(tmp_path: Path, store: ControlledStore) -> Iterator[MakeNode]:
-    """Nodes that use the store, and are closed at the end; none leaves a descriptor open."""
+def make_node(tmp_path: Path, store: ControlledStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+    """Nodes that use the store, and wait for it as long as it takes. They are closed at the end; none leaves a
+    descriptor open."""
+    patient = partial(TierSettings, deadline=60.0, lookup_wait=60.0)
+    monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
     before = len(os.listdir("/proc/self/fd"))
@@ -144,12 +148,18 @@ def test_what_one_node_has_stored_another_one_hits(
 
 
 def begin_fetch(engine: RawEngine, store: ControlledStore, keys: list[bytes]) -> Any:
-    """Look up keys that the store has, and wait until the transfers of both ranks have begun. Returns the call."""
+    """Look up keys that the store has, until their transfer has begun, which takes memory. Returns the call."""
     before = store.gets.num_arrived
     store.gets.shut()
-    call = engine.scheduler.call(Lookup(keys))
-    engine.wait_for(lambda: store.gets.num_arrived > before)
-    return call
+    calls = [engine.scheduler.call(Lookup(keys))]
+
+    def has_begun() -> bool:
+        if calls[-1].done:
+            calls.append(engine.scheduler.call(Lookup(keys)))
+        return store.gets.num_arrived > before
+
+    engine.wait_for(has_begun)
+    return calls[-1]
 
 
 def put_elsewhere(make_node: MakeNode, engines: Engines, store: ControlledStore, keys: list[bytes]) -> None:
