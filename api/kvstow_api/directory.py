@@ -25,11 +25,13 @@ class HostedPool:
     due_bytes: int
     model: str = ""
     is_resizable: bool = True
+    stored_slot_bytes: int | None = None
+    """What a slot takes on all ranks together, if ranks share bytes."""
 
     @property
     def used_bytes(self) -> int:
         """Of slots that are not free, on all ranks together."""
-        return self.facade.used_slots * self.facade.config.total_slot_bytes
+        return self.facade.used_slots * (self.stored_slot_bytes or self.facade.config.total_slot_bytes)
 
 
 class Switches(Protocol):

@@ -9,7 +9,7 @@ from kvstow.memory.rows import PoolLayout
 
 @dataclass(slots=True)
 class Row:
-    """One extent for each rank, with the slots from `first_slot` on. A `recalled` row is on its way back.
+    """One extent for each rank of the layout, with the slots from `first_slot` on. A `recalled` row is on its way back.
 
     Read by others, changed by `MemoryBudget`. An extent is 0 before it is restored and once it is taken back.
     """

@@ -68,12 +68,14 @@ class NodeDirectory:
         self.errors[code] += 1
 
     def _hosted(self, pool: NodePool) -> HostedPool:
+        slot_bytes = sum(pool.stored_slot_bytes)
         return HostedPool(
             pool.name,
             pool.facade,
-            max_capacity_slots=self._node.memory.total_bytes // pool.config.total_slot_bytes,
+            max_capacity_slots=self._node.memory.total_bytes // slot_bytes,
             granted_bytes=pool.granted_bytes,
             due_bytes=pool.due_bytes,
             model=pool.model,
             is_resizable=False,
+            stored_slot_bytes=slot_bytes,
         )

@@ -12,7 +12,7 @@ from tests.service.node.hostbench import EXTENT, ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import Completions, Hold
-from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots, GrantedExtents, RevokedExtents
+from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.identity import GroupIdentity, RegionIdentity
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
@@ -165,12 +165,48 @@ def test_replicated_blocks_are_stored_by_rank_0_alone(bench: HostBench) -> None:
     assert engine.has(1) == 1
 
 
+def test_replicated_ranks_have_the_same_memory(make_bench: MakeBench) -> None:
+    """What rank 0 stores is what the others load, and it takes memory once."""
+    bench = make_bench(extents=3)
+    engine = bench.start(replace(HELLO, pool=replace(POOL, replicated=True)), wanted_bytes=3 * EXTENT)
+    for first in (0, ROW_SLOTS):
+        begun = engine.begin_store(*range(first, first + ROW_SLOTS))
+        engine.complete(begun.op_id, ranks=[0])
+        bench.run()
+        engine.register()
+        bench.run()
+    assert len(engine.grants[0]) == 3
+    assert engine.grants[0] == engine.grants[1]
+    inodes = [[pushed.inodes for pushed in engine.pushed if pushed.rank == rank and pushed.inodes] for rank in (0, 1)]
+    assert inodes[0] == inodes[1]
+    assert bench.memory.allocated_bytes == 3 * EXTENT
+    assert engine.pool.capacity == 3 * ROW_SLOTS
+    assert engine.has(*range(2 * ROW_SLOTS)) == 2 * ROW_SLOTS
+
+
+def test_replicated_ranks_both_hear_what_is_populated(bench: HostBench) -> None:
+    bench.starts_populated = False
+    extents = [extent for number in range(1, 9) if (extent := bench.memory.memory.extent(number)) is not None]
+    for extent in extents:
+        extent.populated_bytes = 0
+    engine = bench.attach(replace(HELLO, pool=replace(POOL, replicated=True)))
+    engine.join()
+    bench.run()
+    for extent in extents:
+        extent.populated_bytes = EXTENT // 2
+    bench.run()
+    (number,) = engine.grants[1]
+    expected = PopulatedExtents((ExtentBytes(number, EXTENT // 2),))
+    assert [pushed.rank for pushed in engine.pushed if pushed.message == expected] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("pool", "says"),
     [
         (replace(POOL, slot_bytes=()), "slot_bytes has 0 entries"),
         (replace(POOL, slot_bytes=(0, 0)), "slot_bytes is 0"),
         (replace(POOL, slot_bytes=(1,) * 1025), "1025 entries"),
+        (replace(POOL, slot_bytes=(4096, 8192), replicated=True), "replicated ranks have slots of"),
         (replace(POOL, slot_bytes=(1 << 30, 1)), "one slot on all ranks takes 1.002 GiB.*--memory"),
     ],
 )

@@ -78,7 +78,7 @@ class MemoryThread:
         self._records: NodeRecords | None = None
         self._keeper: SurvivingMemory | None = None
         self._placed: dict[MemfdIdentity, tuple[str, int]] = {}
-        """Pool and rank of the extents in rows that were not recalled. Replaced as a whole."""
+        """Pool, and place in the row, of the extents in rows that were not recalled. Replaced as a whole."""
         self._claims: dict[str, set[str]] = {}
         """By pool: the sessions of an earlier service that may come back for its memory."""
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
@@ -130,9 +130,9 @@ class MemoryThread:
         name of its session. After the extents. Takes over the pidfd."""
         assert self._records is not None
         self._records.restore_worker(record, pidfd)
-        rows = self._budget.rows(record.pool)
+        rows, place = self._budget.rows(record.pool), self._pools[record.pool].pool.place_of(record.rank)
         for number in range(self._budget.num_sound_rows(record.pool)):
-            self._budget.record_mapping(record.client, rows[number].extents[record.rank])
+            self._budget.record_mapping(record.client, rows[number].extents[place])
         self._budget.attach(record.pool, record.session_id, record.wanted_slots)
         self._claims.setdefault(record.pool, set()).add(record.session_id)
         self._pools[record.pool].want()
@@ -184,7 +184,7 @@ class MemoryThread:
 
     def has_placed(self, pool: NodePool, rank: int, fd: int) -> bool:
         """Whether this descriptor is an extent that the rank has in the pool."""
-        return self._placed.get(identify_memfd(fd)) == (pool.name, rank)
+        return self._placed.get(identify_memfd(fd)) == (pool.name, pool.place_of(rank))
 
     def add_pool(self, pool: NodePool, owner: int) -> None:
         self._do(partial(self._add_pool, pool, owner))
@@ -321,7 +321,7 @@ class MemoryThread:
             self._budget.detach(pool, session_id)
 
     def _start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
-        self._budget.set_nodes(pool.name, nodes)
+        self._budget.set_nodes(pool.name, nodes[: len(pool.stored_slot_bytes)])
         self._end_claims(pool.name)
         self._pools[pool.name].want()
 
@@ -399,10 +399,10 @@ class MemoryThread:
     def _places(self) -> Iterator[tuple[MemfdIdentity, tuple[str, int]]]:
         for name in self._pools:
             for row in self._budget.rows(name).values():
-                for rank, number in enumerate(row.extents):
+                for place, number in enumerate(row.extents):
                     extent = self.memory.extent(number)
                     if extent is not None and not row.recalled:
-                        yield extent.identity, (name, rank)
+                        yield extent.identity, (name, place)
 
     def _follow(self, found: PoolMemory) -> None:
         if self._has_revoked_all:

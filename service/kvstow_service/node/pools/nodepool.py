@@ -101,9 +101,18 @@ class NodePool(SharedPool):
         known = self.known.get(name)
         return NamespaceLabel(name, None if known is None else known.identity.to_json())
 
+    @property
+    def stored_slot_bytes(self) -> tuple[int, ...]:
+        """What a slot takes in each extent of a row: one for each rank, or one for all if all have the same bytes."""
+        return self.identity.slot_bytes[:1] if self.identity.replicated else self.identity.slot_bytes
+
+    def place_of(self, rank: int) -> int:
+        """Which extent of a row is the rank's."""
+        return 0 if self.identity.replicated else rank
+
     def layout(self, owner: int, extent_bytes: int) -> PoolLayout:
         """How its slots lie in extents."""
-        return PoolLayout(owner, tuple(map(RankLayout, self.identity.slot_bytes)), extent_bytes)
+        return PoolLayout(owner, tuple(map(RankLayout, self.stored_slot_bytes)), extent_bytes)
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
         """The namespace of this identity, which may be new. Forgets those that the pool has forgotten."""
@@ -158,6 +167,8 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
         raise AttachRefusedError(
             "identity", f"slot_bytes has {len(sizes)} entries; allowed: one for each of 1 to 1024 ranks"
         )
+    if identity.replicated and len(set(sizes)) > 1:
+        raise AttachRefusedError("identity", f"replicated ranks have slots of {sizes} bytes; allowed: the same for all")
     tokens = {group.block_tokens for group in identity.groups}
     try:
         return EngineConfig(

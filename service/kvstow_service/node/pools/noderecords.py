@@ -49,7 +49,7 @@ class NodeRecords:
     def add_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
         """Begin its journal. Without memory for it, the pool has none."""
         record = PoolRecord(pool.name, pool.model, owner, pool.identity, extent_bytes)
-        most_slots = max(1, self._most_bytes // sum(pool.identity.slot_bytes))
+        most_slots = max(1, self._most_bytes // sum(pool.stored_slot_bytes))
         try:
             journal = IndexJournal.create(most_slots, {"pool": record.to_json()})
         except (PinError, JournalError) as error:

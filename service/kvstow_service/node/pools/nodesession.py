@@ -100,7 +100,7 @@ class NodeSession:
         """What the engine asks for; None for all that there are."""
         if not self.hello.wanted_bytes:
             return None
-        return max(1, self.hello.wanted_bytes // sum(self.pool.identity.slot_bytes))
+        return max(1, self.hello.wanted_bytes // sum(self.pool.stored_slot_bytes))
 
     def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
         """What the service after this one has to know of a worker."""

@@ -25,12 +25,13 @@ logger = logging.getLogger("kvstow.node")
 
 
 class PoolWorker:
-    """A worker as far as it gets memory. `rows`: the extent that it has of each row, by the row's number."""
+    """A worker as far as it gets memory. `place`: which extent of a row is its own, unless it shares it with the other
+    ranks. `rows`: the extent that it has of each row, by the row's number."""
 
-    __slots__ = ("client", "has_deposits", "rank", "rows", "session")
+    __slots__ = ("client", "has_deposits", "place", "rank", "rows", "session")
 
     def __init__(self, session: NodeSession, rank: int) -> None:
-        self.session, self.rank = session, rank
+        self.session, self.rank, self.place = session, rank, session.pool.place_of(rank)
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
         self.has_deposits = False
@@ -167,22 +168,22 @@ class PoolMemory:
 
     def _tell_populated(self, rows: Mapping[int, Row]) -> None:
         first = min(self._num_told, self._num_full)
-        for rank in range(self.pool.config.num_ranks):
+        for place in range(len(self.pool.stored_slot_bytes)):
             news = []
             for number in range(first, len(self.pool.extents)):
-                extent_id = rows[number].extents[rank]
+                extent_id = rows[number].extents[place]
                 extent = self._memory.extent(extent_id)
                 if extent is not None and self._told.get(extent_id, 0) < extent.populated_bytes:
                     self._told[extent_id] = extent.populated_bytes
                     news.append((number, ExtentBytes(extent_id, extent.populated_bytes)))
             if news:
-                self._tell_workers(rank, news)
+                self._tell_workers(place, news)
         self._num_told = self._num_full
 
-    def _tell_workers(self, rank: int, news: list[tuple[int, ExtentBytes]]) -> None:
+    def _tell_workers(self, place: int, news: list[tuple[int, ExtentBytes]]) -> None:
         for worker in self.workers.values():
-            if worker.rank == rank and (known := tuple(one for number, one in news if number in worker.rows)):
-                worker.session.link.push(PopulatedExtents(known), rank=rank)
+            if worker.place == place and (known := tuple(one for number, one in news if number in worker.rows)):
+                worker.session.link.push(PopulatedExtents(known), rank=worker.rank)
 
     # -- handing out ----------------------------------------------------------------------------------------
 
@@ -196,10 +197,11 @@ class PoolMemory:
             grants, fds = list[ExtentGrant](), list[int]()
             for number in there[start : start + MAX_FDS]:
                 row = rows[number]
-                extent = self._memory.extent(row.extents[worker.rank])
+                extent_id = row.extents[worker.place]
+                extent = self._memory.extent(extent_id)
                 if extent is not None:
-                    place = (row.extents[worker.rank], number, row.first_slot, row.num_slots)
-                    grants.append(ExtentGrant(*place, extent.num_bytes, extent.populated_bytes))
+                    slots = (row.first_slot, row.num_slots)
+                    grants.append(ExtentGrant(extent_id, number, *slots, extent.num_bytes, extent.populated_bytes))
                     fds.append(extent.fd)
             if grants and not self._send(worker, grants, fds):
                 return
@@ -215,7 +217,7 @@ class PoolMemory:
             self._deposit(worker)
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
-        stride = self._budget.layout(self.pool.name).ranks[worker.rank].slot_stride
+        stride = self._budget.layout(self.pool.name).ranks[worker.place].slot_stride
         try:
             # Two actions of the same thread, in this order: the worker cannot speak of what is not in `RankMemory`.
             self._post(lambda: session.granted(worker.rank, grants))
