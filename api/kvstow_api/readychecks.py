@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.host import ApiHost
 from kvstow_api.hostreadiness import live_sessions
 from kvstow_api.probe import Check
+from kvstow_api.tiercontrol import TierControl
 
 
 def checks_of(host: ApiHost) -> list[Check]:
     """The start-up grace of an embedded engine's ranks begins now."""
     checks = NodeChecks(host) if host.directory.is_node else EmbeddedChecks(host)
-    return checks.all()
+    tier = host.directory.tier
+    return [*checks.all(), *([] if tier is None else [Check("tier", partial(_tier_failure, tier), required=False)])]
+
+
+def _tier_failure(tier: TierControl) -> str | None:
+    """What of the store does not work. Never required: requests compute what the store has, and serving goes on."""
+    found = []
+    for one in tier.tiers():
+        if one.status.state == "down":
+            found.append(f"{one.namespace} leaves the store alone: {one.status.reason}")
+        failed = (client for client in one.clients if client.health.state == "failed")
+        found += [f"{client.purpose} of {one.namespace} have failed: {client.health.reason}" for client in failed]
+    return "; ".join(found) or None
 
 
 class EmbeddedChecks:

@@ -124,7 +124,7 @@ def check_tier_memlock(evidence: Evidence) -> Iterator[FindingView]:
             f"RDMA has to lock {format_size(given.pool_bytes)} of the pools, and RLIMIT_MEMLOCK is "
             f"{format_size(limit)}",
             "the network card cannot register the memory, so nothing is put or fetched",
-            "LimitMEMLOCK=infinity for the service, or in Kubernetes the capability IPC_LOCK; then restart it",
+            "LimitMEMLOCK=infinity for the service, in Kubernetes a setting of the container runtime; then restart it",
             memlock_bytes=limit,
             pool_bytes=given.pool_bytes,
         )
