@@ -157,7 +157,8 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
     sizes = {"node-full": 8 << 30, "node-hugepages": 513 << 20, "node-prepared": 1 << 40, "engine-sidecar": 64 << 30}
-    assert settings.memory == {**sizes, "engine-sidecar-full": 512 << 30}.get(case, 512 << 20)
+    others = {"engine-sidecar-full": 512 << 30, "engine-sidecar-tier": 64 << 30, "node-tier": 64 << 30}
+    assert settings.memory == {**sizes, **others}.get(case, 512 << 20)
     assert (settings.policy == "arc") == case.endswith("-full")
     assert settings.pin_pause == (0.005 if case == "node-full" else 0.002)
     assert (settings.huge_pages == "reserved") == (case in ("node-hugepages", "engine-sidecar-full"))

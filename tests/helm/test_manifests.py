@@ -179,7 +179,7 @@ def test_the_token_is_in_the_secret_alone(template: Template, values: Path) -> N
 def test_only_the_pods_group_reads_its_secrets(template: Template, values: Path) -> None:
     """The doctor warns of a token file that other users may read."""
     for pod in pod_specs(template(values=values)):
-        names = ("kvstow-token", "kvstow-tls")
+        names = ("kvstow-token", "kvstow-tls", "kvstow-tier-password", "kvstow-tier-ca", "kvstow-tier-certificate")
         modes = [one["secret"].get("defaultMode") for one in pod.get("volumes", ()) if one["name"] in names]
         grouped = "fsGroup" in pod["securityContext"]
         assert all(mode == (0o440 if grouped else None) for mode in modes)

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.deploy
 ENGINE = ("mode=engine", "image.registry=r.example.com")
 NODE = ("mode=node", "image.registry=r.example.com")
 
+MOONCAKE = "tier.url=mooncake://mooncake-master.mooncake.svc:50051"
 ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
 
 
@@ -80,7 +81,46 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*ATTACHED, "sidecar=true"], "sidecar: true contradicts attach.node=true"),
         ([*ATTACHED, "networkPolicy.enabled=true"], "networkPolicy.enabled: with attach.node the admin port is"),
         ([*ATTACHED, "engine.probes.readinessPath=/readyz"], "engine.probes.readinessPath: with attach.node"),
-        (["attach.weightsId=v1"], "attach.weightsId: needs attach.node=true or sidecar=true"),
+        (["attach.weightsId=v1"], "attach.weightsId: needs attach.node=true, sidecar=true or tier.url"),
+        (["tier.url=memory:"], "at '/tier/url': 'memory:' does not match pattern"),
+        (["tier.write=lazy"], "at '/tier/write': value must be one of 'auto', 'through', 'selective', 'back'"),
+        ([MOONCAKE, "tier.capacity=2T"], "at '/tier/capacity': '2T' does not match pattern"),
+        (["tier.write=through"], "tier.write: needs tier.url: there is no tier without it"),
+        (["tier.capacity=2Ti"], "tier.capacity: needs tier.url"),
+        ([MOONCAKE, "tier.nodes=4"], "tier.nodes: needs tier.capacity, which they share"),
+        ([MOONCAKE, "memory.hugePages=reserved"], "memory.hugePages: reserved contradicts tier.url"),
+        (["tier.passwordSecret.name=pw"], "tier.passwordSecret.name: needs tier.url"),
+        (["tier.rdma.resources.rdma/hca=1"], "tier.rdma.resources: needs tier.url"),
+        (
+            [*ATTACHED, MOONCAKE],
+            "tier.url: with attach.node the cache is the node service's: set the tier in the release",
+        ),
+        (["tier.url=redis://kv:secret@r:6379"], "tier.url: a password in it could be read by everybody"),
+        (["tier.url=redis://:secret@r:6379"], "tier.url: a password in it could be read by everybody"),
+        ([f"{MOONCAKE}?capacity=1", "tier.capacity=2Ti"], "tier.capacity: contradicts the option capacity of tier.url"),
+        (
+            ["tier.url=redis://r:6379?password_file=/pw", "tier.passwordSecret.name=pw"],
+            "tier.passwordSecret.name: contradicts the option password_file of tier.url",
+        ),
+        ([MOONCAKE, "tier.passwordSecret.name=pw"], "tier.passwordSecret.name: Mooncake knows no passwords and no TLS"),
+        ([MOONCAKE, "tier.certificateSecret=kv"], "tier.certificateSecret: Mooncake knows no passwords and no TLS"),
+        (
+            ["tier.url=redis://r:6379", "tier.caSecret.name=ca"],
+            "tier.caSecret.name: needs TLS: use rediss:// in tier.url",
+        ),
+        (
+            [MOONCAKE, "tier.rdma.resources.rdma/hca=1"],
+            "tier.rdma.resources: needs the option protocol=rdma in tier.url",
+        ),
+        (
+            [f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.memory=1Gi"],
+            "tier.rdma.resources: memory is no resource of a device plug-in",
+        ),
+        (
+            [*ENGINE, "engine.model=m", MOONCAKE, "tier.allowTo[0].ipBlock.cidr=10.0.0.0/8"],
+            "tier.allowTo: only mode node",
+        ),
+        ([*NODE, MOONCAKE, "service.args={--tier-write=back}"], "use the value tier.write"),
         (["attach.requireSharing=true"], "attach.requireSharing: needs attach.node=true or sidecar=true"),
         (["admin.readinessRequire={engine}"], "at '/admin/readinessRequire/0': value must be one of 'pool', 'pinned'"),
     ],

@@ -32,7 +32,8 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- end }}
 {{- end -}}
 
-{{- define "kvstow.adminMounts" -}}
+{{/* Secrets of the process with the cache: those of the admin server and of the tier. */}}
+{{- define "kvstow.secretMounts" -}}
 - {name: kvstow-token, mountPath: /etc/kvstow/token, readOnly: true}
 {{- if .Values.admin.tls.secretName }}
 - {name: kvstow-tls, mountPath: /etc/kvstow/tls, readOnly: true}
@@ -40,6 +41,7 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- if .Values.admin.tls.clientCa.secretName }}
 - {name: kvstow-client-ca, mountPath: /etc/kvstow/client-ca, readOnly: true}
 {{- end }}
+{{- include "kvstow.tierMounts" . }}
 {{- end -}}
 
 {{/* Secrets are readable by the pod's fsGroup, which is set with its user, and not by other users. */}}
@@ -49,7 +51,7 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- end }}
 {{- end -}}
 
-{{- define "kvstow.adminVolumes" -}}
+{{- define "kvstow.secretVolumes" -}}
 - name: kvstow-token
   secret:
     secretName: {{ include "kvstow.tokenSecret" . }}
@@ -65,6 +67,7 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
   secret:
     secretName: {{ . }}
 {{- end }}
+{{- include "kvstow.tierVolumes" . }}
 {{- end -}}
 
 {{/* Environment of the command line for the server at .host; .tokenFile may be empty. */}}

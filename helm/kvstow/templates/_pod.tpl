@@ -102,11 +102,13 @@ rollingUpdate:
 {{- $engine := .Values.engine -}}
 {{- $amounts := dict "cpu" (toString $engine.cpu) "memory" (include "kvstow.memory" .) $engine.gpuResource (include "kvstow.ranks" .) -}}
 {{- with include "kvstow.hugePages" . }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
+{{- if not (include "kvstow.attached" .) }}{{ $amounts = merge $amounts (include "kvstow.tierResources" . | fromYaml) }}{{ end -}}
 {{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
 {{- end -}}
 
 {{- define "kvstow.serviceResources" -}}
 {{- $amounts := dict "cpu" (toString .Values.service.cpu) "memory" (include "kvstow.serviceMemory" .) -}}
 {{- with include "kvstow.serviceHugePages" . }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
+{{- $amounts = merge $amounts (include "kvstow.tierResources" . | fromYaml) -}}
 {{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
 {{- end -}}

@@ -117,7 +117,7 @@ resources:
 securityContext:
   {{- include "kvstow.serviceSecurity" . | nindent 2 }}
 volumeMounts:
-  {{- include "kvstow.adminMounts" . | nindent 2 }}
+  {{- include "kvstow.secretMounts" . | nindent 2 }}
   - {name: kvstow-tmp, mountPath: /tmp}
   - {name: kvstow-socket, mountPath: /run/kvstow}
   {{- if .Values.service.keeper.enabled }}
@@ -154,7 +154,7 @@ volumeMounts:
 {{- end -}}
 
 {{- define "kvstow.serviceVolumes" -}}
-{{ include "kvstow.adminVolumes" . }}
+{{ include "kvstow.secretVolumes" . }}
 - name: kvstow-tmp
   emptyDir: {}
 {{ include "kvstow.socketVolume" . }}

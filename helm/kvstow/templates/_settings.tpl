@@ -6,6 +6,7 @@ transfer_timeout: {{ .Values.pool.transferTimeoutSeconds }}s
 {{- if ne .Values.memory.hugePages "advised" }}
 huge_pages: {{ .Values.memory.hugePages }}
 {{- end }}
+{{- include "kvstow.tierSettings" . }}
 {{- end -}}
 
 {{/* The pace of pinning: in mode node, of populating. */}}
@@ -49,6 +50,7 @@ pin_pause: {{ . }}
     )
 -}}
 {{- with .Values.admin.readinessRequire }}{{ $_ := set $extra "readiness_require" . }}{{ end -}}
+{{- with .Values.attach.weightsId }}{{ $_ := set $extra "weights_id" . }}{{ end -}}
 {{- /* max_bytes covers all ranks of one engine. */ -}}
 {{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}
 {{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (mul $ranks (include "kvstow.bytes" .)) }}{{ end -}}

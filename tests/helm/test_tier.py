@@ -1,0 +1,142 @@
+"""The fleet tier in the chart: its URL, the files that this names, devices for RDMA, and whom the service may reach."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helm.conftest import CHART, containers_of
+from tests.helm.test_connection import connection, files_of, notes_of, settings_of
+
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.tiers import redisstore
+from kvstow_service.tiers.mooncake import mooncakestore
+from kvstow_service.tiers.mooncake.location import MooncakeLocation
+from kvstow_service.tiers.redislocation import RedisLocation
+
+pytestmark = pytest.mark.deploy
+
+Find = Callable[..., dict[str, Any]]
+Template = Callable[..., list[dict[str, Any]]]
+REGISTRY = "image.registry=r.example.com"
+ENGINE = ("mode=engine", REGISTRY, "engine.model=m")
+MOONCAKE = "tier.url=mooncake://mooncake-master.mooncake.svc:50051"
+
+
+def values_of(case: str) -> Path:
+    return CHART / "ci" / f"{case}-values.yaml"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the image of the container has, and this machine need not have."""
+    for store in (mooncakestore, redisstore):
+        monkeypatch.setattr(store, "find_spec", lambda name: name)
+
+
+def test_the_service_takes_the_tier(find: Find) -> None:
+    settings = settings_of(containers_of(find("DaemonSet", values=values_of("node-tier")))["kvstow"])
+    assert settings.tier is not None
+    location = RedisLocation.parse(settings.tier)
+    assert (location.host, location.port, location.user, location.is_tls) == ("redis.cache.svc", 6380, "kvstow", True)
+    assert location.capacity == (2 << 40) // 16
+    assert settings.tier_write == "selective"
+    sidecar = settings_of(containers_of(find("Deployment", values=values_of("engine-sidecar-tier")))["kvstow"])
+    assert sidecar.tier == "mooncake://mooncake-master.mooncake.svc:50051?replicas=2"
+    assert sidecar.tier_write == "through"
+
+
+def test_the_connector_takes_the_tier(find: Find) -> None:
+    extra = connection(find, values=values_of("engine-tier"))["kv_connector_extra_config"]
+    options = ConnectorOptions.parse(extra)
+    assert options.tier is not None
+    location = MooncakeLocation.parse(options.tier)
+    assert (len(location.endpoints), location.is_ha, location.protocol) == (2, True, "rdma")
+    assert options.tier_write == "auto"
+    named = ConnectorOptions.parse(connection(find, values=values_of("addon-tier"))["kv_connector_extra_config"])
+    assert named.weights_id == "qwen3-8b-2026-11"
+
+
+def test_an_engine_with_a_service_has_no_tier_of_its_own(find: Find) -> None:
+    assert "tier" not in connection(find, values=values_of("engine-sidecar-tier"))["kv_connector_extra_config"]
+    workload = find("Deployment", *ENGINE, "sidecar=true", "tier.url=redis://r:6379", "tier.passwordSecret.name=pw")
+    pod, containers = workload["spec"]["template"]["spec"], containers_of(workload)
+    assert "pw" in files_of(pod, {**containers["kvstow"]}).values()
+    assert not [mount for mount in containers["vllm"]["volumeMounts"] if "tier" in mount["name"]]
+
+
+def test_files_that_the_url_names_lie_where_secrets_are_mounted(find: Find) -> None:
+    workload = find("DaemonSet", values=values_of("node-tier"))
+    pod, service = workload["spec"]["template"]["spec"], containers_of(workload)["kvstow"]
+    location = RedisLocation.parse(str(settings_of(service).tier))
+    found = files_of(pod, service)
+    files = (location.password_file, location.ca_file, location.certificate_file, location.key_file)
+    assert [(found[str(file.parent)], file.name) for file in files if file] == [
+        ("redis-password", "kvstow"),
+        ("redis-ca", "authorities.pem"),
+        ("kvstow-redis", "tls.crt"),
+        ("kvstow-redis", "tls.key"),
+    ]
+
+
+def test_no_tier_leaves_nothing_behind(template: Template) -> None:
+    for sets in (("mode=node", REGISTRY), ENGINE, (*ENGINE, "sidecar=true"), ()):
+        manifests = [one for one in template(*sets) if not one["metadata"]["name"].endswith("-kvstow")]
+        assert "tier" not in json.dumps(manifests)
+
+
+@pytest.mark.parametrize(
+    ("sets", "kind", "name"),
+    [(("mode=node", REGISTRY), "DaemonSet", "kvstow"), (ENGINE, "Deployment", "vllm")],
+)
+def test_the_process_with_the_cache_gets_the_devices(find: Find, sets: tuple[str, ...], kind: str, name: str) -> None:
+    given = (*sets, f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=2")
+    resources = containers_of(find(kind, *given))[name]["resources"]
+    assert resources["requests"]["rdma/hca"] == resources["limits"]["rdma/hca"] == 2
+
+
+def test_of_two_containers_the_sidecar_gets_the_devices(find: Find) -> None:
+    sets = (*ENGINE, "sidecar=true", f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=1")
+    containers = containers_of(find("Deployment", *sets))
+    with_devices = [name for name, one in containers.items() if "rdma/hca" in one["resources"]["limits"]]
+    assert with_devices == ["kvstow"]
+
+
+def test_a_service_may_reach_the_store_and_nothing_else(find: Find) -> None:
+    policy = find("NetworkPolicy", values=values_of("node-tier"), suffix="-tier")["spec"]
+    assert policy["policyTypes"] == ["Egress"]
+    pod = find("DaemonSet", values=values_of("node-tier"))["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod.items()
+    dns, store = policy["egress"]
+    assert "to" not in dns
+    assert {(one["protocol"], one["port"]) for one in dns["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert store["ports"] == [{"protocol": "TCP", "port": 6380}]
+    assert store["to"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "cache"}}}]
+
+
+def test_a_policy_for_mooncake_names_no_port(find: Find) -> None:
+    """Its providers pick theirs at random."""
+    peers = "tier.allowTo[0].namespaceSelector.matchLabels.kubernetes\\.io/metadata\\.name=mooncake"
+    _, store = find("NetworkPolicy", "mode=node", REGISTRY, MOONCAKE, peers, suffix="-tier")["spec"]["egress"]
+    assert store.keys() == {"to"}
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("engine-tier", ("Mooncake has no authentication", "LimitMEMLOCK=infinity", "TIERS=", "xxhash")),
+        ("engine-sidecar-tier", ("Mooncake has no authentication", 'TIERS="redis mooncake"')),
+        ("addon-tier", ("pip install redis xxhash",)),
+        ("node-tier", ("The fleet tier is rediss://kvstow@redis.cache.svc:6380.",)),
+        ("node", ()),
+    ],
+)
+def test_the_notes_say_what_the_store_needs(helm: Path, case: str, words: tuple[str, ...]) -> None:
+    notes = notes_of(helm, values_of(case))
+    assert [word for word in words if word not in notes] == []
+    everything = ("fleet tier", "Mooncake has no authentication", "LimitMEMLOCK=infinity", "pip install redis xxhash")
+    expected = {"fleet tier"} if words else set()
+    assert {word for word in everything if word in notes} == expected | ({*words} & {*everything})
