@@ -1,8 +1,8 @@
 """A node in a process of its own, for tests that kill it.
 
-`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere] [tier]` prints what it has recovered,
-and for each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper. With `tier` it has
-a store that never ends a fetch, and `unrecorded` is a mutant: the next service hears nothing of its transfers.
+`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere] [tier | tier=URL]` prints what it has
+recovered, and for each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper. With
+`tier` it has a store that never ends a fetch. `unrecorded` is a mutant: nobody records the transfers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,16 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
         populate_pause=0,
         state=state,
         keep_on_stop="keep" in words,
-        tier=TierChoice("memory:", HungStore(), "through") if "tier" in words else None,
+        tier=tier_of(words),
         keep_timeout=None if "elsewhere" in words else timeouts[0] if timeouts else 600.0,
     )
+
+
+def tier_of(words: Sequence[str]) -> TierChoice | None:
+    if "tier" in words:
+        return TierChoice("memory:", HungStore(), "through")
+    urls = [word.partition("=")[2] for word in words if word.startswith("tier=")]
+    return TierChoice.of(urls[0], "through") if urls else None
 
 
 def shares_of(node: Node) -> dict[str, int]:
@@ -81,11 +88,23 @@ def shown(node: Node) -> dict[str, Any]:
     }
 
 
+def put_blocks(node: Node) -> int:
+    return sum(one.status.counters.put_blocks for one in node.tier.host.tiers())
+
+
+def is_connected(node: Node) -> bool:
+    """Whether an engine has attached, and its blocks can be put from now on."""
+    tiers = node.tier.host.tiers()
+    states = [client.health.state for one in tiers for client in one.clients]
+    return states == ["connected"] * 2 and all(one.status.state == "on" for one in tiers)
+
+
 def shown_tier(node: Node) -> dict[str, Any]:
     choice = node.settings.tier
     if choice is None:
         return {}
-    assert isinstance(choice.store, HungStore)
+    if not isinstance(choice.store, HungStore):
+        return {"put": put_blocks(node), "connected": is_connected(node)}
     worker = choice.store.worker
     return {"worker": None if worker is None else worker.pid, "gets": choice.store.gets}
 
