@@ -130,6 +130,8 @@ class AttachedEngine:
         self._answers: deque[Answer[object]] = deque()
         """Not done, in the order of their calls: the service answers in order, but for those that are pending."""
         self._pending: list[Answer[object]] = []
+        self.has_tier = False
+        """The service of this session has waited for its fleet tier."""
         self._spoken: dict[tuple[int, str], list[Completion]] = {}
         """Completions to be sent, by rank and boot."""
         self._room = 0
@@ -338,6 +340,7 @@ class AttachedEngine:
         self.ticket = None
         self._spoken.clear()
         self._resolve_answers()
+        self.has_tier = False
         self._ops.end_session()
 
     def _is_of_session(self, identifier: int) -> bool:
@@ -392,6 +395,7 @@ class AttachedEngine:
 
     def _resolve_or_keep(self, answer: Answer[object]) -> None:
         if answer.is_pending and answer.call is not None and not answer.call.done:
+            self.has_tier = True
             self._pending.append(answer)
             return
         try:

@@ -273,3 +273,38 @@ def test_a_full_service_is_asked_again_now_and_then(make_node: MakeNode) -> None
     clock.advance(PROBE_SECONDS)
     assert engine.store_room() == PROBE_BLOCKS
     engine.close()
+
+
+def test_a_lookup_that_takes_time_holds_up_no_other_answer(engine: Engine, node: Node) -> None:
+    engine.store(KEYS[:2])
+    assert not engine.has_tier
+    node.host.holds_lookups = True
+    first, second = engine.find(KEYS[:2]), engine.find(KEYS[:1])
+    wait_until(lambda: first.is_pending and second.is_pending, engine.step)
+    assert not engine.wait(first, seconds=DEADLINE_SECONDS), "it does not wait for what takes time"
+    node.host.holds_lookups = False
+    assert engine.found(KEYS[:2]).leading == 2
+    assert engine.has_tier
+    engine.discard(second)
+    node.server.post(node.host.answer_held)
+    wait_until(lambda: first.done and second.done, engine.step)
+    assert (first.value.leading, first.error) == (2, None)
+    (session,) = node.host.sessions.values()
+    wait_until(lambda: len(session.leases) == 2, engine.step)  # without that of the answer that nobody wants
+
+
+def test_an_answer_that_was_to_come_fails_with_the_session(engine: Engine, node: Node) -> None:
+    node.host.holds_lookups = True
+    answer = engine.find(KEYS[:2])
+    wait_until(lambda: answer.is_pending, engine.step)
+    lose(engine, node)
+    assert answer.done
+    assert not answer.value.runs
+    assert not engine.has_tier
+    node.server.post(node.host.held.clear)
+
+
+def test_the_speed_of_prefill_reaches_the_service(engine: Engine, node: Node) -> None:
+    engine.note_prefill(4096, 0.5)
+    wait_until(lambda: node.events("prefill"), engine.step)
+    assert node.events("prefill") == [("prefill", 4096, 0.5)]

@@ -13,15 +13,13 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.messages import TierOp
 from kvstow.tier.fingerprint import Fingerprint, fingerprint, named_weights
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter, ScheduledStep
+from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter, ScheduledStep
 from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 
 logger = logging.getLogger("kvstow.vllm")
 
 NO_REQUEST = "not_identified: the engine has had no request yet"
 """Why a tier is off at first."""
-_LEAST_TOKENS = 256
-"""Of a step that says how fast prompts are computed, or half of the tokens that a step may have."""
 
 T = TypeVar("T")
 
@@ -72,7 +70,7 @@ class EngineTier:
         self.has_had_request = False
         """So vLLM has its block hashes."""
         self._identify = identify
-        self._meter = PrefillMeter(min(_LEAST_TOKENS, max_step_tokens // 2), clock)
+        self._meter = PrefillMeter(min(LEAST_TOKENS, max_step_tokens // 2), clock)
         self._is_closed = False
 
     def go_on_from(self, before: EngineTier) -> None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+LEAST_TOKENS = 256
+"""Of a step that says how fast prompts are computed, or half of the tokens that a step may have."""
 _WEIGHT = 0.2
 """Of the newest step that only decodes."""
 _LEAST_SHARE = 0.5

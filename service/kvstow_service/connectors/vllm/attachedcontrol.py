@@ -174,6 +174,11 @@ class AttachedControl:
         if self._engine is not None:
             self._engine.count_lookup(queried, hits)
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether the service fetches from a fleet tier, for which the speed of prefill counts."""
+        return self._engine is not None and self._engine.has_tier
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """The model has computed so many tokens of prompts."""
         if self._engine is not None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import kvstow
 from kvstow.attach.engine import AttachedEngine
@@ -21,7 +22,9 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.engine_core.workerside import RankSession
 from kvstow_service.connectors.vllm.attachedblocks import AttachedBlocks
@@ -68,6 +71,8 @@ class AttachedSchedulerHost(SchedulerHost):
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
         self._looking_until: float | None = None
+        self._meter = PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2), time.perf_counter)
+        self._num_timed = 0
 
     @property
     def ticket(self) -> SessionTicket | None:
@@ -86,6 +91,23 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._clock() >= self._looking_until:
             return False
         return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
+
+    def plan_tier(self, step: Any) -> TierPlan | None:
+        """Steps are numbered to time them, while the service has a tier."""
+        if self._control is None or not self._control.has_tier or self._has_failed:
+            return None
+        try:
+            self._num_timed += 1
+            self._meter.planned(self._num_timed, step)
+        except Exception as error:  # noqa: BLE001 - vLLM must go on
+            self._fail("timing of a step", error)
+            return None
+        return TierPlan(self._num_timed, (), "")
+
+    def _step_ended(self, number: int) -> None:
+        prefill = self._meter.ended(number)
+        if prefill is not None and self._control is not None:
+            self._control.note_prefill(prefill.tokens, prefill.seconds)
 
     def close(self) -> None:
         if self._control is not None:
