@@ -48,7 +48,7 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
     if name == "attach":
         return attach.run(options.repeats, _say)
     if name == "tier":
-        return tier.run(options.repeats, _say)
+        return tier.run(options.repeats, options.trace, _say)
     return populate.run(options.repeats, _say)
 
 

@@ -164,7 +164,7 @@ def _touch_segment(bare: Bare, slot_bytes: int, batch: int) -> None:
 @contextmanager
 def _cluster() -> Iterator[Cluster]:
     with TemporaryDirectory() as folder:
-        cluster = Cluster(Path(folder) / "log", _SEGMENT_BYTES)
+        cluster = Cluster(Path(folder) / "log", _SEGMENT_BYTES, watermark=0.95)
         try:
             yield cluster
         finally:

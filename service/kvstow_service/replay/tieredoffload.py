@@ -165,7 +165,7 @@ class TieredOffload(EmbeddedOffload):
         deadline = time.monotonic() + seconds
         if self._advance():
             return
-        while not self._news.wait(_TURN):
+        while not self._news.wait(max(0.0, min(_TURN, deadline - time.monotonic()))):
             if any(rank.worker.wait_completions(0.0) for rank in self._ranks) or time.monotonic() >= deadline:
                 return
 
