@@ -116,6 +116,13 @@ def test_a_finding_has_problem_reason_fix_and_evidence(
     assert finding.fix
 
 
+def test_clients_that_pools_share_are_told_of_once() -> None:
+    given = tier(**client(state="failed", reason="no", corrupt_objects=2))
+    items = [replace(one, pool=pool, clients=given.view.items[1].clients) for one in given.view.items for pool in "ab"]
+    told = diagnose(evidence(tier=given._replace(view=replace(given.view, items=items))))
+    assert sorted(finding.check for finding in told.findings) == ["tier", "tier_objects"]
+
+
 @pytest.mark.parametrize("given", SILENT)
 def test_a_healthy_tier_has_no_findings(given: TierEvidence) -> None:
     told = diagnose(evidence(tier=given))

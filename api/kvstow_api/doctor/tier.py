@@ -14,10 +14,11 @@ from kvstow_api.views import FindingView, Severity, TierPoolView
 
 def check_tier(evidence: Evidence) -> Iterator[FindingView]:
     """A store that does not work, or that is not used."""
-    given = _tier(evidence)
+    given, told = _tier(evidence), set[str]()
     for one in given.view.items:
         for client in one.clients:
-            if client.state == "failed":
+            if client.state == "failed" and client.purpose not in told:  # the pools of a node share clients
+                told.add(client.purpose)
                 yield _of(
                     one,
                     "tier",
@@ -82,8 +83,11 @@ def check_tier_time(evidence: Evidence) -> Iterator[FindingView]:
 
 def check_tier_objects(evidence: Evidence) -> Iterator[FindingView]:
     """Objects that are not what was put."""
+    told = set[str]()
     for one in _tier(evidence).view.items:
-        if corrupt := sum(client.corrupt_objects for client in one.clients):
+        corrupt = sum(client.corrupt_objects for client in one.clients if client.purpose not in told)
+        told |= {client.purpose for client in one.clients if client.corrupt_objects}
+        if corrupt:
             yield _of(
                 one,
                 "tier_objects",

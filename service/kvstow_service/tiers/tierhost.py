@@ -109,9 +109,9 @@ class TierHost:
         """Show this tier, and bypass it if its pool is bypassed.
 
         `clients`: those of this tier and of its ranks, at this moment; called on any thread, and waits for nothing. One
-        that several namespaces of a pool use is given with one of them. `fingerprint_of`: the fingerprint that goes
-        with a weights id, or raises `ConflictError` with the reason why there is none; None: the weights cannot be
-        named here. O(1) for the caller."""
+        that several namespaces of a pool use has the same purpose with each of them, and is shown with the first.
+        `fingerprint_of`: the fingerprint that goes with a weights id, or raises `ConflictError` with the reason why
+        there is none; None: the weights cannot be named here. O(1) for the caller."""
         with self._lock:
             self._tiers.append(_Tier(tier, pool, namespace, model, clients, fingerprint_of))
             left = self._bypass_until(pool) - self._clock()
@@ -145,6 +145,7 @@ class TierHost:
         with self._lock:
             known, now = list(self._tiers), self._clock()
             left = [self._bypass_until(one.pool) - now for one in known]
+        shown: set[tuple[str, str]] = set()
         return [
             HostedTier(
                 pool=one.pool,
@@ -153,7 +154,7 @@ class TierHost:
                 fingerprint=one.tier.fingerprint,
                 status=one.tier.status(),
                 bypass_seconds_left=seconds if 0 < seconds < inf else None,
-                clients=tuple(one.clients()),
+                clients=tuple(_news(one, shown)),
             )
             for one, seconds in zip(known, left, strict=True)
         ]
@@ -264,6 +265,14 @@ class TierHost:
             for one in self._tiers:
                 if one.tier.fingerprint == fingerprint:
                     one.tier.note_purged()
+
+
+def _news(one: _Tier, shown: set[tuple[str, str]]) -> Iterator[TierClient]:
+    """Its clients, but those that another namespace of its pool has shown."""
+    for client in one.clients():
+        if (one.pool, client.purpose) not in shown:
+            shown.add((one.pool, client.purpose))
+            yield client
 
 
 class _Tier(NamedTuple):

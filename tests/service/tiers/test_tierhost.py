@@ -22,7 +22,8 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import ClientHealth
+from kvstow.tier.store import ClientHealth, ClientStats
+from kvstow_api.tiercontrol import TierClient
 from kvstow_service.tiers.storeaddress import measure_store, shown_url
 from kvstow_service.tiers.tierhost import TierChoice, TierHost
 from kvstow_service.tiers.tierpurge import TierPurge
@@ -210,6 +211,19 @@ def test_a_pool_can_be_used_while_the_host_is_bypassed(host: TierHost, make_tier
     host.set_bypass(bypassed=False, ttl_seconds=None, pool="a")
     host.add(make_tier(), pool="a", namespace="a2")
     assert states(host) == ["on", "on"]
+
+
+def test_a_client_of_several_namespaces_is_shown_with_the_first_that_is_there(
+    host: TierHost, make_tier: MakeTier
+) -> None:
+    shared = TierClient("transfers of the node", ClientHealth("connected"), ClientStats())
+    tiers = [make_tier() for _ in range(3)]
+    for number, (pool, tier) in enumerate(zip("aab", tiers, strict=True)):
+        own = TierClient(f"look-ups {number}", ClientHealth("connected"), ClientStats())
+        host.add(tier, pool=pool, namespace=str(number), clients=lambda own=own: [shared, own])  # type: ignore[misc]
+    assert [len(one.clients) for one in host.tiers()] == [2, 1, 2]
+    host.remove(tiers[0])
+    assert [len(one.clients) for one in host.tiers()] == [2, 2]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

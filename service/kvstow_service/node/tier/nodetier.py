@@ -202,13 +202,12 @@ class _Open:
             on_news=self._wake.set,
         )
         self._tiers.append(tier)
-        shows_clients = len([one for one in self._tiers if one.pool_tier is tier.pool_tier]) == 1
         self._host.add(
             tier.fleet,
             pool=pool.name,
             namespace=tier.namespace.name,
             model=identity.model,
-            clients=self._clients if shows_clients else tuple,
+            clients=self._clients,
             fingerprint_of=partial(_name_weights, pool, tier.namespace),
         )
 
