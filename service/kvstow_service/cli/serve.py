@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from pydantic.fields import FieldInfo
 
-from kvstow.errors import ConfigError, InvalidRequestError, KvstowError
+from kvstow.errors import ConfigError, InvalidRequestError, KvstowError, MissingPackageError
 from kvstow_service.node.removedsettings import REMOVED_SETTINGS
 from kvstow_service.node.settings import Settings, flag_name, load_settings
 
@@ -38,7 +38,7 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
         return run_service(settings)
     except ConfigError as error:
         return _complain([_named_as_flag(error)], 2)
-    except InvalidRequestError as error:
+    except (InvalidRequestError, MissingPackageError) as error:
         return _complain([error], 2)
     except KvstowError as error:
         return _complain([error], 1)

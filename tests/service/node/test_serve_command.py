@@ -141,3 +141,23 @@ def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more()
         "kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed in reserved 2 MiB pages (huge_pages is "
         "reserved), but the "
     )
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("nfs://host", "--tier is 'nfs://host'; allowed: mooncake://"),
+        ("memory:", "--tier is 'memory:'; allowed: a store outside of this process, which other nodes can reach"),
+        ("mooncake://", "--tier is 'mooncake://'; allowed: "),
+        ("mooncake://master:1", "a tier in Mooncake needs mooncake, which is not installed: pip install "),
+    ],
+)
+def test_a_tier_that_cannot_be_used_is_refused_before_anything_starts(
+    url: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow_service.tiers.mooncake.mooncakestore.find_spec", lambda package: None)
+    result = serve(*SMALL, "--attach-socket", str(tmp_path / "node" / "a.sock"), "--tier", url)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"kvstow serve: {complaint}")
+    assert list(tmp_path.iterdir()) == []
