@@ -592,6 +592,56 @@ def test_the_fence_of_a_store_is_reached_when_its_blocks_are_read(make_rank: Mak
     assert not Gather([[1]]).query()
 
 
+@of_both_memories
+def test_what_a_slow_copy_reads_is_not_gathered_into(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, host_memory: str
+) -> None:
+    """On the CPU gathers write to the memory of earlier ones."""
+    rank = make_rank(host_memory=host_memory)
+    for _ in range(3):
+        rank.done(rank.store(range(4), range(4)))  # leaves memory for later gathers
+    held: list[tuple[HeldJob, Any]] = []
+
+    def start(ranges: Any) -> HeldJob:
+        held.append((HeldJob(), ranges))
+        return held[-1][0]
+
+    copier = rank.device._copier
+    original = copier.start
+    monkeypatch.setattr(copier, "start", start)
+    before = rank.blocks(range(8))
+    slow = rank.store(range(8), range(8))
+    rank.wait_until(lambda: len(held) == 2)
+    rank.overwrite(range(24))
+    later = rank.store(range(8, 24), range(8, 24))
+    rank.wait_until(lambda: "source_free" in rank.marks(later), rank.plane.drive)
+    monkeypatch.setattr(copier, "start", original)
+    for job, ranges in held:
+        original(ranges).result()
+        job.ended = True
+    rank.done(slow, later)
+    rank.done(rank.load(range(8), range(8)))
+    rank.put(range(8), before)
+    assert rank.wrong_elements() == 0
+
+
+def test_the_memory_of_gathers_on_the_cpu_is_used_again(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[int, int]] = []
+    gather = DevicePrograms.gather
+
+    def spy(self: DevicePrograms, *arguments: Any) -> Any:
+        columns = gather(self, *arguments)
+        places.append((self.device.id, columns[0].unsafe_buffer_pointer()))
+        return columns
+
+    monkeypatch.setattr(DevicePrograms, "gather", spy)
+    rank = make_rank()
+    for _ in range(6):
+        rank.done(rank.store([1, 2, 3], [1, 2, 3]))
+    assert len(places) == 6 * DEVICES
+    assert len(set(places)) == DEVICES
+
+
 def test_an_op_of_no_blocks_is_done(shared_ranks: dict[str, JaxRank]) -> None:
     rank = shared_ranks["plain"]
     rank.done(rank.store([], []), rank.load([], []))

@@ -38,12 +38,17 @@ class DevicePrograms:
 
     The blocks travel as *columns*: arrays `[bucket, elements]`. Packed there is one of them, with the pages of all
     layers in a row: one transfer. Else there is one for each layer, which spares the CPU a copy.
+
+    On the CPU gathers write to columns of earlier ones: new memory would take four times as long as the copies, because
+    the kernel has to clear it.
     """
 
     def __init__(self, kv: ShardedKV, device: jax.Device, buckets: Sequence[int], *, packed: bool) -> None:
         """Compiles nothing; `compile_all` does."""
         self.device = device
         self._kv, self._buckets, self._packed = kv, buckets, packed
+        self._on_cpu = device.platform == "cpu"
+        self.reuses_columns = self._on_cpu and not _is_small_float(kv.dtype)
         self._gathers: dict[int, jax.stages.Compiled] = {}
         self._scatters: dict[int, jax.stages.Compiled] = {}
 
@@ -52,11 +57,15 @@ class DevicePrograms:
         """Elements of one block in each column."""
         return (sum(self._kv.page_elements),) if self._packed else self._kv.page_elements
 
-    def gather(self, shards: Shards, blocks: Sequence[int]) -> list[jax.Array]:
-        """The columns of these blocks, in new memory of the device. Any program that is launched later may overwrite
-        the blocks."""
+    def gather(self, shards: Shards, blocks: Sequence[int], columns: Sequence[jax.Array] = ()) -> list[jax.Array]:
+        """The columns of these blocks. Any program that is launched later may overwrite the blocks. `columns`: of an
+        earlier gather of this bucket, which nothing uses any more; they are deleted. Without them, or where
+        `reuses_columns` is not set, in new memory of the device."""
         bucket = bucket_of(self._buckets, len(blocks))
-        return list(self._gathers[bucket](shards, _padded(blocks, bucket, blocks[0])))
+        if not self.reuses_columns:
+            return list(self._gathers[bucket](shards, _padded(blocks, bucket, blocks[0]), []))
+        indices = _padded(blocks, bucket, self._kv.num_blocks)
+        return list(self._gathers[bucket](shards, indices, list(columns) or self._new_columns(bucket)))
 
     def scatter(self, shards: Shards, blocks: Sequence[int], columns: Sequence[jax.Array]) -> tuple[Shards, jax.Array]:
         """New arrays with these blocks written, in the memory of `shards`, which are deleted; and the witness: a small
@@ -68,13 +77,18 @@ class DevicePrograms:
         return list(written), witness
 
     def _compile_gather(self, bucket: int) -> None:
-        shards, indices, _ = self._arguments(bucket)
-        self._gathers[bucket] = _GATHER.lower(shards, indices, packed=self._packed).compile()
+        shards, indices, columns = self._arguments(bucket)
+        reused = columns if self.reuses_columns else []
+        self._gathers[bucket] = _GATHER.lower(shards, indices, reused, packed=self._packed).compile()
 
     def _compile_scatter(self, bucket: int) -> None:
-        row_by_row = self.device.platform == "cpu"
-        lowered = _SCATTER.lower(*self._arguments(bucket), packed=self._packed, row_by_row=row_by_row)
+        lowered = _SCATTER.lower(*self._arguments(bucket), packed=self._packed, row_by_row=self._on_cpu)
         self._scatters[bucket] = lowered.compile()
+
+    def _new_columns(self, bucket: int) -> list[jax.Array]:
+        """Memory that is not JAX's own: the gather makes a copy of it, which is."""
+        columns = [np.zeros((bucket, width), self._kv.dtype) for width in self.widths]
+        return list(jax.device_put(columns, SingleDeviceSharding(self.device)))
 
     def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -106,7 +120,15 @@ def _padded(blocks: Sequence[int], bucket: int, padding: int) -> np.ndarray:
     return indices
 
 
-def _gather(shards: list[jax.Array], indices: jax.Array, *, packed: bool) -> list[jax.Array]:
+def _is_small_float(dtype: np.dtype) -> bool:
+    """XLA on the CPU converts whole arrays of them to copy a page (JAX 0.10; 0.11 does so with 8 bits)."""
+    return dtype.itemsize < 4 and not np.issubdtype(dtype, np.integer)
+
+
+def _gather(shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool) -> list[jax.Array]:
+    """`columns`: to be written, or none."""
+    if columns:
+        return _read_rows(shards, indices, columns, packed=packed)
     pages = [jnp.take(shard, indices, axis=0, mode="clip").reshape(len(indices), -1) for shard in shards]
     return [jnp.concatenate(pages, axis=1)] if packed else pages
 
@@ -114,33 +136,60 @@ def _gather(shards: list[jax.Array], indices: jax.Array, *, packed: bool) -> lis
 def _scatter(
     shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool, row_by_row: bool
 ) -> tuple[list[jax.Array], jax.Array]:
-    """`row_by_row`: for XLA on the CPU, which scatters pages of 64 KiB at 3 % of the speed of a loop of copies."""
-    if packed:
-        ends = accumulate((math.prod(shard.shape[1:]) for shard in shards), initial=0)
-        columns = [columns[0][:, start:end] for start, end in pairwise(ends)]
-    write = _write_rows if row_by_row else _write_at_once
-    written = [
-        write(shard, indices, column.reshape(len(indices), *shard.shape[1:]))
-        for shard, column in zip(shards, columns, strict=True)
-    ]
+    """`row_by_row`: for XLA on the CPU, which scatters pages of 64 KiB at 3 % of the speed of a loop of copies, and
+    gathers them at a sixth."""
+    if row_by_row:
+        written = _write_rows(shards, indices, columns, packed=packed)
+    else:
+        written = [
+            shard.at[indices].set(columns[column][:, start:end].reshape(len(indices), *shard.shape[1:]), mode="drop")
+            for shard, (column, start, end) in zip(shards, _places(shards, packed), strict=True)
+        ]
     return written, jnp.stack([shard[(0,) * shard.ndim] for shard in written])
 
 
-def _write_at_once(shard: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    return shard.at[indices].set(rows, mode="drop")
+def _places(shards: Sequence[jax.Array], packed: bool) -> list[tuple[int, int, int]]:
+    """Where the pages of each layer are: the column, and from where to where in it."""
+    widths = [math.prod(shard.shape[1:]) for shard in shards]
+    if packed:
+        return [(0, start, end) for start, end in pairwise(accumulate(widths, initial=0))]
+    return [(number, 0, width) for number, width in enumerate(widths)]
 
 
-def _write_rows(shard: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Padding is at the end of `indices`."""
+# Loops of copies, page by page. Padding is at the end of `indices`.
 
-    def write(row: jax.Array, shard: jax.Array) -> jax.Array:
-        page = jax.lax.dynamic_index_in_dim(rows, row, keepdims=True)
-        return jax.lax.dynamic_update_slice_in_dim(shard, page, indices[row], axis=0)
 
-    count = jnp.sum(indices < shard.shape[0])
-    return jax.lax.fori_loop(0, count, write, shard)
+def _read_rows(
+    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool
+) -> list[jax.Array]:
+    def read(row: jax.Array, columns: list[jax.Array]) -> list[jax.Array]:
+        columns = list(columns)
+        for shard, (column, start, _) in zip(shards, _places(shards, packed), strict=True):
+            page = jax.lax.dynamic_index_in_dim(shard, indices[row], keepdims=True).reshape(1, -1)
+            columns[column] = jax.lax.dynamic_update_slice(columns[column], page, (row, np.int32(start)))
+        return columns
+
+    return list(jax.lax.fori_loop(0, _count(shards, indices), read, columns))
+
+
+def _write_rows(
+    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool
+) -> list[jax.Array]:
+    def write(row: jax.Array, shards: list[jax.Array]) -> list[jax.Array]:
+        written = []
+        for shard, (column, start, end) in zip(shards, _places(shards, packed), strict=True):
+            page = jax.lax.dynamic_slice(columns[column], (row, np.int32(start)), (1, end - start))
+            page = page.reshape(1, *shard.shape[1:])
+            written.append(jax.lax.dynamic_update_slice_in_dim(shard, page, indices[row], axis=0))
+        return written
+
+    return list(jax.lax.fori_loop(0, _count(shards, indices), write, shards))
+
+
+def _count(shards: list[jax.Array], indices: jax.Array) -> jax.Array:
+    return jnp.sum(indices < shards[0].shape[0], dtype=jnp.int32)
 
 
 # One object each: the devices share what JAX has traced.
-_GATHER = jax.jit(_gather, static_argnames="packed")
+_GATHER = jax.jit(_gather, static_argnames="packed", donate_argnums=2)
 _SCATTER = jax.jit(_scatter, static_argnames=("packed", "row_by_row"), donate_argnums=0)

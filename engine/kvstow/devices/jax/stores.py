@@ -25,6 +25,7 @@ from kvstow.devices.jax.shards import ShardedKV
 
 Columns = Sequence[jax.Array]
 
+_SPARE = 4  # columns of each size that are kept for later gathers
 _COPYING = 2  # pieces: the threads begin the next before one has ended, and loads wait behind two at most
 
 
@@ -32,9 +33,13 @@ class GatheredPiece:
     """Some blocks of a store on their way to the host, by device. Their bytes are in flight until the piece is dropped,
     by whomever: its op may also fail before the copy thread has it."""
 
-    def __init__(self, num_blocks: int, gathered: list[Columns], arriving: list[Columns], held: Held) -> None:
+    def __init__(
+        self, num_blocks: int, gathered: list[Columns], arriving: list[Columns], held: Held, *, reusable: bool
+    ) -> None:
         self.num_blocks = num_blocks
         self.arriving = arriving
+        self.reusable = gathered if reusable else None
+        """Columns for a later gather, once nothing uses this piece."""
         self.job = CopyJob()
         self.host: list[np.ndarray] = []
         """What the job copies."""
@@ -112,6 +117,9 @@ class Stores:
         self._pinned = (
             [SingleDeviceSharding(device, memory_kind="pinned_host") for device in kv.devices] if pinned else None
         )
+        self._reuses = programs[0].reuses_columns
+        self._spare: dict[int, deque[list[Columns]]] = {bucket: deque(maxlen=_SPARE) for bucket in buckets}
+        """By bucket: columns of each device. The copy thread adds, the host's thread takes."""
         self._waiting: deque[weakref.ref[Gather]] = deque()  # for memory; dropped with their ops
         self._tickets: list[StoreTicket] = []
 
@@ -152,17 +160,22 @@ class Stores:
     def close(self) -> None:
         """The copier has been closed: nothing writes the pool's slots."""
         self._tickets.clear()
+        for spare in self._spare.values():
+            spare.clear()
 
     def _launch_piece(self, gather: Gather) -> bool:
         """False if there is no memory."""
         blocks = gather.unlaunched[0]
-        held = self._in_flight.take(bucket_of(self._buckets, len(blocks)) * self._kv.layout.slot_bytes)
+        bucket = bucket_of(self._buckets, len(blocks))
+        held = self._in_flight.take(bucket * self._kv.layout.slot_bytes)
         if held is None:
             return False
         try:
             split = self._kv.split(self._cell.peek())
+            spare = self._take_spare(bucket)
             gathered: list[Columns] = [
-                program.gather(shards, blocks) for program, shards in zip(self._programs, split, strict=True)
+                program.gather(shards, blocks, columns)
+                for program, shards, columns in zip(self._programs, split, spare, strict=True)
             ]
             arriving = gathered
             if self._pinned is not None:
@@ -172,9 +185,15 @@ class Stores:
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             gather.error = error.with_traceback(None)
             return True
-        gather.launched.append(GatheredPiece(len(blocks), gathered, arriving, held))
+        gather.launched.append(GatheredPiece(len(blocks), gathered, arriving, held, reusable=self._reuses))
         gather.unlaunched.popleft()
         return True
+
+    def _take_spare(self, bucket: int) -> list[Columns]:
+        try:
+            return self._spare[bucket].pop()
+        except IndexError:
+            return [()] * len(self._programs)
 
     def _begin_copy(self, ticket: StoreTicket) -> bool:
         if ticket.error is not None or not ticket.gather.launched:
@@ -203,6 +222,8 @@ class Stores:
                 piece.job.result()
             except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
                 ticket.gather.error = ticket.gather.error or error.with_traceback(None)
+            if piece.reusable is not None:
+                self._spare[piece.reusable[0][0].shape[0]].append(piece.reusable)
             ticket.num_copied += piece.num_blocks
             ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
         return ended
@@ -211,12 +232,19 @@ class Stores:
         ranges: list[Range] = []
         for device, columns in enumerate(piece.arriving):
             targets = [slot + device * self._kv.part_bytes for slot in slots]
-            for column in map(np.ascontiguousarray, columns):
-                piece.host.append(column)
-                source, size = column.ctypes.data, column.itemsize * column.shape[1]
+            for column in columns:
+                source, size = self._address(piece, column), column.dtype.itemsize * column.shape[1]
                 ranges += [Range(target, source + row * size, size) for row, target in enumerate(targets)]
                 targets = [target + size for target in targets]
         return ranges
+
+    def _address(self, piece: GatheredPiece, column: jax.Array) -> int:
+        """Where the bytes of a column are, row after row. JAX would keep a numpy view of an array that is to be reused,
+        and copy it when it is."""
+        if piece.reusable is not None and piece.arriving is piece.reusable:
+            return int(column.unsafe_buffer_pointer())
+        piece.host.append(np.ascontiguousarray(column))
+        return int(piece.host[-1].ctypes.data)
 
 
 def _are_ready(by_device: Sequence[Columns]) -> bool:
