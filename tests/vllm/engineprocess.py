@@ -103,7 +103,7 @@ class EngineProcess:
         """Let it end by itself."""
         if self._process.poll() is None and self._process.stdin is not None:
             self._process.stdin.close()
-            self._process.wait(60)
+            self._process.wait(SECONDS)
 
     def _write(self, *command: Any) -> None:
         assert self._process.stdin is not None
