@@ -23,7 +23,8 @@ class AttachedSession(Session):
     above the smallest number of them. A new boot of a rank fails the session's ops and leases, and no block: the
     memory is not the rank's. Another process for the same rank needs a new session.
 
-    All unused leases together hold at most half of the pool's slots; the oldest ones end for a new one.
+    When a store finds no other slot, the oldest unused leases end until all of them hold at most half of the pool's
+    slots. No hit is longer than that.
 
     A lost session loads and stores no more, and what it says is counted and ignored. Its processes may still read the
     slots of its leases and loads, and write those of its stores. So these slots are kept until

@@ -12,7 +12,7 @@ class LeaseBook:
     """The leases of a session that have not ended, oldest first. Not locked; O(1).
 
     A broken lease cannot be used any more, though it still holds slots. `max_slots`: how many slots all leases together
-    may hold; the oldest ones end for a new one.
+    may hold when a store finds no other slot; the oldest ones end for it.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,11 @@ class LeaseBook:
     def is_consistent(self) -> bool:
         """Whether the count of slots is right. For integrity checks."""
         return self.num_slots == sum(len(lease.slots) for lease in self)
+
+    @property
+    def excess_slots(self) -> int:
+        """How many slots the leases hold beyond `max_slots`; a slot counts once for each of its leases."""
+        return int(max(0, self.num_slots - self.max_slots))
 
     def end_excess(self) -> list[Lease]:
         """End the oldest leases until the others hold at most `max_slots`; returns the ended ones."""

@@ -76,11 +76,13 @@ def place_fetch(session: Session, keys: Sequence[bytes]) -> tuple[list[bytes], l
 
 def store_room(session: Session) -> int:
     """Slots for a store, free or by eviction; 0 while stores are refused. An upper bound while the session has not
-    registered all slots. The caller holds the lock."""
+    registered all slots, or leases too many. The caller holds the lock."""
     pool = session.pool
     if _refusal(session, pool.clock()):
         return 0
-    room = pool.slots.free + (pool.index.num_cached if pool.earlier is None else 0)
+    room = pool.slots.free
+    if pool.earlier is None:
+        room += pool.index.num_cached + sum(one.leases.excess_slots for one in pool.sessions)
     return room if session.watermark is None else min(room, session.watermark)
 
 
@@ -134,13 +136,20 @@ def _make_room(session: Session, count: int, present: Sequence[Sequence[int]], n
         pool.index.times.mark_used(present, now)
         pool.index.hold(held)
         slots += _evict(pool, missing, now, below)
+        slots += _evict_leased(pool, count - len(slots), now, below)
         pool.unhold(held)
     elif missing:
         slots += _evict(pool, missing, now, below)
+        slots += _evict_leased(pool, count - len(slots), now, below)
     elif present:
         pool.index.use(present, now)
     slots.sort()
     return slots
+
+
+def _evict_leased(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
+    """The same, when nothing is left to evict but leased blocks: those of sessions that lease too much."""
+    return _evict(pool, count, now, below) if count and pool.end_excess_leases() else []
 
 
 def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:

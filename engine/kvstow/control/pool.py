@@ -127,6 +127,14 @@ class Pool:
     def unhold(self, slots: Iterable[int]) -> None:
         self.deallocate(self.index.unhold(list(slots)))
 
+    def end_excess_leases(self) -> bool:
+        """End leases of sessions that hold more than they may when slots are short; False if there are none.
+        O(slots of the leases that end)."""
+        ended = [lease for session in self.sessions for lease in session.leases.end_excess()]
+        for lease in ended:
+            self.unhold(lease.slots)
+        return bool(ended)
+
     def join_namespace(self, name: str) -> Namespace:
         """The namespace with this name, for one more session; see `Namespaces.join`."""
         return self.index.namespaces.join(name)

@@ -159,14 +159,9 @@ class Session:
 
     def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""
-        pool, leases = self.pool, self.leases
-        pool.index.times.mark_used(runs, now)
-        pool.index.hold(slots)
-        lease = leases.grant(keys, tuple(slots))
-        if leases.num_slots > leases.max_slots:
-            for ended in leases.end_excess():
-                pool.unhold(ended.slots)
-        return lease
+        self.pool.index.times.mark_used(runs, now)
+        self.pool.index.hold(slots)
+        return self.leases.grant(keys, tuple(slots))
 
     def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         runs = self.namespace.keys.leading_runs(keys)

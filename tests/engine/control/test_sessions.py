@@ -261,20 +261,41 @@ def test_memory_that_is_populated_later_is_shown_only_once_it_is_registered(host
     assert client.session.lookup([bytes([100 + n]) for n in range(12)]) == 12
 
 
-def test_unused_leases_hold_at_most_half_of_the_pool(host: Host) -> None:
+def test_leases_may_hold_more_than_half_of_the_pool_until_a_store_needs_their_slots(host: Host) -> None:
     client, other = host.attach(), host.attach()
     client.store([A, B, C, D, E])
-    first, second = client.session.acquire([A, B]), client.session.acquire([C, D])
-    kept = other.session.acquire([E])
-    third = client.session.acquire([E])
+    leases = [client.session.acquire(keys) for keys in ([A, B], [C, D], [E])]
+    other.store([bytes([100 + n]) for n in range(3)])
+    assert host.counts["leased"] == 5
+    for blocks, lease in zip(([0, 1], [2, 3], [4]), leases, strict=True):
+        assert client.session.begin_load(lease, blocks).slots == lease.slots
+
+
+def test_a_store_that_finds_no_other_slot_ends_the_oldest_unused_leases(host: Host) -> None:
+    client, other = host.attach(), host.attach()
+    client.store([A, B, C, D, E, *(bytes([100 + n]) for n in range(3))])
+    kept = other.session.acquire([bytes([100 + n]) for n in range(3)])
+    first, second, third = (client.session.acquire(keys) for keys in ([A, B], [C, D], [E]))
+    assert other.session.store_room() == 1
+    other.store([b"new"])
+    assert client.session.lookup([A, B]) == 1
     with pytest.raises(LeaseError, match=f"lease {first.lease_id} was released or used up"):
         client.session.begin_load(first, [0, 1])
     client.session.release_lease(first)
-    client.session.begin_load(second, [0, 1])
-    client.session.acquire([A, B])
-    assert client.session.begin_load(third, [2]).slots == kept.slots
-    assert other.session.begin_load(kept, [0]).slots == kept.slots
-    assert host.counts["leased"] == 5
+    assert client.session.begin_load(second, [0, 1]).slots == second.slots
+    assert client.session.begin_load(third, [2]).slots == third.slots
+    assert other.session.begin_load(kept, [0, 1, 2]).slots == kept.slots
+
+
+def test_a_store_leaves_leases_of_half_of_the_pool_alone(host: Host) -> None:
+    client, other = host.attach(), host.attach()
+    client.store([A, B, C, D])
+    other.store([E, *(bytes([100 + n]) for n in range(3))])
+    mine = client.session.acquire([A, B, C, D])
+    other.session.acquire([E, *(bytes([100 + n]) for n in range(3))])
+    assert client.session.store_room() == 0
+    assert client.session.begin_store([b"new"], [0]).outcomes == {"dropped_cpu_full": 1}
+    assert client.session.begin_load(mine, [0, 1, 2, 3]).slots == mine.slots
 
 
 def test_a_hit_of_more_than_half_of_the_pool_is_cut(host: Host) -> None:
@@ -284,7 +305,7 @@ def test_a_hit_of_more_than_half_of_the_pool_is_cut(host: Host) -> None:
     assert client.session.lease([A, B, C, D, E]) is None
     lease, runs = client.session.acquire_runs([A, b"x", B, C, D, E])
     assert (lease.keys, runs) == ((A, B, C, D), [(0, 1), (2, 3)])
-    assert snapshots.stats(host.pool).pool.leases == 1
+    assert snapshots.stats(host.pool).pool.leases == 2
 
 
 def test_a_look_up_of_all_keys_answers_with_runs(host: Host) -> None:

@@ -14,8 +14,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 MOST_AHEAD = 64
-"""Requests that are looked up before vLLM asks for them. What is found for them is held, and a session may hold no more
-than half of the pool."""
+"""Requests that are looked up before vLLM asks for them. What is found for them is held."""
 PATIENCE_SECONDS = 0.25
 """After that a lookup without an answer is a miss."""
 LONGEST_PATIENCE_SECONDS = 5.0
