@@ -44,9 +44,9 @@ class JaxOptions:
     """
 
     host_memory: HostMemory = "auto"
-    piece_bytes: int = 32 << 20
+    piece_bytes: int = 64 << 20
     bytes_in_flight: int = 512 << 20
-    copy_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+    copy_threads: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
 
     def __post_init__(self) -> None:
         if self.host_memory not in HOST_MEMORY:
