@@ -40,7 +40,8 @@ _KVSTOW = {
 class Setup:
     """One engine. `connector`: one of `CONNECTORS`, checked (`bench.vllm.checked`), or JSON. `node`: what KVStow
     attaches to; None: it is embedded. `pool_bytes`: host memory over all ranks. `ranks`: tensor parallel, in each of
-    `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None: what fits.
+    `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None: what fits. `kv_bytes`: what vLLM takes for it
+    without measuring the GPU's memory, which fails while another engine on the same GPU gives memory back.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
@@ -63,6 +64,7 @@ class Setup:
     invariant: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     node: Node | None = None
+    kv_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
         "max_num_seqs": setup.batch_requests,
         "num_gpu_blocks_override": setup.gpu_blocks,
         "gpu_memory_utilization": setup.gpu_share,
+        "kv_cache_memory_bytes": setup.kv_bytes,
         "tensor_parallel_size": setup.ranks,
         "pipeline_parallel_size": setup.stages,
         "enable_prefix_caching": True,

@@ -112,7 +112,7 @@ class NodeService:
         """Remove all blocks, once the engines have ended."""
         self._wait(lambda: not self.sessions(), "note the end of all engines")
         for pool in self.pools():
-            admin.purge(self.node.port, pool["id"])
+            admin.purge(self.node.port, pool["name"])
         self._wait(lambda: not any(pool["slots"]["cached"] for pool in self.pools()), "purge its pools")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:

@@ -8,7 +8,8 @@ can be compared. Then the pool shrinks again; that is one turn. `first` is the t
 ones, with pinning paused and not. `steady` and `idle` pin `--warm` GiB without a pause, beside a decoded request and
 without one. With `--cold` the first process has a pool of that size from the start, in memory that the machine may
 never have used. With `--attached` the pool is memory of a node service, which each process registers once:
-`--cold` GiB, in pages of 2 MiB (huge) or 4 KiB (small); nothing is resized. Writes `pinning.jsonl` and `pinning.md`.
+`--cold` GiB, in pages of 2 MiB (huge) or 4 KiB (small); nothing is resized. Writes `pinning.jsonl`, each part as soon
+as it is measured, and `pinning.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,13 +103,18 @@ class Plan:
     warm_bytes: int
 
 
-def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes: int) -> Pinning:
-    """`setup` has a small pool, or one of `cold_bytes` more."""
+def measure(
+    setup: Setup, load: Load, vocabulary: int, plan: Plan, note: Callable[..., None], *, cold_bytes: int
+) -> Pinning:
+    """`setup` has a small pool, or one of `cold_bytes` more. `note(part=, ...)` is called after each part."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
     assert started.port is not None
     decode = _Decode(started.engine, load, vocabulary)
-    cold = _turn([decode.growth()]) if cold_bytes else None
+    cold = None
+    if cold_bytes:
+        cold = _turn([decode.growth()])
+        note(part="cold", **asdict(cold))
     small = setup.pool_bytes - cold_bytes
     decode.request(load.cold_prompt, 8)
     admin.wait_until_pinned(started.port, _TIMEOUT)
@@ -117,7 +123,7 @@ def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes
     for _ in range(plan.turns):
         decode.resize(started.port, small + plan.num_bytes, paused=True)
         growths.append(decode.growth())
-        print(_turn(growths[-1:]), flush=True)
+        note(part="resized", **asdict(_turn(growths[-1:])))
         decode.resize(started.port, small)
     first_pinning, first_paused = [], []
     for _ in range(plan.turns):
@@ -125,11 +131,13 @@ def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes
         first_paused.append(decode.first_token())
         rank_pool().set_paused(False)
         first_pinning.append(decode.first_token())
+        note(part="first", pinning=first_pinning[-1], paused=first_paused[-1])
         decode.resize(started.port, small)
     steady = idle = None
     if plan.warm_bytes:
         decode.resize(started.port, small + plan.warm_bytes)
         steady = decode.until_pinned()
+        note(part="steady", seconds=steady)
         decode.resize(started.port, small)
         began = time.perf_counter()
         admin.change(started.port, "/v1/pools/host", {"capacity_bytes": small + plan.warm_bytes})
@@ -340,10 +348,11 @@ def main(argv: Sequence[str]) -> int:
                 extra={"max_bytes": small + max(plan.num_bytes, plan.warm_bytes, cold_bytes), **options.extra},
             )
             for process in range(options.processes):
-                once = partial(
-                    _once, setup, load, SHAPES[shape].vocabulary, plan, cold_bytes, process, options.attached
-                )
                 labels = {"shape": shape, "graphs": options.graphs, "process": process, "attached": options.attached}
+                note = partial(results.add, "part", **labels)
+                once = partial(
+                    _once, setup, load, SHAPES[shape].vocabulary, plan, note, cold_bytes, process, options.attached
+                )
                 measured = results.attempt("pinning", once, **labels)
                 if measured is not None:
                     memory = f", attached, {options.attached} pages" if options.attached else ""
@@ -353,7 +362,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _once(
-    setup: Setup, load: Load, vocabulary: int, plan: Plan, cold_bytes: int, process: int, attached: str | None
+    setup: Setup,
+    load: Load,
+    vocabulary: int,
+    plan: Plan,
+    note: Callable[..., None],
+    cold_bytes: int,
+    process: int,
+    attached: str | None,
 ) -> Pinning:
     if attached is not None:
         with ExitStack() as stack:
@@ -362,7 +378,7 @@ def _once(
             return run(_TIMEOUT, measure_attached, one, load, vocabulary)
     cold = cold_bytes * (process == 0)
     one = replace(setup, pool_bytes=setup.pool_bytes + cold)
-    return run(_TIMEOUT, measure, one, load, vocabulary, plan, cold_bytes=cold)
+    return run(_TIMEOUT, measure, one, load, vocabulary, plan, note, cold_bytes=cold)
 
 
 def _parser() -> argparse.ArgumentParser:

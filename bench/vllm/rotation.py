@@ -343,17 +343,19 @@ def _setup(model: Path, load: Load, shape: Shape, prompts: Sequence[Prompt]) -> 
     """The GPU's cache of each engine holds a fifth of the prompts, the pool two thirds."""
     tokens = sum(map(len, prompts))
     element = 2 if current_platform.is_cuda() else 4
+    gpu_blocks = max(tokens // 5, load.max_tokens * 4) // block_tokens()
     return Setup(
         model,
         "none",
         pool_bytes=max(tokens * 2 // 3 * shape.token_bytes(element), 32 << 20),
         max_tokens=load.max_tokens,
-        gpu_blocks=max(tokens // 5, load.max_tokens * 4) // block_tokens(),
+        gpu_blocks=gpu_blocks,
         batch_tokens=4096,
         batch_requests=load.at_once,
         weights=True,
         gpu_share=0.2,
         invariant=True,
+        kv_bytes=gpu_blocks * block_tokens() * shape.token_bytes(element),
     )
 
 
