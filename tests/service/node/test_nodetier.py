@@ -22,7 +22,6 @@ from kvstow.control.fleettier import TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
-from kvstow.tier.fingerprint import fingerprint
 from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.tier.namespacetier import NamespaceTier
@@ -393,20 +392,3 @@ def test_mutant_extents_are_let_go_before_they_are_unmapped(
 
     monkeypatch.setattr(PoolTier, "_let_go", say_first)
     assert not is_known_to_map(make_node, engines, reluctant)
-
-
-def test_mutant_a_reset_is_ignored(
-    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks of other weights are put under the name of those before."""
-    monkeypatch.setattr(
-        "kvstow_service.node.tier.nodetier._fingerprint_of",
-        lambda pool, namespace, weights: fingerprint(pool.identity, namespace.identity, weights),
-    )
-    engine = engines(make_node())
-    engine.store_until_found(keys_of(0, 4))
-    engine.wait_for(lambda: store.num_objects == 8)
-    engine.ask(Reset(), ResetDone)
-    engine.store_until_found(keys_of(4, 4))
-    engine.wait_for(lambda: store.num_objects == 16)
-    assert len({name.split(":")[1] for name in store.names("kvs1:")}) == 1
