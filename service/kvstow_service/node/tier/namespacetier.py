@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class NamespaceTier:
         """None until the tier's thread has made it, and after `fail`."""
         self.is_closed = False
         """No engine may use it any more."""
+        self._early: deque[Sequence[bytes]] = deque(maxlen=1024)
+        """Stored before `fleet` was made. Used with the pool's lock held."""
         self._requests: list[_Request] = []
 
     # -- for any thread -------------------------------------------------------------------------------------
@@ -72,8 +75,17 @@ class NamespaceTier:
         if self.control.on_stored is not None:
             self.control.on_stored(keys)
             self._wake()
+        else:
+            self._early.append(keys)
 
     # -- the tier's thread ----------------------------------------------------------------------------------
+
+    def begin(self, fleet: FleetTier) -> None:
+        """From now on there is a tier."""
+        with self.control.pool.lock:
+            self.fleet = fleet
+            while self._early and self.control.on_stored is not None:
+                self.control.on_stored(self._early.popleft())
 
     def _begin(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
         wait = None if self.fleet is None else self.fleet.look_for(keys)
