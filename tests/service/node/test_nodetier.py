@@ -392,3 +392,17 @@ def test_mutant_extents_are_let_go_before_they_are_unmapped(
 
     monkeypatch.setattr(PoolTier, "_let_go", say_first)
     assert not is_known_to_map(make_node, engines, reluctant)
+
+
+def test_what_is_stored_before_the_tier_has_begun_is_put_too(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    node = make_node()
+    opened, may_go = node.tier._open, threading.Event()
+    assert opened is not None
+    opened.do(lambda: may_go.wait(60))  # the tier's thread makes no tier meanwhile
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    assert tier_of(node).fleet is None
+    may_go.set()
+    engine.wait_for(lambda: store.num_objects == 8)

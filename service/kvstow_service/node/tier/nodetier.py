@@ -190,7 +190,7 @@ class _Open:
         pool, identity = tier.pool_tier.pool, tier.namespace.identity
         name = _fingerprint_of(pool, tier.namespace, hello.fleet_weights)
         lookups = SharedLookups(self._lookups, self._turn)
-        tier.fleet = FleetTier(
+        fleet = FleetTier(
             tier.control,
             lookups,
             TierSettings(write=self._choice.write, replicated=pool.identity.replicated),
@@ -201,9 +201,10 @@ class _Open:
             clock=self._clock,
             on_news=self._wake.set,
         )
+        tier.begin(fleet)
         self._tiers.append(tier)
         self._host.add(
-            tier.fleet,
+            fleet,
             pool=pool.name,
             namespace=tier.namespace.name,
             model=identity.model,
