@@ -49,6 +49,8 @@ class Message(Protocol):
     def unpack(cls, payload: bytes) -> Self: ...
 
 
+_SELECTABLE = 1024  # descriptors that `select` takes: FD_SETSIZE
+
 _M = TypeVar("_M", bound=Message)
 
 
@@ -126,8 +128,6 @@ class AttachConnection:
         self._jitter = jitter
         self._channel: Channel | None = None
         self._hello: Hello | None = None
-        self._poll = select.poll()
-        self._events = 0
         self._calls: dict[int, Call] = {}
         self._last_request = 0
         self._pushed: list[Frame] = []
@@ -237,8 +237,6 @@ class AttachConnection:
             self._lose(f"cannot connect to unix:{self._path}: {error.strerror or error}")
             return
         self._channel = channel = Channel(connecting, accepts_fds=self._accepts_fds)
-        self._poll.register(channel.fileno(), select.POLLIN)
-        self._events = select.POLLIN
         self.state = "greeting"
         self._greeting_ends = self._clock() + HELLO_SECONDS
         self._hello = hello
@@ -276,11 +274,15 @@ class AttachConnection:
             self._lose(f"the service has not answered the hello for {HELLO_SECONDS:g} seconds")
 
     def _wait_for(self, channel: Channel, seconds: float) -> None:
-        events = select.POLLIN | (select.POLLOUT if channel.unsent_bytes else 0)
-        if events != self._events:
-            self._poll.modify(channel.fileno(), events)
-            self._events = events
-        self._poll.poll(max(0.0, seconds) * 1000)
+        """Wait until the channel can receive, or send what is left. `select` counts microseconds. `poll` rounds up to a
+        millisecond, which is more than a step may wait, but takes every descriptor."""
+        fd, sends = channel.fileno(), channel.unsent_bytes > 0
+        if fd < _SELECTABLE:
+            select.select([fd], [fd] if sends else [], [], seconds)
+            return
+        poll = select.poll()
+        poll.register(fd, select.POLLIN | (select.POLLOUT if sends else 0))
+        poll.poll(seconds * 1000)
 
     def _take_all(self, channel: Channel, frames: list[Frame]) -> None:
         waiting = deque(frames)
@@ -348,7 +350,6 @@ class AttachConnection:
         """End this life of the connection. What was asked in it gets no answer; what was received is for `poll`."""
         was_attached = self.state == "attached"
         if self._channel is not None:
-            self._poll.unregister(self._channel.fileno())
             self._channel.close()
             self._channel = None
         if self.state == "closed":

@@ -269,6 +269,35 @@ def test_garbage_ends_the_connection_and_nothing_else(client: Client, service: F
     client.attach(service)
 
 
+def test_a_wait_of_microseconds_is_not_rounded_up(
+    client: Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`poll` would make a step wait for a millisecond."""
+    client.attach(service)
+    call = client.connection.call(Reset())
+    waits: list[float] = []
+
+    def wait_in_vain(_read: object, _write: object, _other: object, seconds: float) -> tuple[list[int], ...]:
+        waits.append(seconds)
+        client.now += seconds
+        return [], [], []
+
+    monkeypatch.setattr(select, "select", wait_in_vain)
+    assert not client.connection.wait(call, 0.0003)
+    assert waits == [pytest.approx(0.0003)]
+
+
+def test_a_descriptor_that_select_does_not_take_is_waited_for_with_poll(
+    client: Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.attach(service)
+    call = client.connection.call(Reset())
+    service.send(ResetDone("a"), service.receive().request_id)
+    monkeypatch.setattr("kvstow.attach.connection._SELECTABLE", 0)
+    monkeypatch.delattr(select, "select")
+    assert client.connection.wait(call, 10)
+
+
 def test_a_refused_call_leaves_the_session(client: Client, service: FakeService) -> None:
     client.attach(service)
     call = client.connection.call(Reset())
