@@ -241,7 +241,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
     node.host.delete_pool(pool.name)
     eventually(lambda: node.memory.spare_bytes == node.memory.total_bytes, "the pool's memory")
     assert node.memory.faults == 0
-    assert node.tier.closing_pools == set()
+    eventually(lambda: not node.tier.closing_pools, "the pool's name")
 
 
 def test_after_a_reset_nothing_is_put_or_fetched_until_the_weights_have_a_name(
