@@ -73,6 +73,7 @@ def client(**changes: Any) -> dict[str, Any]:
 FIRING = [
     ("tier", "warning", "no answer in 0.5 s", tier(state="down", breaker="open", reason="no answer in 0.5 s")),
     ("tier", "warning", "a2 of pool a does not use", tier(state="off", reason="the weights were changed")),
+    ("tier", "info", "no request yet", tier(state="off", reason="not_identified: the engine has had no request yet")),
     ("tier", "warning", "bypasses the store", tier(state="bypassed")),
     (
         "tier",

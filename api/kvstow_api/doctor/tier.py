@@ -41,13 +41,16 @@ def check_tier(evidence: Evidence) -> Iterator[FindingView]:
                 restarts=sum(client.restarts for client in one.clients),
             )
         if one.state == "off":
+            is_new = one.reason.startswith("not_identified")
             yield _of(
                 one,
                 "tier",
-                "warning",
+                "info" if is_new else "warning",
                 f"{_name(one)} does not use the store: {one.reason}",
                 "its requests compute what other nodes have, and other nodes what it has",
-                "remove the cause; after a reset of the prefix cache name the weights: `kvstow tier weights NAME`",
+                "send it a request"
+                if is_new
+                else "remove the cause; after a reset of the prefix cache name the weights: `kvstow tier weights NAME`",
             )
         if one.state == "bypassed":
             left = one.bypass.ttl_seconds_left
@@ -56,7 +59,7 @@ def check_tier(evidence: Evidence) -> Iterator[FindingView]:
                 "tier",
                 "warning" if left is None else "info",
                 f"{_name(one)} bypasses the store" + ("" if left is None else f" for another {duration(left)}"),
-                "nothing is put and nothing fetched, because an operator wants it so",
+                "an operator has asked for this: nothing is put and nothing fetched",
                 "`kvstow tier bypass --off`",
             )
 
@@ -73,7 +76,7 @@ def check_tier_time(evidence: Evidence) -> Iterator[FindingView]:
                 f"requests of {_name(one)} have waited {duration(waited)} for the store, and saved {duration(saved)}",
                 "without the store they would have been served sooner",
                 "compare the rate of fetches with what the network should give (`kvstow get tier`); until it is "
-                "mended, `kvstow tier bypass`",
+                "fixed, `kvstow tier bypass`",
                 wait_seconds=waited,
                 saved_seconds=saved,
                 cut_waits=one.counters.cut_waits,
@@ -109,7 +112,7 @@ def check_tier_access(evidence: Evidence) -> Iterator[FindingView]:
         yield make_finding(
             "tier_access",
             "warning",
-            f"the store {given.view.url} has the public address {', '.join(addresses)}, and asks nobody who they are",
+            f"the store {given.view.url} has the public address {', '.join(addresses)}, and has no access control",
             "whoever reaches it can read and delete what all nodes have put",
             "bind it to an address of a private network, and let only the nodes reach its ports (in Kubernetes with a "
             "NetworkPolicy); a Redis can ask for a password",
