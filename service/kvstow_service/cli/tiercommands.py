@@ -31,7 +31,7 @@ def tier() -> None:
 
 @tier.command()
 @click.argument("url")
-@click.option("--write", type=click.Choice(WRITE_MODES), help="Which blocks go to the store. Default: the server's.")
+@click.option("--write", type=click.Choice(WRITE_MODES), help="Which blocks go to the store. Default: auto.")
 @format_flag
 @remote
 def attach(connection: Connection, url: str, write: WriteMode | None, style: Format) -> None:
