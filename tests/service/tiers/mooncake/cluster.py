@@ -27,9 +27,10 @@ LEASE_SECONDS = 0.5
 WATERMARK = 0.85
 """Of the memory, above which the master evicts. Its allocator rounds sizes up, those of slots with headers by up to an
 eighth, and counts them without that. So with its default of 0.9 the memory may be used up before it evicts."""
-CLIENT_TTL_SECONDS = 3
-"""After it, the master forgets the objects of a provider that has gone."""
-_START_SECONDS = 60.0
+_CLIENT_TTL_SECONDS = 30
+"""After it, the master forgets the objects of a provider that says nothing. On a busy machine a provider can be silent
+for seconds."""
+_START_SECONDS = 180.0
 _ATTEMPTS = 3
 
 _PROVIDER = """
@@ -57,8 +58,6 @@ def require_network() -> None:
 
 class Cluster:
     """Starts at once; `close` ends all of it."""
-
-    _client_ttl = CLIENT_TTL_SECONDS
 
     def __init__(self, log: Path, segment_bytes: int = 1 << 30, *, watermark: float = WATERMARK) -> None:
         self._log = log.open("ab")
@@ -93,7 +92,7 @@ class Cluster:
             "--metrics_host=127.0.0.1",
             f"--metrics_port={port + 1}",
             f"--default_kv_lease_ttl={int(1000 * LEASE_SECONDS)}",
-            f"--client_ttl={self._client_ttl}",
+            f"--client_ttl={_CLIENT_TTL_SECONDS}",
             f"--eviction_high_watermark_ratio={self._watermark}",
             *options,
         )
@@ -146,8 +145,6 @@ class Cluster:
 
 class ElectedCluster(Cluster):
     """Two masters, of which etcd names the one that leads; the other one follows its log."""
-
-    _client_ttl = 30  # electing a master takes longer than the others' 3 s, and a provider that is late is forgotten
 
     def __init__(self, log: Path, etcd: str) -> None:
         self._etcd, self._data = etcd, TemporaryDirectory()

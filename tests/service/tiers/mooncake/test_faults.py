@@ -206,7 +206,7 @@ def test_a_provider_that_is_killed(cluster: Cluster, node: Node, eventually: Eve
         assert set(statuses) <= {"failed", "missing"}
     with suppress(TierTimeoutError):
         assert "stored" not in node.put(*range(64, 70))
-    eventually(lambda: node.get(0) == ["missing"], "the master has forgotten its objects", seconds=90)
+    eventually(lambda: node.get(0) == ["missing"], "the master has forgotten its objects", seconds=180)
     cluster.start_provider()
     eventually(lambda: stored(node, 1), "the new provider takes objects", seconds=90)
     assert node.get(1, 2) == ["found", "missing"]
