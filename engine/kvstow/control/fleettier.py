@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from math import inf
 from typing import Literal
 
@@ -20,7 +21,7 @@ from kvstow.tier.autowrite import AutoWrite
 from kvstow.tier.breaker import Breaker
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED
-from kvstow.tier.lookups import LookupTable
+from kvstow.tier.lookups import Inquiry, Known, LookupTable
 from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.putpace import PutPace
@@ -67,14 +68,18 @@ class TierSettings:
 
 @dataclass(slots=True)
 class TierWait:
-    """A request that may find more in the tier than in the pool. `until`: when it goes on with what there is. `ops`:
-    the fetches that it waits for."""
+    """A request that may find more in the tier than in the pool. `first`: how many leading keys the pool has at least.
+    `until`: when it goes on with what there is. `inquiry`: what the store is asked for it, and `version` that of the
+    table when it was looked at last. `ops`: the fetches that it waits for; those at the end of the list may be over."""
 
     keys: Sequence[bytes]
+    first: int
     began: float
     until: float
     state: Literal["asking", "fetching", "over"] = "asking"
-    ops: set[int] = field(default_factory=set)
+    inquiry: Inquiry | None = None
+    version: int = -1
+    ops: list[int] = field(default_factory=list)
 
 
 class FleetTier:
@@ -154,12 +159,13 @@ class FleetTier:
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def look_for(self, keys: Sequence[bytes]) -> TierWait | None:
-        """A request has these keys, not all of which are in the pool. None: there is nothing to wait for."""
+    def look_for(self, keys: Sequence[bytes], first: int = 0) -> TierWait | None:
+        """A request has these keys, which stay as they are. Not all of them are in the pool, but the `first` ones are,
+        as the caller has just seen. None: there is nothing to wait for."""
         if not self._is_on() or not self._breaker.is_closed:
             return None
         now = self._clock()
-        wait = TierWait(keys, now, now + min(self._settings.lookup_wait, self._settings.deadline))
+        wait = TierWait(keys, first, now, now + min(self._settings.lookup_wait, self._settings.deadline))
         self.counters.requests += 1
         if self.break_even.pays:
             return None if self.is_over(wait) else wait
@@ -171,13 +177,16 @@ class FleetTier:
 
     def is_over(self, wait: TierWait) -> bool:
         """Whether the request need not wait any longer: it looks its keys up in the pool again, and computes what is
-        not there."""
+        not there. O(1) until there is an answer of the store, or a fetch ends."""
         if wait.state == "over" or self._is_closed:
             return True
         if wait.state == "asking":
             self._look(wait)
-        if wait.state == "fetching" and not wait.ops & self._fetching.keys():
-            wait.state = "over"
+        if wait.state == "fetching":
+            while wait.ops and wait.ops[-1] not in self._fetching:
+                wait.ops.pop()
+            if not wait.ops:
+                wait.state = "over"
         now = self._clock()
         if wait.state != "over" and now >= wait.until:
             self.counters.cut_waits += 1
@@ -193,36 +202,55 @@ class FleetTier:
 
     def _look(self, wait: TierWait) -> None:
         """Begin to fetch, as soon as it is known what the store has."""
-        places = self.traffic.places(wait.keys)
-        absent = [key for key, place in zip(wait.keys, places, strict=True) if place == "absent"]
-        known = self._table.presence(absent) if self._is_on() else [False] * len(absent)
-        if absent and wait.keys[0] is absent[0] and known[0] is None:
+        inquiry, version = wait.inquiry, self._table.version
+        if inquiry is not None and inquiry.is_open and version == wait.version:
             return
-        presence = dict(zip(absent, known, strict=True))
-        remote: list[bytes] = []
-        run = local = 0
-        for key, place in zip(wait.keys, places, strict=True):
-            if place == "absent":
-                is_present = presence.get(key, False)
-                if is_present is None:
-                    return
-                if not is_present:
-                    break
-                remote.append(key)
-            elif place == "filling":
-                if key not in self._op_of:
-                    break
-                wait.ops.add(self._op_of[key])
-            elif not remote and not wait.ops:
-                local += 1
-            run += 1
-        self.counters.found_blocks += len(remote)
+        wait.version = version
+        end = self._end_of(wait)
+        if end is None:
+            return
         wait.state = "over"
+        if wait.inquiry is not None:
+            self._table.drop(wait.inquiry)
+        wanted = wait.keys[wait.first : end]
+        if not wanted:
+            return
+        remote = self.traffic.absent(wanted)
+        wait.ops = self._fetches_of(wanted)
+        self.counters.found_blocks += len(remote)
         if wait is self._sample:
             if remote:
-                self._decide(remote, run - local)
+                self._decide(remote, len(wanted))
         elif remote or wait.ops:
-            self._fetch(wait, remote, run - local)
+            self._fetch(wait, remote, len(wanted))
+
+    def _end_of(self, wait: TierWait) -> int | None:
+        """How many leading keys the pool, fetches under way and the store have; None: not known yet, and the store is
+        asked about the rest. Of those, the pool has `wait.first`. Each look goes on where one of the three ends: O(keys
+        that they have)."""
+        keys, is_on = wait.keys, self._is_on()
+        wait.first = at = self.traffic.visible_until(keys, wait.first).end
+        while at < len(keys):
+            begun = at
+            at += len(list(takewhile(self._op_of.__contains__, islice(keys, at, None))))
+            known = self._table.present_until(keys, at) if is_on else Known(at, is_final=True)
+            reach = self.traffic.visible_until(keys, known.end)
+            at = reach.end
+            if at > begun:
+                continue
+            if known.is_final or reach.is_filling:
+                return at
+            if wait.inquiry is None or not wait.inquiry.is_open:
+                wait.inquiry = self._table.want(keys, at)
+            return None
+        return at
+
+    def _fetches_of(self, keys: Sequence[bytes]) -> list[int]:
+        """The fetches under way that these keys are part of."""
+        if not self._op_of:
+            return []
+        ops = dict.fromkeys(map(self._op_of.get, keys))
+        return [op for op in ops if op is not None]
 
     def _fetch(self, wait: TierWait, remote: Sequence[bytes], saved: int) -> None:
         """Fetch `remote`, if that pays for a request that need not compute `saved` blocks then."""
@@ -230,7 +258,7 @@ class FleetTier:
         if not estimate.pays:
             return
         if self._breaker.is_closed:
-            wait.ops |= self._begin_fetch(remote)
+            wait.ops += self._begin_fetch(remote)
         if wait.ops:
             wait.state = "fetching"
             compute = inf if estimate.compute_seconds is None else estimate.compute_seconds
@@ -246,14 +274,14 @@ class FleetTier:
                 self._begin_fetch(remote[:PROBE_BLOCKS])
         return estimate
 
-    def _begin_fetch(self, keys: Sequence[bytes]) -> set[int]:
+    def _begin_fetch(self, keys: Sequence[bytes]) -> list[int]:
         assert self.fingerprint is not None
         with self._beginning:
             ops = [] if self._is_closed else self.traffic.begin_fetch(self.fingerprint, keys)
         for op in ops:
             self._fetching[op.op_id] = op.keys
             self._op_of.update(dict.fromkeys(op.keys, op.op_id))
-        return {op.op_id for op in ops}
+        return [op.op_id for op in ops]
 
     @property
     def may_fetch(self) -> bool:
@@ -324,6 +352,8 @@ class FleetTier:
 
     def _take_result(self, result: LookupResult) -> None:
         self._asked -= 1
+        if not result.keys:
+            return  # the answer to an earlier question was enough
         self.counters.lookups += 1
         self.counters.asked_blocks += result.keys
         if result.is_probe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import islice
 from math import inf
-from typing import Literal
+from typing import NamedTuple
 
 from kvstow.control.openop import LAST_RANK, OpenTierOp
 from kvstow.control.placement import place_fetch
@@ -13,8 +13,12 @@ from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
 
-Place = Literal["pool", "filling", "absent"]
-"""Where a key is: visible, in a slot that is being filled, or neither."""
+
+class Reach(NamedTuple):
+    """`end`: the first key that is not visible. `is_filling`: it is in a slot that is being filled."""
+
+    end: int
+    is_filling: bool
 
 
 class TierTraffic:
@@ -36,15 +40,23 @@ class TierTraffic:
         with self._pool.lock:
             return self._pool.capacity
 
-    def places(self, keys: Sequence[bytes]) -> list[Place]:
-        """Where each key is."""
+    def visible_until(self, keys: Sequence[bytes], start: int) -> Reach:
+        """How far the keys from `start` on are visible. O(visible keys)."""
+        rest = keys[start:] if start else keys
         with self._pool.lock:
             namespace = self._session.namespace
+            end = start + sum(map(len, namespace.keys.leading_runs(rest)))
+            return Reach(end, end < len(keys) and keys[end] in namespace.pending_stores)
+
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys that are neither visible nor being filled."""
+        with self._pool.lock:
+            namespace = self._session.namespace
+            pending = namespace.pending_stores
             slots = namespace.keys.slots_of(keys)
-            return [
-                "pool" if slot is not None else "filling" if key in namespace.pending_stores else "absent"
-                for key, slot in zip(keys, slots, strict=True)
-            ]
+            if namespace.needs_all(keys, slots):
+                return list(keys)
+            return [key for key, slot in zip(keys, slots, strict=True) if slot is None and key not in pending]
 
     def begin_put(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
         """Put those of the keys that are visible. Keeps them from eviction until then; that counts as a use."""

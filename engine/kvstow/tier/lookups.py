@@ -4,89 +4,152 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain, compress, groupby, islice
+from operator import not_
 from threading import Lock
 from typing import NamedTuple
 
 PRESENT_SECONDS = 5.0
 ABSENT_SECONDS = 2.0
 _MAX_ANSWERS = 1 << 18
+_PIECE = 128
+"""Answers that are noted at a time, while the lock is held: 20 us."""
+
+
+class _Answer(NamedTuple):
+    """One object for all keys of a call, so that a run of them is compared without looking inside."""
+
+    is_present: bool
+    until: float
+
+
+class Inquiry:
+    """What one request wants to know: whether the store has its keys from `start` on. `is_open`: there is no answer
+    yet. The table alone writes it; anybody may read it."""
+
+    __slots__ = ("is_open", "keys", "start")
+
+    def __init__(self, keys: Sequence[bytes], start: int) -> None:
+        self.keys, self.start, self.is_open = keys, start, True
 
 
 class Question(NamedTuple):
-    """Keys to ask the store about. Answers to a question from before the last `forget` are ignored."""
+    """Inquiries that are answered together. Answers to a question from before the last `forget` are ignored."""
 
     epoch: int
-    keys: tuple[bytes, ...]
+    inquiries: list[Inquiry]
+
+
+class Known(NamedTuple):
+    """`end`: the first key that the store does not have, as far as is known. `is_final`: it is known of that key, or
+    there is none."""
+
+    end: int
+    is_final: bool
 
 
 class LookupTable:
     """Answers of the store, shared by all who ask: what one has asked for is not asked again until the answer is old.
 
     A hint in both directions: an object may be gone when it is fetched, and may have been put since it was absent.
-    Thread-safe; O(keys), and never waits.
+    Thread-safe, and never waits. What a scheduler's step calls is O(1), except for keys that the store has; what is
+    O(keys) is for the thread that asks the store.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = Lock()
-        self._answers: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
-        self._wanted: dict[bytes, None] = {}
-        self._asked: set[bytes] = set()
+        self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        """Read without the lock, one key at a time."""
+        self._wanted: list[Inquiry] = []
+        self._asked: list[Inquiry] = []
         self._epoch = 0
+        self.version = 0
+        """Grows when an answer has come, or all are forgotten: what was not known before may be now."""
 
-    def presence(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Whether the store has these keys; None: not known yet, and part of the next question."""
-        now = self._clock()
-        found: list[bool | None] = []
+    # -- for requests ---------------------------------------------------------------------------------------
+
+    def present_until(self, keys: Sequence[bytes], start: int) -> Known:
+        """How far the store has the keys from `start` on. Stops at the first key that it does not have, or of which
+        nothing is known: O(keys that it has)."""
+        now, at = self._clock(), start
+        for answer, run in groupby(map(self._answers.get, islice(keys, start, None))):
+            if answer is None or now >= answer.until:
+                return Known(at, is_final=False)
+            if not answer.is_present:
+                break
+            at += len(list(run))
+        return Known(at, is_final=True)
+
+    def want(self, keys: Sequence[bytes], start: int) -> Inquiry:
+        """Make the keys from `start` on part of the next question, unless they are known by then. O(1)."""
+        inquiry = Inquiry(keys, start)
         with self._lock:
-            answers = self._answers
-            for key in keys:
-                answer = answers.get(key)
-                if answer is not None and now < answer[1]:
-                    found.append(answer[0])
-                    continue
-                found.append(None)
-                if answer is not None:
-                    del answers[key]
-                if key not in self._asked:
-                    self._wanted[key] = None
-        return found
+            self._wanted.append(inquiry)
+        return inquiry
+
+    def drop(self, inquiry: Inquiry) -> None:
+        """Nobody wants to know any more. O(1)."""
+        inquiry.is_open = False
 
     def take_question(self) -> Question | None:
-        """All keys that are wanted since the last question; None if there are none, or if the last one has no answer
-        yet."""
+        """All that is wanted since the last question; None if that is nothing, or if the last one has no answer
+        yet. O(inquiries)."""
         with self._lock:
-            if not self._wanted or self._asked:
+            if self._asked or not self._wanted:
                 return None
-            keys = tuple(self._wanted)
-            self._asked = set(keys)
-            self._wanted.clear()
-            return Question(self._epoch, keys)
-
-    def answer(self, question: Question, found: Sequence[bool]) -> None:
-        """The store's answer. If the store could not be asked, the caller passes that nothing was found."""
-        with self._lock:
-            if question.epoch == self._epoch:
-                self._asked.clear()
-                self._note(question.keys, found)
+            self._asked = [one for one in self._wanted if one.is_open]
+            self._wanted = []
+            return Question(self._epoch, self._asked) if self._asked else None
 
     def note(self, keys: Sequence[bytes], *, present: bool) -> None:
-        """Known without asking: these keys were put, or could not be fetched."""
-        with self._lock:
-            self._note(keys, [present] * len(keys))
-
-    def _note(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        now = self._clock()
-        for key, present in zip(keys, found, strict=True):
-            self._answers[key] = present, now + (PRESENT_SECONDS if present else ABSENT_SECONDS)
-            self._answers.move_to_end(key)
-        while len(self._answers) > _MAX_ANSWERS:
-            self._answers.popitem(last=False)
+        """Known without asking: these keys were put, or could not be fetched. O(keys)."""
+        self._note(keys, present, None)
 
     def forget(self) -> None:
-        """Keys have another meaning from now on."""
+        """Keys have another meaning from now on. Who still wants to know asks again."""
         with self._lock:
             self._epoch += 1
             self._answers.clear()
-            self._wanted.clear()
-            self._asked.clear()
+            self._close(self._wanted)
+            self._close(self._asked)
+            self._wanted, self._asked = [], []
+            self.version += 1
+
+    # -- for the thread that asks the store -----------------------------------------------------------------
+
+    def unknown(self, question: Question) -> list[bytes]:
+        """The keys to ask the store about, each once."""
+        now = self._clock()
+        wanted = chain.from_iterable(islice(one.keys, one.start, None) for one in question.inquiries)
+        answers = self._answers
+        return [key for key in dict.fromkeys(wanted) if (answer := answers.get(key)) is None or now >= answer.until]
+
+    def answer(self, question: Question, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        """The store's answer for the keys that were unknown. If the store could not be asked, the caller passes that
+        nothing was found."""
+        self._note(list(compress(keys, found)), True, question.epoch)
+        self._note(list(compress(keys, map(not_, found))), False, question.epoch)
+        with self._lock:
+            if question.epoch == self._epoch:
+                self._close(question.inquiries)
+                self._asked = []
+                self.version += 1
+
+    def _note(self, keys: Sequence[bytes], is_present: bool, epoch: int | None) -> None:
+        """Piece by piece, so that nobody waits for the lock for long. `epoch`: ignore the rest in another one."""
+        answer = _Answer(is_present, self._clock() + (PRESENT_SECONDS if is_present else ABSENT_SECONDS))
+        for start in range(0, len(keys), _PIECE):
+            with self._lock:
+                if epoch is not None and epoch != self._epoch:
+                    return
+                answers = self._answers
+                for key in keys[start : start + _PIECE]:
+                    answers[key] = answer
+                    answers.move_to_end(key)
+                while len(answers) > _MAX_ANSWERS:
+                    answers.popitem(last=False)
+
+    def _close(self, inquiries: Sequence[Inquiry]) -> None:
+        for one in inquiries:
+            one.is_open = False

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstow.errors import TierUnavailableError
@@ -22,7 +22,8 @@ _PROBE_KEY = bytes(34)
 
 
 class LookupResult(NamedTuple):
-    """How a question ended. `error`: why the store gave no answer."""
+    """How a question ended. `keys`: that the store was asked about; 0 if all were known by then. `error`: why the
+    store gave no answer."""
 
     is_probe: bool
     keys: int
@@ -46,7 +47,8 @@ class LookupThread:
         self._table, self._client = table, client
         self._timeout, self._on_news, self._clock = timeout, on_news, clock
         self._state = threading.Condition()
-        self._questions: deque[tuple[Sequence[bytes], NameOf, Question | None]] = deque()
+        self._questions: deque[tuple[NameOf, Question | None]] = deque()
+        """None: a probe."""
         self._results: list[LookupResult] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstow-tier-lookup", daemon=True)
@@ -54,16 +56,16 @@ class LookupThread:
 
     def ask(self, name_of: NameOf) -> bool:
         """Send all that is wanted as one question, unless one is under way; whether it was sent. Call it once in a
-        step. `name_of` is called on the thread."""
+        step: it is O(requests), because the thread finds the keys to ask about, and their names."""
         question = self._table.take_question()
         if question is None:
             return False
-        self._send(question.keys, name_of, question)
+        self._send(name_of, question)
         return True
 
     def probe(self, fingerprint: str) -> None:
         """Ask for one object, to see whether the store answers."""
-        self._send((_PROBE_KEY,), lambda key: ObjectName(fingerprint, key, 0, 1), None)
+        self._send(lambda key: ObjectName(fingerprint, key, 0, 1), None)
 
     def take_results(self) -> list[LookupResult]:
         """All questions that have ended since the last call, in order."""
@@ -79,9 +81,9 @@ class LookupThread:
         self._client.close()
         self._thread.join()
 
-    def _send(self, keys: Sequence[bytes], name_of: NameOf, question: Question | None) -> None:
+    def _send(self, name_of: NameOf, question: Question | None) -> None:
         with self._state:
-            self._questions.append((keys, name_of, question))
+            self._questions.append((name_of, question))
             self._state.notify_all()
 
     def _run(self) -> None:
@@ -90,28 +92,32 @@ class LookupThread:
                 self._state.wait_for(lambda: self._questions or self._closing)
                 if self._closing:
                     return
-                keys, name_of, question = self._questions.popleft()
-            result = self._ask([name_of(key) for key in keys], question)
+                name_of, question = self._questions.popleft()
+            result = self._ask(name_of, question)
             with self._state:
                 self._results.append(result)
             if self._on_news is not None:
                 self._on_news()
 
-    def _ask(self, names: list[ObjectName], question: Question | None) -> LookupResult:
+    def _ask(self, name_of: NameOf, question: Question | None) -> LookupResult:
+        keys = [_PROBE_KEY] if question is None else self._table.unknown(question)
         begun = self._clock()
-        error: str | None = None
-        found = [False] * len(names)
+        found, error = self._find([name_of(key) for key in keys]) if keys else ([], None)
+        seconds = self._clock() - begun
+        if question is not None:
+            self._table.answer(question, keys, found)
+        return LookupResult(question is None, len(keys), seconds, error)
+
+    def _find(self, names: list[ObjectName]) -> tuple[list[bool], str | None]:
+        """What the store has of these, and why it gave no answer."""
         try:
-            answer = self._client.exists(names, self._timeout)
-            if len(answer) != len(names):
-                raise ValueError(f"the store gave {len(answer)} answers for {len(names)} objects")
-            found = answer
+            found = self._client.exists(names, self._timeout)
+            if len(found) != len(names):
+                raise ValueError(f"the store gave {len(found)} answers for {len(names)} objects")
+            return found, None
         except TierUnavailableError as outage:
             error = str(outage)
         except Exception as defect:
             logger.exception("a lookup of %d objects failed: unexpected error", len(names))
             error = repr(defect)
-        seconds = self._clock() - begun
-        if question is not None:
-            self._table.answer(question, found)
-        return LookupResult(question is None, len(names), seconds, error)
+        return [False] * len(names), error

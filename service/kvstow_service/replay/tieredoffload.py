@@ -183,7 +183,7 @@ class TieredOffload(EmbeddedOffload):
         tier = self._now.tier
         lease = self._engine.acquire(keys, count=False)
         tier.note_used(lease.keys)
-        wait = tier.look_for(keys) if len(lease.keys) < len(keys) else None
+        wait = tier.look_for(keys, len(lease.keys)) if len(lease.keys) < len(keys) else None
         if wait is not None:
             return _Found(self, tier, keys, lease, wait)
         self._engine.count_lookup(len(keys), len(lease.keys))

@@ -172,6 +172,61 @@ def test_requests_share_questions_and_fetches(node: TieredNode) -> None:
     assert node.fleet.is_over(second)
 
 
+def test_a_request_takes_the_answer_to_the_question_of_another_one(node: TieredNode) -> None:
+    node.add(KEYS[:4])
+    node.store_of_names.lookups.shut()
+    first = node.fleet.look_for(KEYS[:4])
+    node.fleet.step()
+    node.store_of_names.lookups.wait_arrived(1)
+    second, third = node.fleet.look_for(KEYS[:4]), node.fleet.look_for(KEYS[:6])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    version = node.fleet._table.version
+    node.store_of_names.lookups.open()
+    node.eventually(lambda: node.fleet._table.version > version)
+    assert not node.fleet.is_over(second)
+    assert (second.state, third.state) == ("fetching", "asking")
+    node.hear()
+    assert not node.fleet.is_over(third)
+    assert third.ops == second.ops
+    assert node.store_of_names.batches == [("exists", 4), ("exists", 2)]
+    assert node.fleet.status().counters.asked_blocks == 6
+
+
+def test_blocks_that_arrive_while_a_request_asks_count_as_the_pools(make_node: MakeNode) -> None:
+    node = make_node(prefill_rate=100.0)
+    node.fleet.break_even.note_fetch(100, 0.001)
+    node.add(KEYS[:5])
+    wait = node.fleet.look_for(KEYS[:5])
+    assert wait is not None
+    node.store(KEYS[:2])
+    node.hear()
+    assert not node.fleet.is_over(wait)
+    assert [op.keys for op in node.ops("fetch")] == [tuple(KEYS[2:5])]
+    assert node.fleet.status().decision.startswith("3 blocks take")
+    assert "0.300 s to compute" in node.fleet.status().decision
+
+
+def test_a_request_asks_again_if_keys_change_their_meaning_meanwhile(node: TieredNode) -> None:
+    node.add(KEYS[:2])
+    node.fleet._table.note(KEYS[:1], present=True)
+    wait = node.fleet.look_for(KEYS[:2])
+    assert wait is not None
+    node.fleet.reset()
+    assert node.fleet.is_over(wait), "what was known of the first key meant other weights"
+    assert node.ops("fetch") == []
+    node.fleet.begin_epoch("f")
+    wait = node.look(KEYS[:2])
+    node.fleet.note_purged()
+    node.fleet.step()
+    assert not node.fleet.is_over(wait)
+    node.hear()
+    assert not node.fleet.is_over(wait)
+    assert [op.keys for op in node.ops("fetch")] == [tuple(KEYS[:2])]
+    assert node.store_of_names.batches == [("exists", 2)] * 2
+
+
 def test_what_was_absent_is_not_asked_for_again_soon(node: TieredNode, clock: FakeClock) -> None:
     assert not node.fetch_all(KEYS[:3])
     assert node.fleet.look_for(KEYS[:3]) is None
@@ -645,7 +700,7 @@ def test_a_closed_tier_begins_nothing_and_nobody_waits_for_it(node: TieredNode) 
     node.fleet.step()
     assert node.ops("put") == []
     assert node.fleet.look_for(KEYS[3:5]) is None
-    assert node.fleet._begin_fetch(KEYS[8:9]) == set(), "an op began after the end"
+    assert node.fleet._begin_fetch(KEYS[8:9]) == [], "an op began after the end"
 
 
 def test_ops_of_the_tier_that_a_session_had_before_do_not_confuse_the_next_one(

@@ -172,7 +172,15 @@ def test_only_what_is_absent_is_fetched(make_node: MakeNode) -> None:
     node = make_node(ranks=1)
     node.store(KEYS[1:2])
     only(node.fetch(KEYS[2:3]))
-    assert node.tier.places(KEYS[:4]) == ["absent", "pool", "filling", "absent"]
+    assert [node.tier.visible_until(KEYS[:4], at) for at in range(4)] == [
+        (0, False),
+        (2, True),
+        (2, True),
+        (3, False),
+    ]
+    assert node.tier.visible_until(KEYS[:2], 1) == (2, False)
+    assert node.tier.absent(KEYS[:4]) == [KEYS[0], KEYS[3]]
+    assert node.tier.absent(KEYS[3:4]) == [KEYS[3]]
     assert only(node.fetch(KEYS[:4])).keys == (KEYS[0], KEYS[3])
     assert node.fetch(KEYS[:4]) == []
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvstow.testing.fakes import FakeClock
@@ -22,54 +24,111 @@ def asked(table: LookupTable) -> Question:
     return question
 
 
+def presence(table: LookupTable, keys: Sequence[bytes]) -> list[bool | None]:
+    """What is known of each key by itself."""
+    found: list[bool | None] = []
+    for key in keys:
+        end, is_final = table.present_until([key], 0)
+        found.append(True if end else False if is_final else None)
+    return found
+
+
 def test_one_question_has_all_that_is_wanted_once(table: LookupTable) -> None:
-    assert table.presence([b"a", b"b"]) == [None, None]
-    assert table.presence([b"b", b"c"]) == [None, None]
-    assert asked(table).keys == (b"a", b"b", b"c")
+    first, second = table.want([b"x", b"a", b"b"], 1), table.want([b"b", b"c"], 0)
+    question = asked(table)
+    assert table.unknown(question) == [b"a", b"b", b"c"]
     assert table.take_question() is None
+    table.answer(question, [b"a", b"b", b"c"], [True, False, True])
+    assert not first.is_open
+    assert not second.is_open
+    assert presence(table, [b"x", b"a", b"b", b"c"]) == [None, True, False, True]
 
 
 def test_a_second_question_waits_for_the_first_answer(table: LookupTable) -> None:
-    table.presence([b"a"])
+    table.want([b"a"], 0)
     first = asked(table)
-    assert table.presence([b"a", b"b"]) == [None, None]
+    inquiry = table.want([b"a", b"b"], 0)
     assert table.take_question() is None
-    table.answer(first, [True])
-    assert table.presence([b"a"]) == [True]
-    assert asked(table).keys == (b"b",), "what is being asked is not asked again"
+    before = table.version
+    table.answer(first, [b"a"], [True])
+    assert table.version > before, "who wants to know looks again"
+    assert table.present_until([b"a", b"b"], 0) == (1, False)
+    assert inquiry.is_open
+    assert table.unknown(asked(table)) == [b"b"], "what is known is not asked again"
+
+
+def test_what_nobody_wants_to_know_any_more_is_not_asked(table: LookupTable) -> None:
+    table.drop(table.want([b"a"], 0))
+    assert table.take_question() is None
+    table.drop(table.want([b"a"], 0))
+    table.want([b"b"], 0)
+    assert table.unknown(asked(table)) == [b"b"]
+
+
+def test_a_run_ends_at_the_first_key_that_is_absent_or_unknown(table: LookupTable) -> None:
+    keys = [b"a", b"b", b"c", b"d", b"e"]
+    table.note(keys[:2], present=True)
+    table.note(keys[2:3], present=True)
+    table.note(keys[3:4], present=False)
+    assert table.present_until(keys, 0) == (3, True)
+    assert table.present_until(keys, 3) == (3, True)
+    assert table.present_until(keys, 4) == (4, False)
+    assert table.present_until(keys[:3], 1) == (3, True), "that is all of them"
 
 
 def test_answers_are_kept_for_a_while(table: LookupTable, clock: FakeClock) -> None:
-    table.presence([b"a", b"b"])
-    table.answer(asked(table), [True, False])
+    table.want([b"a", b"b"], 0)
+    table.answer(asked(table), [b"a", b"b"], [True, False])
     clock.advance(ABSENT_SECONDS - 0.1)
-    assert table.presence([b"a", b"b"]) == [True, False]
-    assert table.take_question() is None
+    assert presence(table, [b"a", b"b"]) == [True, False]
+    table.want([b"a", b"b"], 0)
+    question = asked(table)
+    assert table.unknown(question) == []
     clock.advance(0.1)
-    assert table.presence([b"a", b"b"]) == [True, None]
+    assert presence(table, [b"a", b"b"]) == [True, None]
+    assert table.unknown(question) == [b"b"]
     clock.advance(PRESENT_SECONDS - ABSENT_SECONDS)
-    assert table.presence([b"a"]) == [None]
+    assert presence(table, [b"a"]) == [None]
 
 
 def test_what_is_known_without_asking_replaces_an_answer(table: LookupTable) -> None:
-    table.presence([b"a", b"b"])
-    table.answer(asked(table), [True, False])
+    table.want([b"a", b"b"], 0)
+    table.answer(asked(table), [b"a", b"b"], [True, False])
     table.note([b"a"], present=False)
     table.note([b"b"], present=True)
-    assert table.presence([b"a", b"b"]) == [False, True]
+    assert presence(table, [b"a", b"b"]) == [False, True]
 
 
 def test_answers_from_before_keys_changed_their_meaning_are_ignored(table: LookupTable) -> None:
-    table.presence([b"a"])
+    first = table.want([b"a"], 0)
     before = asked(table)
+    late = table.want([b"c"], 0)
+    version = table.version
     table.forget()
-    table.presence([b"b"])
-    table.answer(before, [True])
-    assert table.presence([b"a"]) == [None]
-    assert asked(table).keys == (b"b", b"a")
+    assert not first.is_open
+    assert not late.is_open
+    assert table.version > version, "who waits asks again"
+    table.want([b"b"], 0)
+    table.answer(before, [b"a"], [True])
+    assert presence(table, [b"a"]) == [None]
+    after = asked(table)
+    assert table.unknown(after) == [b"b"]
+    table.answer(before, [b"a"], [True])
+    assert after.inquiries[0].is_open
+    assert table.take_question() is None, "the answer to a question of before is none to that of now"
+
+
+@pytest.mark.parametrize("piece", [1, 2, 128])
+def test_answers_are_noted_piece_by_piece(table: LookupTable, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr("kvstow.tier.lookups._PIECE", piece)
+    keys = [bytes([number]) for number in range(5)]
+    table.want(keys, 0)
+    table.answer(asked(table), keys, [True, True, True, False, True])
+    assert table.present_until(keys, 0) == (3, True)
+    assert presence(table, keys) == [True, True, True, False, True]
 
 
 def test_old_answers_make_room(table: LookupTable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow.tier.lookups._MAX_ANSWERS", 2)
-    table.note([b"a", b"b", b"c"], present=True)
-    assert table.presence([b"a", b"b", b"c"]) == [None, True, True]
+    table.note([b"a", b"b", b"a", b"c"], present=True)
+    assert presence(table, [b"a", b"b", b"c"]) == [True, None, True]

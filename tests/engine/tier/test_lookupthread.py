@@ -56,15 +56,15 @@ def test_the_answer_comes_on_another_thread(
     lookups: LookupThread, table: LookupTable, store: ControlledStore, eventually: Eventually
 ) -> None:
     store.lookups.shut()
-    table.presence(KEYS)
+    table.want(KEYS, 0)
     assert lookups.ask(name_of)
     assert not lookups.ask(name_of), "one question at a time"
     store.lookups.wait_arrived(1)
-    assert table.presence(KEYS) == [None, None]
+    assert table.present_until(KEYS, 0) == (0, False)
     store.lookups.open()
     (result,) = results(lookups, 1, eventually)
     assert (result.is_probe, result.keys, result.error) == (False, 2, None)
-    assert table.presence(KEYS) == [True, False]
+    assert table.present_until(KEYS, 0) == (1, True)
     assert store.batches == [("exists", 2)]
 
 
@@ -78,15 +78,15 @@ def test_no_answer_means_that_nothing_was_found(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store.error = error
-    table.presence(KEYS)
+    table.want(KEYS, 0)
     with caplog.at_level(logging.ERROR, "kvstow.tier"):
         lookups.ask(name_of)
         (result,) = results(lookups, 1, eventually)
     assert str(error) in (result.error or "")
     assert ("unexpected" in caplog.text) == isinstance(error, ZeroDivisionError)
-    assert table.presence(KEYS) == [False, False]
+    assert [table.present_until(KEYS, at) for at in (0, 1)] == [(0, True), (1, True)]
     store.error = None
-    table.presence([b"\0\0c"])
+    table.want([b"\0\0c"], 0)
     lookups.ask(name_of)
     assert results(lookups, 1, eventually)[0].error is None, "the thread goes on"
 
@@ -95,13 +95,25 @@ def test_too_few_answers_are_none(
     lookups: LookupThread, table: LookupTable, store: ControlledStore, eventually: Eventually
 ) -> None:
     store.max_answers = 1
-    table.presence(KEYS)
+    table.want(KEYS, 0)
     lookups.ask(name_of)
     (result,) = results(lookups, 1, eventually)
     assert "1 answers for 2 objects" in (result.error or "")
-    assert table.presence(KEYS) == [False, False]
+    assert [table.present_until(KEYS, at) for at in (0, 1)] == [(0, True), (1, True)]
     lookups.probe("f")
     assert results(lookups, 1, eventually)[0].error is None, "the thread goes on"
+
+
+def test_what_is_known_by_then_is_not_asked(
+    lookups: LookupThread, table: LookupTable, store: ControlledStore, eventually: Eventually
+) -> None:
+    inquiry = table.want(KEYS, 0)
+    table.note(KEYS, present=True)
+    assert lookups.ask(name_of)
+    (result,) = results(lookups, 1, eventually)
+    assert (result.is_probe, result.keys, result.error) == (False, 0, None)
+    assert not inquiry.is_open
+    assert store.batches == []
 
 
 def test_a_probe_asks_for_one_object(lookups: LookupThread, store: ControlledStore, eventually: Eventually) -> None:

@@ -113,10 +113,10 @@ class EngineTier:
 
     # -- for requests ---------------------------------------------------------------------------------------
 
-    def look_for(self, keys: Sequence[bytes]) -> TierWait | None:
-        return self._safely("look-up", lambda: self._look_for(keys), None)
+    def look_for(self, keys: Sequence[bytes], first: int) -> TierWait | None:
+        return self._safely("look-up", lambda: self._look_for(keys, first), None)
 
-    def _look_for(self, keys: Sequence[bytes]) -> TierWait | None:
+    def _look_for(self, keys: Sequence[bytes], first: int) -> TierWait | None:
         self.has_had_request = True
         identify, self._identify = self._identify, None
         if identify is not None:
@@ -126,7 +126,7 @@ class EngineTier:
                 self.fleet.reset(found.reason)
             else:
                 self.fleet.begin_epoch(found.value)
-        return self.fleet.look_for(keys)
+        return self.fleet.look_for(keys, first)
 
     def is_over(self, wait: TierWait) -> bool:
         return self._safely("wait of a request", lambda: self.fleet.is_over(wait), otherwise=True)

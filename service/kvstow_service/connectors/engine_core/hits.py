@@ -78,6 +78,8 @@ class EmbeddedHits:
 
     def _hold_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | Later | None:
         """Find and hold in one step, where only the leading run counts."""
+        if self.tier is not None and self.tier.is_waiting(tracked):
+            return LATER  # before the keys are copied
         keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
         if self.tier is None:
             lease = self._engine.acquire(keys, count=False)

@@ -21,7 +21,7 @@ class _Waiting(NamedTuple):
 class WaitingTier(Protocol):
     """What is used of an `EngineTier`."""
 
-    def look_for(self, keys: Sequence[bytes]) -> TierWait | None: ...
+    def look_for(self, keys: Sequence[bytes], first: int) -> TierWait | None: ...
     def is_over(self, wait: TierWait) -> bool: ...
     def note_used(self, keys: Sequence[bytes]) -> None: ...
 
@@ -38,6 +38,11 @@ class TierWaits:
         self._asked: dict[TrackedRequest, _Waiting | None] = {}
         """None: it has waited."""
 
+    def is_waiting(self, tracked: TrackedRequest) -> bool:
+        """Whether `acquire` would return None once more. O(1)."""
+        waiting = self._asked.get(tracked)
+        return waiting is not None and not self._tier.is_over(waiting.wait)
+
     def acquire(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> Lease | None:
         """The leading keys that are present, leased. None: ask again in the next step."""
         is_first, waiting = tracked not in self._asked, self._asked.get(tracked)
@@ -47,7 +52,11 @@ class TierWaits:
         self._asked[tracked] = None
         if waiting is not None:
             self._engine.release_lease(waiting.lease)
-        elif is_first and len(lease.keys) < len(keys) and (wait := self._tier.look_for(keys)) is not None:
+        elif (
+            is_first
+            and len(lease.keys) < len(keys)
+            and (wait := self._tier.look_for(keys, len(lease.keys))) is not None
+        ):
             self._asked[tracked] = _Waiting(wait, lease)
             return None
         if is_first or waiting is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from kvstow.control.fleettier import FleetTier, TierWait
@@ -64,7 +65,7 @@ class NamespaceTier:
         """A request has found these runs of its keys in the pool."""
         fleet = self.fleet
         if fleet is not None and runs:
-            fleet.note_used([key for first, length in runs for key in keys[first : first + length]])
+            fleet.note_used(list(chain.from_iterable(keys[first : first + length] for first, length in runs)))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """An engine's model has computed so many tokens of prompts."""

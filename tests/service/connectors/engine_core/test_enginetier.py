@@ -19,6 +19,8 @@ from kvstow.tier.objectname import ObjectName
 from kvstow.tier.writepolicy import WriteMode
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.enginetier import EngineTier
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 TOKENS = "abcdefgh"
 KEYS = keys_of(TOKENS)
@@ -195,6 +197,29 @@ def test_a_look_up_that_takes_long_costs_20_ms(make: MakeHost, store: Controlled
     assert host.look_up(request) is None
     host.time.advance(0.0002)
     assert host.look_up(request) == 0
+
+
+def test_the_keys_of_a_request_that_waits_are_not_copied_in_each_step(
+    make: MakeHost, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.lookups.shut()
+    host = make()
+    request = FakeRequest("r", TOKENS)
+    assert host.look_up(request) is None
+    copied: list[int] = []
+    keys = TrackedRequest.keys
+
+    def counted(tracked: TrackedRequest, group: KVGroup, first: int, end: int) -> list[bytes]:
+        copied.append(end - first)
+        return keys(tracked, group, first, end)
+
+    monkeypatch.setattr(TrackedRequest, "keys", counted)
+    for _ in range(3):
+        assert host.look_up(request) is None
+    assert copied == []
+    host.time.advance(1)
+    assert host.look_up(request) == 0
+    assert copied == [len(KEYS)]
 
 
 def test_what_the_pool_has_is_kept_for_a_request_that_waits(
