@@ -11,6 +11,8 @@ from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdent
 
 WEIGHTS_CHANGED: Final = "weights_changed: the engine has new weights, which have no name yet"
 """Why a session has no fingerprint after it was reset."""
+TIER_FAILED: Final = "tier_failed: an unexpected error, which the log has; detach the store and attach it, or restart"
+"""Why a session has none after a defect."""
 _DIGITS = 32
 
 

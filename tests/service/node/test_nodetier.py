@@ -19,13 +19,15 @@ from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
 from kvstow.attach.kinds import VersionRange
 from kvstow.control.fleettier import TierSettings
-from kvstow.errors import TierUnavailableError
+from kvstow.errors import ConflictError, TierUnavailableError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
+from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.tier.namespacetier import NamespaceTier
 from kvstow_service.node.tier.pooltier import PoolTier
+from kvstow_service.tiers import tierhost
 from kvstow_service.tiers.tierhost import TierChoice
 
 MIB = 1 << 20
@@ -292,6 +294,40 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     call = engine.scheduler.call(Lookup(keys_of(50, 2)))
     engine.wait_for(lambda: call.done)
     assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
+
+
+def test_no_name_switches_on_a_tier_for_kv_groups_that_it_cannot_fetch(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    group = replace(POOL.groups[0], kind="window", window=8)
+    engine = engines(node, replace(NAMED, pool=replace(POOL, groups=(group,))))
+    engine.wait_for(lambda: node.tier.host.tiers())
+    with pytest.raises(ConflictError, match="KV groups"):
+        node.tier.host.name_weights(only_pool(node).name, None, "v2")
+
+
+def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_attached_again(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    fleet = tier_of(node).fleet
+    assert fleet is not None
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(fleet, "step", fail)
+    engine.wait_for(lambda: node.tier.host.tiers()[0].status.state == "off")
+    assert node.tier.host.tiers()[0].status.reason == TIER_FAILED
+    with pytest.raises(ConflictError, match="tier_failed"):
+        node.tier.host.name_weights(only_pool(node).name, None, "v2")
+    engine.store_until_found(keys_of(0, 4))
+    node.tier.host.detach()
+    assert node.tier.host.tiers() == []
+    monkeypatch.setattr(tierhost, "open_store", lambda url: ControlledStore())
+    node.tier.host.attach("redis://other:1", None)
+    engine.wait_for(lambda: tier_of(node).may_have_more)
 
 
 def test_the_speed_of_prefill_comes_from_the_engines(

@@ -12,6 +12,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import ConfigError, ConflictError
 from kvstow.status import HOST_NAME
+from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.store import LookupClient
 from kvstow_api.tiercontrol import TierClient
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
@@ -192,6 +193,8 @@ class EmbeddedTier:
     def _fingerprint_of(self, weights_id: str) -> str:
         if self._tier is None or not self._tier.has_had_request:
             raise ConflictError(NO_REQUEST)
+        if self._tier.has_failed:
+            raise ConflictError(TIER_FAILED)
         found = self._identity.named(weights_id)
         if found.value is None:
             raise ConflictError(found.reason)

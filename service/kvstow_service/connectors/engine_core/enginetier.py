@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.messages import TierOp
-from kvstow.tier.fingerprint import Fingerprint, fingerprint, named_weights
+from kvstow.tier.fingerprint import TIER_FAILED, WEIGHTS_CHANGED, Fingerprint, fingerprint, named_weights
 from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter, ScheduledStep
 from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 
@@ -50,7 +51,7 @@ class TierIdentity:
 class EngineTier:
     """Drives a `FleetTier` with vLLM's steps. Used by the scheduler's thread.
 
-    No call waits for the store, and none raises: after an error, which is a defect, there is no tier any more.
+    No call waits for the store, and none raises: after an error, which is a defect, the tier is off.
     """
 
     def __init__(
@@ -71,15 +72,19 @@ class EngineTier:
         """So vLLM has its block hashes."""
         self._identify = identify
         self._meter = PrefillMeter(min(LEAST_TOKENS, max_step_tokens // 2), clock)
+        self._known = Fingerprint(None, WEIGHTS_CHANGED)
+        """After a failure: what the next tier goes on from."""
         self._is_closed = False
 
     def go_on_from(self, before: EngineTier) -> None:
         """The same engine had another store before: what is known of its weights stays."""
         self.has_had_request, self._identify = before.has_had_request, before._identify
-        if before.fleet.fingerprint is not None:
-            self.fleet.begin_epoch(before.fleet.fingerprint)
+        fleet = before.fleet
+        known = before._known if before.has_failed else Fingerprint(fleet.fingerprint, fleet.status().reason)
+        if known.value is not None:
+            self.fleet.begin_epoch(known.value)
         else:
-            self.fleet.reset(before.fleet.status().reason)
+            self.fleet.reset(known.reason)
 
     # -- for each step --------------------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ class EngineTier:
 
     def reset(self) -> None:
         """Keys mean other bytes from now on."""
-        self._identify = None
+        self._identify, self._known = None, Fingerprint(None, WEIGHTS_CHANGED)
         self._safely("reset", self.fleet.reset, None)
 
     def close(self) -> None:
@@ -154,5 +159,8 @@ class EngineTier:
             return call()
         except Exception:
             self.has_failed = True
-            logger.exception("%s: the fleet tier has failed; vLLM serves without it until it restarts", what)
+            logger.exception("%s: the fleet tier has failed; vLLM serves without it", what)
+            with suppress(Exception):  # its state may be broken
+                self._known = Fingerprint(self.fleet.fingerprint, self.fleet.status().reason)
+                self.fleet.reset(TIER_FAILED)
             return otherwise

@@ -11,10 +11,9 @@ logger = logging.getLogger("kvstow.tier")
 
 
 class ActionThread:
-    """`do` never waits. An action that raises is logged and counted; those after it are done."""
+    """`do` never waits. An action that raises is logged; those after it are done."""
 
     def __init__(self, name: str) -> None:
-        self.faults = 0
         self._actions: deque[Callable[[], object]] = deque()
         self._state = threading.Condition()
         self._closing = False
@@ -43,5 +42,4 @@ class ActionThread:
             try:
                 action()
             except Exception:
-                self.faults += 1
-                logger.exception("a change of the tier's memory failed")
+                logger.exception("an action on thread %s has failed; the others go on", self._thread.name)

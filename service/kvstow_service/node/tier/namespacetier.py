@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.control.tiersession import TierSession
+from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow_service.node.pools.nodepool import KnownNamespace
 from kvstow_service.node.tier.pooltier import PoolTier
 
@@ -42,6 +44,8 @@ class NamespaceTier:
         self._do, self._wake, self._post = do, wake, post
         self.fleet: FleetTier | None = None
         """None until the tier's thread has made it, and after `fail`."""
+        self.failed: FleetTier | None = None
+        """It is shown, as off, but not used any more."""
         self.is_closed = False
         """No engine may use it any more."""
         self._early: deque[Sequence[bytes]] = deque(maxlen=1024)
@@ -135,12 +139,11 @@ class NamespaceTier:
             self._post(one.then)
 
     def fail(self, error: Exception) -> None:
-        """A defect: this namespace goes on without the tier. Logs it."""
-        logger.error(
-            "the tier of namespace %s has failed: it stays off until the service restarts",
-            *(self.namespace.name,),
-            exc_info=error,
-        )
-        self.fleet = None
+        """A defect: this namespace goes on without the tier, and operators see why. Logs it."""
+        logger.error("the tier of namespace %s has failed and is off", self.namespace.name, exc_info=error)
         self.control.on_stored = None
+        if self.fleet is not None:
+            self.failed, self.fleet = self.fleet, None
+            with suppress(Exception):  # its state may be broken
+                self.failed.reset(TIER_FAILED)
         self.answer_all()

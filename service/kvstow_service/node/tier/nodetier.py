@@ -17,7 +17,7 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import ConflictError
-from kvstow.tier.fingerprint import Fingerprint, fingerprint, named_weights
+from kvstow.tier.fingerprint import TIER_FAILED, Fingerprint, fingerprint, named_weights
 from kvstow_api.tiercontrol import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
@@ -201,7 +201,6 @@ class _Open:
             clock=self._clock,
             on_news=self._wake.set,
         )
-        tier.begin(fleet)
         self._tiers.append(tier)
         self._host.add(
             fleet,
@@ -209,8 +208,9 @@ class _Open:
             namespace=tier.namespace.name,
             model=identity.model,
             clients=self._clients,
-            fingerprint_of=partial(_name_weights, pool, tier.namespace),
+            fingerprint_of=partial(_name_weights, tier),
         )
+        tier.begin(fleet)  # bypassed by now, if its pool is
 
     def _clients(self) -> list[TierClient]:
         transfers = self._shared.client
@@ -242,7 +242,7 @@ class _Open:
         self._tiers.remove(tier)
         tier.is_closed = True
         tier.answer_all()
-        fleet, tier.fleet = tier.fleet, None
+        fleet, tier.fleet, tier.failed = tier.fleet or tier.failed, None, None
         if fleet is not None:
             self._host.remove(fleet)
             tier.pool_tier.submit(tier, fleet.take_plans())
@@ -287,7 +287,8 @@ class _Open:
                 self._wake.wait(self._patience())
                 self._wake.clear()
                 self._step()
-        except Exception as error:  # noqa: BLE001 - engines go on without the tier
+        except Exception as error:
+            logger.exception("the thread of the fleet tier has ended; engines go on without the tier")
             for tier in self._tiers:
                 tier.fail(error)
 
@@ -315,20 +316,30 @@ class _Open:
         try:
             action()
         except Exception:
-            logger.exception("a change of the tier failed")
+            logger.exception("an action of the fleet tier has failed; the others go on")
 
 
 def _fingerprint_of(pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
     """What an engine in this namespace has in the store."""
     if "@" in namespace.name:
         return Fingerprint(None, _RESET)
-    if len(pool.identity.groups) != 1 or not pool.identity.groups[0].kind.startswith("full"):
+    if not _keeps_all_blocks(pool):
         return Fingerprint(None, _GROUPS)
     return fingerprint(pool.identity, namespace.identity, weights)
 
 
-def _name_weights(pool: NodePool, namespace: KnownNamespace, weights_id: str) -> str:
+def _keeps_all_blocks(pool: NodePool) -> bool:
+    groups = pool.identity.groups
+    return len(groups) == 1 and groups[0].kind.startswith("full")
+
+
+def _name_weights(tier: NamespaceTier, weights_id: str) -> str:
     """Raises `ConflictError`."""
+    pool, namespace = tier.pool_tier.pool, tier.namespace
+    if tier.failed is not None:
+        raise ConflictError(TIER_FAILED)
+    if not _keeps_all_blocks(pool):
+        raise ConflictError(_GROUPS)
     identity = replace(namespace.identity, epoch=0)
     found = fingerprint(pool.identity, identity, named_weights(weights_id, identity.model))
     if found.value is None:

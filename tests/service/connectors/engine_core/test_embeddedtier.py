@@ -12,6 +12,7 @@ from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.errors import ConfigError, ConflictError
 from kvstow.messages import TierCompletion
 from kvstow.testing.tier import ControlledStore
+from kvstow.tier.fingerprint import WEIGHTS_CHANGED
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_service.connectors.engine_core import embeddedtier
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
@@ -159,6 +160,31 @@ def test_weights_that_changed_while_no_store_was_attached_have_no_name(make: Cal
     host.step_tier()
     (tier,) = host.embedded.host.tiers()
     assert tier.status.state == "on"
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_after_a_defect_another_store_goes_on_with_the_weights_of_now(
+    make: Callable[..., TieredHost], monkeypatch: pytest.MonkeyPatch, *, is_reset: bool
+) -> None:
+    host = make()
+    host.look_up_later("other")
+    failed = host.embedded.tier
+    assert failed is not None
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(failed.fleet, "step", fail)
+    host.step_tier()
+    assert failed.has_failed
+    with pytest.raises(ConflictError, match="tier_failed"):
+        host.embedded.host.name_weights("host", None, "v2")
+    assert not is_reset or host.side.reset()
+    host.embedded.host.detach()
+    host.embedded.host.attach(SECOND, None)
+    host.step_tier()
+    (tier,) = host.embedded.host.tiers()
+    assert (tier.status.state, tier.status.reason) == (("off", WEIGHTS_CHANGED) if is_reset else ("on", ""))
 
 
 def test_weights_are_named_after_the_first_request(make: Callable[..., TieredHost]) -> None:

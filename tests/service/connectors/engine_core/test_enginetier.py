@@ -14,7 +14,7 @@ from kvstow.errors import TierUnavailableError
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.fingerprint import Fingerprint
+from kvstow.tier.fingerprint import TIER_FAILED, Fingerprint
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.writepolicy import WriteMode
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
@@ -339,6 +339,8 @@ def test_a_defect_of_the_tier_fails_no_request(
     assert caplog.text.count("the fleet tier has failed") == 1
     assert host.plan_tier({}) == ()
     assert not host.tier.wants_steps
+    status = host.tier.fleet.status()
+    assert (status.state, status.reason) == ("off", TIER_FAILED), "operators see it"
     host.side.finish(request, request.block_ids)
     assert host.leases == 0
 
