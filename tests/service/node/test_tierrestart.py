@@ -107,8 +107,8 @@ def test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_
     assert (after.pool["quarantined"], after.pool["is_waiting"], after.pool["blocks"]) == (6, True, 4)
     after.end_worker()
     eventually(lambda: not after.pool["quarantined"], "the end of the quarantine")
-    assert not after.pool["is_waiting"]
-    assert len(after.shown["sessions"]) == 1
+    eventually(lambda: not after.pool["is_waiting"], "the pool")
+    eventually(lambda: len(after.shown["sessions"]) == 1, "the end of the transfers' session")
     after.engine.wait_for(lambda: after.engine.load(OURS) == 4)
     assert after.shown["faults"] == 0
 
