@@ -305,8 +305,9 @@ def test_no_name_switches_on_a_tier_for_kv_groups_that_it_cannot_fetch(make_node
         node.tier.host.name_weights(only_pool(node).name, None, "v2")
 
 
+@pytest.mark.parametrize("broken", ["step", "look_for"])
 def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_attached_again(
-    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     node = make_node()
     engine = engines(node)
@@ -314,10 +315,13 @@ def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_atta
     fleet = tier_of(node).fleet
     assert fleet is not None
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(fleet, "step", fail)
+    monkeypatch.setattr(fleet, broken, fail)
+    call = engine.scheduler.call(Lookup(keys_of(50, 4)))
+    engine.wait_for(lambda: call.done)
+    assert call.answer(Found).leading == 0
     engine.wait_for(lambda: node.tier.host.tiers()[0].status.state == "off")
     assert node.tier.host.tiers()[0].status.reason == TIER_FAILED
     with pytest.raises(ConflictError, match="tier_failed"):

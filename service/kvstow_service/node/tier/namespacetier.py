@@ -93,7 +93,11 @@ class NamespaceTier:
                 self.control.on_stored(self._early.popleft())
 
     def _begin(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
-        wait = None if self.fleet is None else self.fleet.look_for(keys)
+        wait = None
+        try:
+            wait = None if self.fleet is None else self.fleet.look_for(keys)
+        except Exception as error:  # noqa: BLE001 - the request goes on with what the pool has
+            self.fail(error)
         if wait is None:
             self._post(then)
         else:
