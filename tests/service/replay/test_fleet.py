@@ -168,6 +168,8 @@ def test_a_store_is_detached_in_the_middle_of_a_fetch_and_another_one_attached(r
             arrived = first.gets.num_arrived + 1
             threads.append(Thread(target=change, args=(offload.host, arrived)))
             threads[0].start()
+        if number == 70:
+            assert changed.wait(60), "the rest is for the second store"
 
     result = replay(requests, first, nodes=1, slots=30, ranks=2, on_request=on_request)
     threads[0].join(60)

@@ -91,6 +91,12 @@ def pids_of(node: Node) -> list[int]:
     return [client.channel.pid for client in clients]
 
 
+def is_whole(node: RunningNode) -> bool:
+    """Whether its pool is in use, with all its slots."""
+    (pool,) = node.show()["pools"].values()
+    return (pool["quarantined"], pool["is_waiting"]) == (0, False)
+
+
 def test_what_one_node_has_stored_another_one_hits(make_node: MakeNode, engines: Engines) -> None:
     here, there = make_node(), make_node()
     keys = keys_of(0, 12)  # a lease holds half of a pool at most
@@ -150,8 +156,7 @@ def test_a_service_is_killed_with_its_processes_and_the_next_one_goes_on(
             again.store_until_found(keys_of(100, 4))
             again.wait_for(lambda: nodes[1].show()["put"] == 4)
             again.wait_for(lambda: len(nodes[1].show()["sessions"]) == 1)  # the former processes have ended
-            (pool,) = nodes[1].show()["pools"].values()
-            assert (pool["quarantined"], pool["is_waiting"]) == (0, False)
+            again.wait_for(lambda: is_whole(nodes[1]))
         finally:
             again.close()
     finally:
