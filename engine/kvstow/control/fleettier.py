@@ -150,7 +150,7 @@ class FleetTier:
         self._op_of: dict[bytes, int] = {}
         """The fetch under way that each key is part of."""
         self._in_store: OrderedDict[bytes, None] = OrderedDict()
-        """Keys that were put or fetched not long ago."""
+        """With `back`: keys that were put or fetched not long ago, and need not be put again."""
         self._asked = 0
         self._last: Estimate | None = None
         self._sample: TierWait | None = None
@@ -386,10 +386,8 @@ class FleetTier:
         if settled.fingerprint == self.fingerprint:
             if settled.direction == "fetch":
                 self._table.note(settled.keys[settled.moved :], present=False)
-            self._table.note(moved, present=True)
-            self._in_store.update(dict.fromkeys(moved))
-            while len(self._in_store) > self._max_in_store:
-                self._in_store.popitem(last=False)
+            if self._settings.write == "back":  # else the pool has them, and nobody looks for them in the store
+                self._note_in_store(moved)
         if settled.outage:
             self._note_outage(settled.error or "no answer")
         elif 2 * settled.failed > len(settled.keys):
@@ -397,6 +395,13 @@ class FleetTier:
                 self._log_opened()
         elif settled.error is None:
             self._breaker.note_success()
+
+    def _note_in_store(self, keys: Sequence[bytes]) -> None:
+        """They were put as they were evicted, or fetched."""
+        self._table.note(keys, present=True)
+        self._in_store.update(dict.fromkeys(keys))
+        while len(self._in_store) > self._max_in_store:
+            self._in_store.popitem(last=False)
 
     def _note_outage(self, reason: str) -> None:
         if self._breaker.note_outage(reason):
