@@ -346,6 +346,8 @@ class FleetTier:
                 self._writes.note_taken(sum(len(op.keys) for op in ops))
             else:
                 taken = self._writes.take(room)
+                if not taken:
+                    return
                 ops = self.traffic.begin_put(fingerprint, taken)
                 self._writes.put_back(self.traffic.out_of_reach(taken))
         self._putting.update({op.op_id: len(op.keys) for op in ops})
@@ -386,7 +388,8 @@ class FleetTier:
         if settled.fingerprint == self.fingerprint:
             if settled.direction == "fetch":
                 self._table.note(settled.keys[settled.moved :], present=False)
-            if self._settings.write == "back":  # else the pool has them, and nobody looks for them in the store
+            self._table.note(moved, present=True)
+            if self._settings.write == "back":
                 self._note_in_store(moved)
         if settled.outage:
             self._note_outage(settled.error or "no answer")
@@ -397,8 +400,6 @@ class FleetTier:
             self._breaker.note_success()
 
     def _note_in_store(self, keys: Sequence[bytes]) -> None:
-        """They were put as they were evicted, or fetched."""
-        self._table.note(keys, present=True)
         self._in_store.update(dict.fromkeys(keys))
         while len(self._in_store) > self._max_in_store:
             self._in_store.popitem(last=False)

@@ -135,6 +135,8 @@ class TierTraffic:
     def take_settled(self) -> list[TierSettled]:
         """All transfers that have ended since the last call, in order."""
         tier = self._session.ops.tier
+        if not tier.settled:
+            return []
         with self._pool.lock:
             settled = list(tier.settled)
             tier.settled.clear()

@@ -408,6 +408,19 @@ def test_a_miss_after_a_hit_is_forgotten_at_once(node: TieredNode) -> None:
     assert node.fleet.look_for(KEYS[:3]) is None, "what could not be fetched is not tried again at once"
 
 
+def test_what_was_absent_is_known_to_be_there_once_it_was_put(node: TieredNode) -> None:
+    assert not node.fetch_all(KEYS[:3])
+    node.store(KEYS[:3])
+    node.fleet.step()
+    node.run_all()
+    node.fleet.step()
+    node.offload.admin.purge(everything=True).run()
+    wait = node.fleet.look_for(KEYS[:3])
+    assert wait is not None
+    assert wait.state == "fetching"
+    assert node.store_of_names.batches == [("exists", 3)]
+
+
 @pytest.mark.parametrize("write", ["through", "selective"])
 def test_blocks_are_put_by_the_policy(make_node: MakeNode, write: WriteMode) -> None:
     node = make_node(write=write)
