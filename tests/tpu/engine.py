@@ -104,8 +104,12 @@ class Engine:
         return connector._rank.side
 
     def step(self) -> None:
-        """A step without requests."""
-        scheduler = self.core.scheduler
+        """A step without requests. vLLM schedules ahead, so `ask` may leave a step launched: the scheduler hears of its
+        transfers first, because nothing else reads that step's output."""
+        scheduler, ahead = self.core.scheduler, self.core.batch_queue
+        while ahead:
+            future, output, _ = ahead.pop()
+            scheduler.update_from_output(output, future.result())
         output = scheduler.schedule()
         scheduler.update_from_output(output, self.core.model_executor.execute_model(output))
 

@@ -80,6 +80,7 @@ def prepare() -> None:
     utils.make_optimized_mesh = tpu_runner.make_optimized_mesh = _mesh
     model_loader.get_step_fn_compiler_options = dict  # XLA for the CPU does not know them
     attention_interface.sharded_ragged_paged_attention = paged_attention
+    utils.general_device_put = _put_copy
 
 
 def _mesh(shape: Any, names: Any, *, devices: Any = None) -> jax.sharding.Mesh:
@@ -87,6 +88,17 @@ def _mesh(shape: Any, names: Any, *, devices: Any = None) -> jax.sharding.Mesh:
     chosen = np.array(jax.devices() if devices is None else devices)
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.sharding.Mesh(chosen.reshape(shape), names, axis_types=auto)
+
+
+def _put_copy(tensor: Any, sharding: Any, **named: Any) -> Any:
+    """The runner writes the inputs of the next step to the same host memory while this step runs. A TPU has a copy of
+    them by then; the CPU backend uses aligned memory in place, and the step would read the next one's inputs."""
+    from tpu_inference.layers.common.utils import general_device_put
+
+    def copied(leaf: Any) -> Any:
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return general_device_put(jax.tree.map(copied, tensor), sharding, **named)
 
 
 def paged_attention(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import pytest
 
 from kvstow.dataplane import DataPlane
@@ -28,6 +30,38 @@ def test_the_whole_engine_is_that_of_tpu_inference(engine: Engine) -> None:
     assert type(engine.worker.worker if hasattr(engine.worker, "worker") else engine.worker) is TPUWorker
     assert type(engine.runner) is TPUModelRunner
     assert [len(array.addressable_shards) for array in engine.runner.kv_caches] == [2, 2]
+
+
+def test_a_step_keeps_its_inputs_when_the_host_writes_those_of_the_next(engine: Engine) -> None:
+    """On a TPU they are copied; the stand-in has to copy them, too."""
+    from tpu_inference.utils import device_array
+
+    memory = np.zeros(1024 + 16, np.int32)
+    start = -memory.ctypes.data % 64 // memory.itemsize  # the CPU backend uses aligned memory in place
+    host = memory[start : start + 1024]
+    (given,) = device_array(engine.runner.mesh, (host,))
+    host.fill(1)
+    assert not np.asarray(given).any()
+
+
+def test_settle_reads_the_output_of_a_step_that_was_launched_ahead(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is under way when the last request ends has vLLM launch one more step."""
+    from tests.tpu.engine import prompts
+
+    may_copy, start = threading.Event(), RangeCopier.start
+
+    def wait(self: RangeCopier, ranges: Any) -> Any:
+        assert may_copy.wait(60)
+        return start(self, ranges)
+
+    monkeypatch.setattr(RangeCopier, "start", wait)
+    engine.ask(prompts(1, seed=6))
+    assert engine.core.batch_queue
+    may_copy.set()
+    engine.settle()
+    assert not engine.core.batch_queue
 
 
 def test_a_second_pass_has_the_same_answers_and_hits_in_host_memory(engine: Engine) -> None:
