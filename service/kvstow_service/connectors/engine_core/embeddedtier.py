@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from kvstow_service.connectors.engine_core.prefillmeter import ScheduledStep
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.workerside import RankClient
 from kvstow_service.tiers.tierhost import TierChoice, TierHost
+
+logger = logging.getLogger("kvstow.vllm")
 
 _END_SECONDS = 60.0
 """For the transfers under way: a call to the store may take 30 s, and an op has several."""
@@ -89,8 +92,19 @@ class EmbeddedTier:
         self.open(choice)
         self._take_orders()
 
-    def plan(self, step: ScheduledStep) -> TierPlan:
-        """What starts with this step. Call it once a step."""
+    def plan(self, step: ScheduledStep) -> TierPlan | None:
+        """What starts with this step. Call it once a step. Never raises: after an error, which is a defect, the tier is
+        off. Its ranks keep what they have then (None)."""
+        try:
+            return self._plan(step)
+        except Exception:
+            if self._tier is None:
+                logger.exception("the plan of a step of the fleet tier has failed; vLLM serves without it")
+            else:
+                self._tier.fail("plan of a step")
+            return None
+
+    def _plan(self, step: ScheduledStep) -> TierPlan:
         self._take_orders()
         self._number += 1
         boots = self._engine.boot_ids()  # before the ops are taken: a rank that restarts later refuses them
@@ -117,12 +131,12 @@ class EmbeddedTier:
             self._url = order.url
             if order.tier is None:
                 continue
-            if self._tier is not None:
-                order.tier.go_on_from(self._tier)
-                self._tier.close()
+            before, self._tier = self._tier, order.tier
             self._rank_clients = {}
-            self._tier = order.tier
             self._control.use_tier(order.tier)
+            if before is not None:
+                order.tier.go_on_from(before)
+                before.leave()  # `close` has closed its `FleetTier`
 
     # -- for operators --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierWait
-from kvstow.messages import TierOp
+from kvstow.messages import TierCompletion, TierOp
 from kvstow.tier.fingerprint import TIER_FAILED, WEIGHTS_CHANGED, Fingerprint, fingerprint, named_weights
 from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter, ScheduledStep
 from kvstow_service.connectors.engine_core.tierwaits import TierWaits
@@ -65,7 +65,7 @@ class EngineTier:
     ) -> None:
         """`max_step_tokens`: that vLLM computes in one step. `identify`: what the first request asks for, if `fleet`
         has no fingerprint yet."""
-        self.fleet = fleet
+        self._engine, self.fleet = engine, fleet
         self.waits = TierWaits(engine, self)
         self.has_failed = False
         self.has_had_request = False
@@ -110,10 +110,14 @@ class EngineTier:
     def take_ended(self) -> None:
         """Transfers have ended: requests that wait for them go on with the next step."""
         self._safely("transfers that have ended", self.fleet.step, None)
+        if self.has_failed:
+            self._end_plans()  # a put goes on with rank 0 when all others have ended
 
     @property
     def wants_steps(self) -> bool:
         """Whether something is under way whose end steps bring, or something can be put."""
+        if self.has_failed:
+            return self.fleet.traffic.in_flight > 0
         return not self._is_closed and self._safely("work", lambda: not self.fleet.is_idle, otherwise=False)
 
     # -- for requests ---------------------------------------------------------------------------------------
@@ -146,21 +150,45 @@ class EngineTier:
         self._identify, self._known = None, Fingerprint(None, WEIGHTS_CHANGED)
         self._safely("reset", self.fleet.reset, None)
 
-    def close(self) -> None:
-        """Requests wait for nothing any more. Waits for a look-up under way, which its client gives up. Idempotent."""
+    def leave(self) -> None:
+        """Another tier follows, and requests wait for nothing any more. Does not wait: whoever opened `fleet` closes
+        it."""
         self._is_closed = True
         self.waits.forget_all()
+
+    def close(self) -> None:
+        """`leave`, and close `fleet`. Waits for a look-up under way, which its client gives up. Idempotent."""
+        self.leave()
         self.fleet.close()
+
+    def fail(self, what: str) -> None:
+        """Go on without the tier, because of the exception that is being handled. It logs the first one, and ends the
+        transfers that no rank has been given. Never raises."""
+        if self.has_failed:
+            return
+        self.has_failed = True
+        logger.exception("%s: the fleet tier has failed; vLLM serves without it", what)
+        with suppress(Exception):  # its state may be broken
+            self._known = Fingerprint(self.fleet.fingerprint, self.fleet.status().reason)
+            self.fleet.reset(TIER_FAILED)
+        self._end_plans()
+
+    def _end_plans(self) -> None:
+        """What has begun, and no rank will be given, has failed: its slots are free again."""
+        try:
+            boots = self._engine.boot_ids()
+            for rank, op in self.fleet.take_plans():
+                boot_id = boots[rank]
+                if boot_id is not None:
+                    self._engine.complete(rank, boot_id, [TierCompletion(op.op_id, "failed", TIER_FAILED)])
+        except Exception:
+            logger.exception("transfers that have not begun keep their slots until vLLM restarts")
 
     def _safely(self, what: str, call: Callable[[], T], otherwise: T) -> T:
         if self.has_failed:
             return otherwise
         try:
             return call()
-        except Exception:
-            self.has_failed = True
-            logger.exception("%s: the fleet tier has failed; vLLM serves without it", what)
-            with suppress(Exception):  # its state may be broken
-                self._known = Fingerprint(self.fleet.fingerprint, self.fleet.status().reason)
-                self.fleet.reset(TIER_FAILED)
+        except Exception:  # noqa: BLE001 - vLLM must go on
+            self.fail(what)
             return otherwise

@@ -9,15 +9,16 @@ import pytest
 from tests.service.connectors.engine_core.vllmhost import FakeRequest, Output, VllmHost
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
+from kvstow.control.fleettier import FleetTier
 from kvstow.errors import ConfigError, ConflictError
 from kvstow.messages import TierCompletion
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.fingerprint import WEIGHTS_CHANGED
+from kvstow.tier.fingerprint import TIER_FAILED, WEIGHTS_CHANGED
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_service.connectors.engine_core import embeddedtier
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
-from kvstow_service.connectors.engine_core.enginetier import TierIdentity
+from kvstow_service.connectors.engine_core.enginetier import EngineTier, TierIdentity
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.workerside import RankClient
 from kvstow_service.tiers import tierhost
@@ -54,6 +55,11 @@ class TieredHost(VllmHost):
 
     def step_tier(self) -> TierPlan:
         """One more step, in which the ranks move nothing."""
+        plan = self.plan_tier()
+        assert plan is not None
+        return plan
+
+    def plan_tier(self) -> TierPlan | None:
         self.side.plan_step(Output({}))
         return self.embedded.plan(Output({}))
 
@@ -185,6 +191,54 @@ def test_after_a_defect_another_store_goes_on_with_the_weights_of_now(
     host.step_tier()
     (tier,) = host.embedded.host.tiers()
     assert (tier.status.state, tier.status.reason) == (("off", WEIGHTS_CHANGED) if is_reset else ("on", ""))
+
+
+@pytest.mark.parametrize("broken", ["boot_ids", "go_on_from", "leave", "take_plans"])
+def test_a_defect_while_a_step_is_planned_switches_the_tier_off_and_nothing_else(
+    make: Callable[..., TieredHost], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    """vLLM's scheduler asks for the plan, and an exception would end it."""
+    host = make()
+    host.look_up_later("other")
+    host.embedded.host.detach()
+    host.embedded.host.attach(SECOND, None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        for owner in (host.engine, EngineTier, FleetTier):
+            if hasattr(owner, broken):
+                patch.setattr(owner, broken, fail)
+        for _ in range(3):
+            host.plan_tier()
+    assert caplog.text.count("the fleet tier has failed") == 1
+    (tier,) = host.embedded.host.tiers()
+    assert (tier.status.state, tier.status.reason) == ("off", TIER_FAILED)
+    assert host.step_tier().ops == ()
+    request = FakeRequest("r", TOKENS)
+    host.run(request)
+    host.finish(request)
+    host.step()
+    assert host.ask(FakeRequest("next", TOKENS + "ij")) == len(TOKENS), "the pool is there as ever"
+    host.embedded.host.detach()
+    host.embedded.host.attach(FIRST, None)
+    assert host.step_tier().url == FIRST
+    assert host.embedded.tier is not None
+    assert not host.embedded.tier.has_failed
+
+
+def test_the_scheduler_does_not_wait_for_the_end_of_the_store_before(
+    make: Callable[..., TieredHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make()
+    host.embedded.host.detach()
+    host.embedded.host.attach(SECOND, None)
+    closed_by: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(FleetTier, "close", lambda _: closed_by.append("scheduler"))
+        assert host.step_tier().url == SECOND
+    assert closed_by == []
 
 
 def test_weights_are_named_after_the_first_request(make: Callable[..., TieredHost]) -> None:

@@ -345,6 +345,48 @@ def test_a_defect_of_the_tier_fails_no_request(
     assert host.leases == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_defect_strands_no_transfer_that_has_begun(
+    make: MakeHost, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    host = make(num_ranks=num_ranks)
+    host.store(*KEYS)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    def begun() -> None:
+        FleetTier.step(host.tier.fleet)
+        if host.tier.fleet.traffic.in_flight:
+            fail()
+
+    monkeypatch.setattr(host.tier.fleet, "step", begun)
+    for _ in range(5):
+        host.step_tier()
+    assert host.tier.has_failed
+    assert host.ops == []
+    assert host.tier.fleet.traffic.in_flight == 0
+    assert list(host.engine.held_slots()) == []
+    assert not host.tier.wants_steps
+    assert host.stored() == set(KEYS)
+
+
+def test_a_put_that_is_under_way_when_the_tier_fails_ends_without_rank_0(make: MakeHost) -> None:
+    host = make(num_ranks=2)
+    host.store(*KEYS)
+    for _ in range(2):
+        host.step_tier()
+    assert [rank for rank, _ in host.ops] == [1]
+    try:
+        raise RuntimeError("injected")
+    except RuntimeError:
+        host.tier.fail("test")
+    assert host.tier.wants_steps, "its end is still to come"
+    host.move(*host.ops[0])
+    assert host.tier.fleet.traffic.in_flight == 0
+    assert not host.tier.wants_steps
+
+
 @pytest.mark.parametrize("value", ["f", None])
 def test_the_first_request_identifies_the_blocks(
     make: MakeHost, store: ControlledStore, value: str | None, caplog: pytest.LogCaptureFixture
