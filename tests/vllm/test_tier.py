@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.vllm.engines import A_BLOCKS, A_HIT, A, B, C, Engine, Reference, Setup, assert_same, eventually, running
 
+from kvstow.control.fleettier import TierSettings
 from kvstow.errors import ConfigError, TierUnavailableError
 from kvstow.testing.tier import ControlledStore
+from kvstow_service.connectors.engine_core import embeddedtier
 from kvstow_service.connectors.engine_core.enginetier import EngineTier
 from kvstow_service.connectors.vllm import attachidentity
 from kvstow_service.tiers import stores
@@ -59,12 +62,18 @@ def reset(engine: Engine) -> None:
     eventually(lambda: engine._idle() and engine.llm.reset_prefix_cache(reset_connector=True), "a reset")
 
 
-def test_what_one_engine_has_put_another_one_hits(model: Path, reference: Reference, store: ControlledStore) -> None:
+def test_what_one_engine_has_put_another_one_hits(
+    model: Path, reference: Reference, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However busy the machine is: requests wait for the store as long as it takes."""
+    monkeypatch.setattr(embeddedtier, "TierSettings", partial(TierSettings, deadline=120.0, lookup_wait=120.0))
     expected = reference(model, A, B, C)
     fill(model, A)
     assert store.num_objects >= A_BLOCKS
     with running(setup(model)) as engine:
-        answers = engine.ask(A, B)
+        answers = engine.ask(A)
+        engine.forget_gpu()
+        answers += engine.ask(B)
         assert_same(answers, expected[:2])
         assert [answer.cached for answer in answers] == [A_HIT, 512]
         assert engine.loaded_blocks() == A_BLOCKS + 16
