@@ -18,13 +18,15 @@ from kvstow.attach.calls import Found, Lookup, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
 from kvstow.attach.kinds import VersionRange
-from kvstow.control.fleettier import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import ConflictError, TierUnavailableError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
 from kvstow.tier.fingerprint import TIER_FAILED
+from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.tier.mappedrank import MappedRank
 from kvstow_service.node.tier.namespacetier import NamespaceTier
 from kvstow_service.node.tier.pooltier import PoolTier
 from kvstow_service.tiers import tierhost
@@ -332,6 +334,69 @@ def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_atta
     monkeypatch.setattr(tierhost, "open_store", lambda url: ControlledStore())
     node.tier.host.attach("redis://other:1", None)
     engine.wait_for(lambda: tier_of(node).may_have_more)
+
+
+def test_a_defect_strands_no_transfer_that_has_begun(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    tier = tier_of(node)
+    fleet = tier.fleet
+    assert fleet is not None
+
+    def begin_and_fail() -> None:
+        FleetTier.step(fleet)
+        if fleet.traffic.in_flight:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(fleet, "step", begin_and_fail)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: tier.failed is fleet)
+    engine.wait_for(lambda: not fleet.traffic.in_flight)
+    assert store.num_objects > 0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [(RankTransfers, "close"), (MappedRank, "clear"), (PoolTier, "take_completions"), (PoolTier, "end_sessions")],
+)
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
+    make_node: MakeNode,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+    broken: tuple[type, str],
+    *,
+    is_detached: bool,
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    pool, pool_tier = only_pool(node), tier_of(node).pool_tier
+    owner, name = broken
+    done = getattr(owner, name)
+    has_ended = threading.Event()
+
+    def fail(*given: object) -> None:
+        done(*given)
+        if name != "take_completions" or pool_tier._is_closed:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(owner, name, fail)
+    if is_detached:
+        node.tier.host.detach()
+    else:
+        leave(engine)
+        eventually(lambda: not node.host.sessions(), "the end of the session")
+        node.tier.drop_pool(pool, has_ended.set)
+        assert has_ended.wait(30)
+        eventually(lambda: not node.tier.closing_pools, "the pool's name")
+    assert pool_tier.has_ended.wait(30)
+    eventually(lambda: pool.facade.stats().faults.errors["host"] == 1, "the count of errors")
+    eventually(lambda: not [session for session in pool.attached() if not session.is_engine], "the tier's sessions")
 
 
 def test_the_speed_of_prefill_comes_from_the_engines(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +61,10 @@ class MappedRank:
             one.map.close()
 
     def clear(self) -> None:
-        for one in self._extents:
-            self.remove(one.grant.extent_id)
+        """`remove` all of them. After an error the others are removed, too; then it is raised."""
+        with ExitStack() as stack:
+            for one in self._extents:
+                stack.callback(self.remove, one.grant.extent_id)
 
     def addresses(self, slots: Any) -> Any:
         """Raises `CopyError` for a slot that is not mapped."""

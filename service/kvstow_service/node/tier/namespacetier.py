@@ -107,6 +107,9 @@ class NamespaceTier:
         """Take what has ended, answer the requests that need not wait any longer, and start what is due."""
         fleet = self.fleet
         if fleet is None:
+            if self.failed is not None:
+                with suppress(Exception):  # its state may be broken
+                    self.pool_tier.submit(self, self.failed.take_plans())  # what has begun ends as usual
             return
         fleet.step()
         over = [one for one in self._requests if fleet.is_over(one.wait)]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -123,9 +124,11 @@ class NodeTier:
             return
 
         def end() -> None:
-            then()
-            with self._lock:
-                self.closing_pools.discard(pool.name)
+            try:
+                then()
+            finally:
+                with self._lock:
+                    self.closing_pools.discard(pool.name)
 
         opened.end_pool(found, end)
 
@@ -228,14 +231,18 @@ class _Open:
 
     def _end_pool(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
         for tier in [one for one in self._tiers if one.pool_tier is pool_tier]:
-            self._retire(tier)
+            self._guarded(partial(self._retire, tier))
         pool_tier.begin_end(lambda: self.do(partial(self._end_sessions, pool_tier, then)))
 
     def _end_sessions(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
-        pool_tier.take_completions()
-        pool_tier.end_sessions()
-        then()
-        pool_tier.has_ended.set()
+        try:
+            with ExitStack() as stack:  # all of it is done, the last one first
+                stack.callback(pool_tier.has_ended.set)
+                stack.callback(then)
+                stack.callback(pool_tier.end_sessions)
+                pool_tier.take_completions()
+        except Exception:  # noqa: BLE001 - the other pools go on
+            pool_tier.note_defect("the end of its sessions")
 
     def _retire(self, tier: NamespaceTier) -> None:
         """It starts nothing any more, and is not shown."""

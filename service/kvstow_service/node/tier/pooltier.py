@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -172,19 +173,34 @@ class PoolTier:
     def begin_end(self, then: Callable[[], object]) -> None:
         """Take no memory any more, end all transfers, and let go of everything; then call `then`, on the thread that
         may wait."""
-        self._memory.lose_session(self.member)
-        self._mapper.do(partial(self._close, then))
+        try:
+            self._memory.lose_session(self.member)
+        finally:
+            self._mapper.do(partial(self._close, then))
 
     def _close(self, then: Callable[[], object]) -> None:
         self._is_closed = True
-        for transfers in self.transfers.values():
-            transfers.close()
-        for mapped in self.mapped.values():
-            mapped.clear()
+        try:
+            with ExitStack() as stack:  # all of it is done, the last one first
+                stack.callback(self._close_fds)
+                for mapped in self.mapped.values():
+                    stack.callback(mapped.clear)
+                for transfers in self.transfers.values():
+                    stack.callback(transfers.close)
+        except Exception:  # noqa: BLE001 - whoever waits for the pool's memory must not wait for ever
+            self.note_defect("the end of its transfers")
+        finally:
+            then()
+
+    def _close_fds(self) -> None:
         waiting = deque(found.fd for found in self._extents.values() if found.fd >= 0)
         self._extents.clear()
         close_fds(waiting)
-        then()
+
+    def note_defect(self, what: str) -> None:
+        """Log the exception that is being handled, and count it. From any thread."""
+        logger.exception("the tier of pool %s: %s has failed", self.pool.name, what)
+        self.pool.facade.count_error("host")
 
     def end_sessions(self) -> None:
         """After `begin_end`: nothing touches the pool's memory for the transfers any more."""
