@@ -19,7 +19,7 @@ class TieredHost:
 
     def __init__(self, engine: OffloadEngine, clock: FakeClock, *, pool: str = "host") -> None:
         self.engine, self.clock, self.pool = engine, clock, pool
-        self.control = TierHost(self, clock=clock)
+        self.control = TierHost(self, clock=clock, allows_memory=True)
         self.measurements = TierMeasurements()
         self.control.measure = lambda: self.measurements  # type: ignore[method-assign]
         self.store = ControlledStore()

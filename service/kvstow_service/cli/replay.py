@@ -149,7 +149,7 @@ def replay(
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
         settings = _tier_settings(tier_write, prefill_rate)
-        choice = None if tier is None else TierChoice.of(tier, settings.write)
+        choice = None if tier is None else TierChoice.of(tier, settings.write, allows_memory=True)
         path = None if attach is None else _socket(socket_path, attach)
         found = read_trace(trace, limit=requests)
         blocks = kv_blocks or blocks_needed(found, concurrency)

@@ -11,7 +11,6 @@ from typing import Any
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
-from kvstow.tier.writepolicy import WriteMode
 from kvstow_api.directory import Directory
 from kvstow_api.measurements import OrphanedMemory
 from kvstow_service.admin.adminhost import make_api_host, make_server
@@ -123,16 +122,9 @@ def _check(settings: Settings) -> _Plan:
             group = group_id(settings.attach_group)
         except ConfigError as error:
             raise error.renamed("attach_group") from None
-    tier = None if settings.tier is None else _check_tier(settings.tier, settings.tier_write)
+    tier = None if settings.tier is None else TierChoice.of(settings.tier, settings.tier_write)
     require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
     return _Plan(address, admin, tls, node_settings(settings, group, tier))
-
-
-def _check_tier(url: str, write: WriteMode | None) -> TierChoice:
-    """Raises `ConfigError` or `MissingPackageError`."""
-    if url.startswith("memory:"):
-        raise ConfigError("tier", url, "a store outside of this process, which other nodes can reach")
-    return TierChoice.of(url, write)
 
 
 def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice | None = None) -> NodeSettings:

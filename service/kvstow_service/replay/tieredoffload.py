@@ -87,7 +87,7 @@ class TieredOffload(EmbeddedOffload):
     ) -> None:
         """Has no store until `open`. `hint_clock`: see `FleetTier`."""
         super().__init__(engine)
-        self.host = TierHost(self)
+        self.host = TierHost(self, allows_memory=True)
         """What operators see and do of the tier."""
         self._ranks, self._settings, self._fingerprint = ranks, settings, fingerprint
         self._hint_clock = hint_clock

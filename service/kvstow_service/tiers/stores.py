@@ -12,13 +12,16 @@ from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
 from kvstow_service.tiers.redisstore import RedisStore
 
 _MEMORY = "memory:"
+_SHARED = "mooncake:// or redis://, which other nodes can reach; memory: is for replays"
 
 
-def open_store(url: str) -> TierStore:
-    """`memory:`, with a size or without limit, is a store in this process, for replays. Waits for nothing: whether the
-    store is there shows in the health of its clients. Raises `ConfigError`, or `MissingPackageError` if the store's
-    library is not installed."""
+def open_store(url: str, *, allows_memory: bool = False) -> TierStore:
+    """`allows_memory`: the URL may be `memory:`, with a size or without limit, a store in this process. Waits for
+    nothing: whether the store is there shows in the health of its clients. Raises `ConfigError`, or
+    `MissingPackageError` if the store's library is not installed."""
     if url.startswith(_MEMORY):
+        if not allows_memory:
+            raise ConfigError("tier", url, _SHARED)
         size = url.removeprefix(_MEMORY)
         return MemoryStore(parse_size(size, "tier") if size else None)
     scheme = url.partition("://")[0]

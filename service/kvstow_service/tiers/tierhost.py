@@ -33,9 +33,10 @@ class TierChoice(NamedTuple):
     write: WriteMode
 
     @classmethod
-    def of(cls, url: str, write: WriteMode | None = None) -> TierChoice:
-        """Opens no connection. Raises `ConfigError`, or `MissingPackageError` if the store's library is missing."""
-        return cls(url, open_store(url), TierSettings().write if write is None else write)
+    def of(cls, url: str, write: WriteMode | None = None, *, allows_memory: bool = False) -> TierChoice:
+        """Opens no connection. `allows_memory`: see `open_store`. Raises `ConfigError`, or `MissingPackageError` if the
+        store's library is missing."""
+        return cls(url, open_store(url, allows_memory=allows_memory), TierSettings().write if write is None else write)
 
 
 class TierClients(Protocol):
@@ -65,9 +66,16 @@ class TierHost:
     `add` to `remove`, so a host removes a tier before it closes it.
     """
 
-    def __init__(self, clients: TierClients | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clients`: None where a store can be attached only when the host starts. `clock`: that of the tiers."""
-        self._clients, self._clock = clients, clock
+    def __init__(
+        self,
+        clients: TierClients | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        allows_memory: bool = False,
+    ) -> None:
+        """`clients`: None where a store can be attached only when the host starts. `clock`: that of the tiers.
+        `allows_memory`: operators may attach a store in this process."""
+        self._clients, self._clock, self._allows_memory = clients, clock, allows_memory
         self._lock = threading.Lock()
         """Held for moments."""
         self._changing = threading.Lock()
@@ -169,7 +177,7 @@ class TierHost:
 
     def attach(self, url: str, write: WriteMode | None) -> AttachedStore:
         try:
-            choice = TierChoice.of(url, write)
+            choice = TierChoice.of(url, write, allows_memory=self._allows_memory)
         except MissingPackageError as error:
             raise ConflictError(str(error)) from None
         except ConfigError as error:

@@ -19,7 +19,7 @@ from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
 from kvstow.attach.kinds import VersionRange
 from kvstow.control.fleettier import FleetTier, TierSettings
-from kvstow.errors import ConflictError, TierUnavailableError
+from kvstow.errors import ConfigError, ConflictError, TierUnavailableError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
 from kvstow.tier.fingerprint import TIER_FAILED
@@ -331,7 +331,7 @@ def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_atta
     engine.store_until_found(keys_of(0, 4))
     node.tier.host.detach()
     assert node.tier.host.tiers() == []
-    monkeypatch.setattr(tierhost, "open_store", lambda url: ControlledStore())
+    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: ControlledStore())
     node.tier.host.attach("redis://other:1", None)
     engine.wait_for(lambda: tier_of(node).may_have_more)
 
@@ -430,7 +430,7 @@ def test_a_store_that_fails_costs_hits_and_no_answer(
 
 
 def test_an_operator_detaches_the_store_and_attaches_another(
-    make_node: MakeNode, engines: Engines, store: ControlledStore, eventually: Eventually
+    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node()
     engine = engines(node)
@@ -448,7 +448,12 @@ def test_an_operator_detaches_the_store_and_attaches_another(
     assert not detached.is_alive()
     pool = only_pool(node)
     assert [session for session in pool.attached() if not session.is_engine] == []
-    node.tier.host.attach("memory:", None)
+    with pytest.raises(
+        ConfigError, match="url is 'memory:'; allowed: mooncake:// or redis://, which other nodes can reach"
+    ):
+        node.tier.host.attach("memory:", None)
+    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: ControlledStore())
+    node.tier.host.attach("redis://other:1", None)
     engine.wait_for(lambda: tier_of(node).may_have_more)
     engine.store_until_found(keys_of(4, 4))
     fleet = tier_of(node).fleet

@@ -22,6 +22,13 @@ def test_another_url_is_refused(url: str) -> None:
         open_store(url)
 
 
+def test_a_store_in_this_process_is_for_hosts_that_ask_for_it() -> None:
+    assert open_store("memory:1GiB", allows_memory=True).name == "memory"
+    for url in ("memory:", "memory:1GiB"):
+        with pytest.raises(ConfigError, match="allowed: mooncake:// or redis://, which other nodes can reach"):
+            open_store(url)
+
+
 def test_redis_with_and_without_tls() -> None:
     for url in ("redis://127.0.0.1:6379", "rediss://127.0.0.1:6379"):
         if find_spec("redis") is None:

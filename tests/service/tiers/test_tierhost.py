@@ -35,7 +35,7 @@ class Clients:
     """A host with one pool."""
 
     def __init__(self, make_tier: MakeTier) -> None:
-        self.host = TierHost(self)
+        self.host = TierHost(self, allows_memory=True)
         self.make_tier = make_tier
         self.error: KvstowError | None = None
         self.opened = self.closed = 0
@@ -87,7 +87,7 @@ def clients(make_tier: MakeTier) -> Clients:
 
 @pytest.fixture
 def host(clock: FakeClock) -> TierHost:
-    return TierHost(clock=clock)
+    return TierHost(clock=clock, allows_memory=True)
 
 
 def states(host: TierHost) -> list[str]:
@@ -153,7 +153,7 @@ def test_one_change_at_a_time(clients: Clients) -> None:
 
 
 def test_a_host_whose_store_is_that_of_its_start(host: TierHost, make_tier: MakeTier) -> None:
-    host.begin(TierChoice.of("memory:", "back"))
+    host.begin(TierChoice.of("memory:", "back", allows_memory=True))
     host.add(make_tier(), pool="a", namespace="a1")
     assert not host.can_attach
     assert host.store is not None

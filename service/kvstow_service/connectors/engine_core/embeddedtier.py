@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings
-from kvstow.errors import ConfigError, ConflictError
+from kvstow.errors import ConflictError
 from kvstow.status import HOST_NAME
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.store import LookupClient
@@ -142,8 +142,6 @@ class EmbeddedTier:
 
     def open(self, choice: TierChoice) -> None:
         url = choice.url
-        if url.startswith("memory:"):
-            raise ConfigError("url", url, "mooncake:// or redis://: a store in one process is for replays")
         if url.startswith("mooncake:") and not self._shares_memory:
             raise ConflictError(
                 "Mooncake's processes must map this engine's pool, which is memory of its own process; start vLLM with "

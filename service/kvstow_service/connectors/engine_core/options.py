@@ -105,8 +105,6 @@ def _check_tier(given: Mapping[str, Any]) -> None:
     from kvstow_service.tiers import stores  # only with a tier
 
     url = given["tier"]
-    if url.startswith("memory:"):
-        raise refusal("tier", url, "mooncake:// or redis://: a store in one process is for replays")
     try:
         stores.open_store(url)
     except ConfigError as error:

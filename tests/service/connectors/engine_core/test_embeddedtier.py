@@ -22,6 +22,7 @@ from kvstow_service.connectors.engine_core.enginetier import EngineTier, TierIde
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.workerside import RankClient
 from kvstow_service.tiers import tierhost
+from kvstow_service.tiers.stores import open_store
 from kvstow_service.tiers.tierhost import TierChoice
 
 FIRST, SECOND = "redis://first:1", "redis://second:1"
@@ -67,7 +68,7 @@ class TieredHost(VllmHost):
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, ControlledStore]:
     found = {FIRST: ControlledStore(), SECOND: ControlledStore(), "mooncake://m:1": ControlledStore()}
-    monkeypatch.setattr(tierhost, "open_store", found.__getitem__)
+    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: found[url])
     return found
 
 
@@ -281,10 +282,10 @@ def test_mooncake_needs_a_pool_that_it_can_map(make: Callable[..., TieredHost], 
     assert host.embedded.host.store is None
 
 
-def test_a_store_in_one_process_is_refused(make: Callable[..., TieredHost], stores: dict[str, ControlledStore]) -> None:
-    stores["memory:"] = ControlledStore()
+def test_a_store_in_one_process_is_refused(make: Callable[..., TieredHost], monkeypatch: pytest.MonkeyPatch) -> None:
     host = make()
     host.embedded.host.detach()
+    monkeypatch.setattr(tierhost, "open_store", open_store)
     with pytest.raises(ConfigError, match="for replays"):
         host.embedded.host.attach("memory:", None)
 
