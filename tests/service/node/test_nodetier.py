@@ -21,7 +21,7 @@ from kvstow.attach.kinds import VersionRange
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import ConfigError, ConflictError, TierUnavailableError
 from kvstow.memory.limits import MemoryLimits
-from kvstow.testing.tier import ControlledStore, ControlledTransfers, Gate
+from kvstow.testing.tier import ControlledLookups, ControlledStore, ControlledTransfers, Gate
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange
@@ -374,7 +374,8 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
 ) -> None:
     node = make_node()
     engine = engines(node, ONE_RANK)
-    engine.wait_for(lambda: tier_of(node).may_have_more)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: tier_of(node).is_idle)
     pool, pool_tier = only_pool(node), tier_of(node).pool_tier
     owner, name = broken
     done = getattr(owner, name)
@@ -389,8 +390,6 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
     if is_detached:
         node.tier.host.detach()
     else:
-        leave(engine)
-        eventually(lambda: not node.host.sessions(), "the end of the session")
         node.tier.drop_pool(pool, has_ended.set)
         assert has_ended.wait(30)
         eventually(lambda: not node.tier.closing_pools, "the pool's name")
@@ -502,6 +501,55 @@ def test_mutant_extents_are_let_go_before_they_are_unmapped(
 
     monkeypatch.setattr(PoolTier, "_let_go", say_first)
     assert not is_known_to_map(make_node, engines, reluctant)
+
+
+def test_a_store_that_cannot_be_opened_leaves_nothing_open(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make_node` counts the descriptors."""
+
+    class HalfOpen(ControlledStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transfers = self.open_transfers(0)
+
+        def open_transfers(self, rank: int, witness: int | None = None) -> ControlledTransfers:
+            self.transfers = super().open_transfers(rank, witness)
+            return self.transfers
+
+        def open_lookups(self) -> ControlledLookups:
+            raise ConfigError("tier", "redis://other:1", "another one")
+
+    store = HalfOpen()
+    node = make_node(has_tier=False)
+    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: store)
+    with pytest.raises(ConfigError, match="another one"):
+        node.tier.host.attach("redis://other:1", None)
+    assert store.transfers.health().state == "closed"
+    assert node.tier.host.store is None
+
+
+def test_the_end_of_a_store_waits_for_a_pool_that_is_dropped_in_the_same_moment(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` looks for such pools once it has the lock."""
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: tier_of(node).is_idle)
+    pool, opened = only_pool(node), node.tier._open
+    assert opened is not None
+    end_pool, locked = opened.end_pool, list[bool]()
+
+    def noted(*given: Any) -> None:
+        locked.append(node.tier._lock.locked())
+        end_pool(*given)
+
+    monkeypatch.setattr(opened, "end_pool", noted)
+    has_ended = threading.Event()
+    node.tier.drop_pool(pool, has_ended.set)
+    assert locked == [True]
+    assert has_ended.wait(30)
 
 
 def test_what_is_stored_before_the_tier_has_begun_is_put_too(

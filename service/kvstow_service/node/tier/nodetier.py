@@ -117,20 +117,18 @@ class NodeTier:
         with self._lock:
             opened = self._open
             found = None if opened is None else opened.pools.pop(pool.name, None)
-            if found is not None:
+            if opened is not None and found is not None:
                 self.closing_pools.add(pool.name)
-        if opened is None or found is None:
+                opened.end_pool(found, partial(self._dropped, pool, then))  # a `close` that comes now waits for it
+                return
+        then()
+
+    def _dropped(self, pool: NodePool, then: Callable[[], object]) -> None:
+        try:
             then()
-            return
-
-        def end() -> None:
-            try:
-                then()
-            finally:
-                with self._lock:
-                    self.closing_pools.discard(pool.name)
-
-        opened.end_pool(found, end)
+        finally:
+            with self._lock:
+                self.closing_pools.discard(pool.name)
 
 
 class _Open:
@@ -141,9 +139,14 @@ class _Open:
         self.pools: dict[str, PoolTier] = {}
         self._choice, self._host = choice, node.host
         self._memory, self._post, self._clock = node.memory, node.post, node.clock
-        self._end, self._witness = os.pipe()
-        self._shared = SharedTransfers(choice.store.open_transfers(0, self._witness))
-        self._lookups = choice.store.open_lookups()
+        with ExitStack() as opened:  # nothing stays open after an error
+            self._end, self._witness = os.pipe()
+            opened.callback(os.close, self._end)
+            opened.callback(os.close, self._witness)
+            self._shared = SharedTransfers(choice.store.open_transfers(0, self._witness))
+            opened.callback(self._shared.close)
+            self._lookups = choice.store.open_lookups()
+            opened.pop_all()
         self._turn = Lock()
         self._tiers: list[NamespaceTier] = []
         self._ending: list[PoolTier] = []
@@ -225,7 +228,8 @@ class _Open:
     # -- ends -----------------------------------------------------------------------------------------------
 
     def end_pool(self, pool_tier: PoolTier, then: Callable[[], object] = lambda: None) -> None:
-        """End its transfers and let go of its memory; then call `then`, on the tier's thread."""
+        """End its transfers and let go of its memory; then call `then`, on the tier's thread. Waits for nothing, and
+        none may come during or after `close`, but its own."""
         self._ending.append(pool_tier)
         self.do(partial(self._end_pool, pool_tier, then))
 
