@@ -199,8 +199,8 @@ OPERATIONS = (
 
 
 TIERS = (
-    _field("POOL", "pool"),
     _field("NAMESPACE", "namespace"),
+    _field("POOL", "pool"),
     _field("STATE", "state"),
     Column("FETCHES", lambda item: rate(item.fetch_bytes_per_second)),
     Column("LOOKUP", lambda item: duration(item.lookup_seconds)),

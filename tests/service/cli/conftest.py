@@ -36,7 +36,9 @@ class Host:
         tls = changes.pop("tls", None)
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
         stack.callback(listeners.close)
-        given = {"directory": EmbeddedDirectory(self.engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
+        make_tier = changes.pop("make_tier", lambda engine: None)
+        directory = EmbeddedDirectory(self.engine, 2 * CAPACITY, tier=make_tier(self.engine))
+        given = {"directory": directory, "version": "1.2.3", "mode": "test"}
         given["addresses"] = (listeners.url,)
         server = AdminServer(create_app(ApiHost(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)
         server.start()

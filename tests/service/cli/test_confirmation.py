@@ -74,7 +74,8 @@ def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Com
 
 def test_these_commands_can_be_destructive() -> None:
     found = dict(pair for name in COMMANDS for pair in with_yes(name, load(name)))
-    assert set(found) == {"evict", "purge", "unprotect", "resize", "config set", "drain", "detach", "delete pool"}
+    pools = {"evict", "purge", "unprotect", "resize", "config set", "drain", "detach", "delete pool"}
+    assert set(found) == {*pools, "tier purge"}
     for command in found.values():
         assert any("--dry-run" in parameter.opts for parameter in command.params), "it can be tried first"
 

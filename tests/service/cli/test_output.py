@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.api.tieredhost import TieredHost
 from tests.service.cli.terminal import Terminal
 
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.cli.output import Column, pairs, styled, table
 from kvstow_service.cli.tables import LISTS
+from kvstow_service.tiers.tierhost import TierHost
 
 COLUMNS = (
     Column("NAME", lambda item: str(item[0])),
@@ -48,8 +53,16 @@ def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def crowded(host: Any, run: Any) -> Any:
+def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     """A host with something in each list, and long names everywhere."""
+    tiered: list[TieredHost] = []
+
+    def make_tier(engine: OffloadEngine) -> TierHost:
+        tiered.append(TieredHost(engine, FakeClock()))
+        return tiered[0].control
+
+    host = make_host(make_tier=make_tier)
+    tiered[0].begin()
     keys = [bytes([number]) * 32 for number in range(3)]
     host.store(*keys)
     host.engine.begin_store([b"\xff" * 32], [0], request_id="request-" + "0123456789abcdef" * 2)
@@ -57,7 +70,8 @@ def crowded(host: Any, run: Any) -> Any:
     host.ranks[1].report()
     assert run("evict", "--slots", "1", "--yes", "--server", host.url).exit_code == 0
     assert run("resize", "--slots", "1", "--yes", "--no-wait", "--server", host.url).exit_code == 0
-    return host
+    yield host
+    tiered[0].close()
 
 
 @pytest.mark.parametrize("columns", [80, 40])

@@ -56,8 +56,8 @@ def test_a_store_is_attached_shown_and_detached(ask: Ask, tiered: TieredHost) ->
     assert outcome.exit_code == 0, outcome.stderr
     assert outcome.stdout == "memory: is attached, writing selective; `kvstow get tier` shows whether it answers\n"
     shown = ask("get", "tier").stdout.splitlines()
-    assert shown[0].split()[:3] == ["POOL", "NAMESPACE", "STATE"]
-    assert shown[1].split()[:3] == ["host", "a1", "on"]
+    assert shown[0].split()[:3] == ["NAMESPACE", "POOL", "STATE"]
+    assert shown[1].split()[:3] == ["a1", "host", "on"]
     wide = ask("get", "tier", "-o", "wide").stdout
     assert "transfers of rank 0 connected" in wide
     assert "FINGERPRINT" in wide
