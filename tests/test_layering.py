@@ -152,3 +152,12 @@ def test_importing_a_module_leaves_out_what_it_does_not_need(module: str, absent
     env = {"PYTHONPATH": ":".join(str(ROOT / folder) for folder in ("engine", "api", "service"))}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["vllm/engineidentity", "vllm/attachedschedulerhost", "engine_core/tieridentity"])
+def test_an_attached_engine_imports_no_tier(name: str) -> None:
+    """The node service has it."""
+    core = "kvstow_service.connectors.engine_core"
+    tier = {"kvstow.control.fleettier", "kvstow_service.tiers", f"{core}.enginetier", f"{core}.embeddedtier"}
+    imports = set(imports_of(ROOT / f"service/kvstow_service/connectors/{name}.py"))
+    assert [one for one in imports if is_of(one, tier)] == []

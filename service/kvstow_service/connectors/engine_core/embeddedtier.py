@@ -17,9 +17,10 @@ from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.store import LookupClient
 from kvstow_api.tiercontrol import TierClient
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
-from kvstow_service.connectors.engine_core.enginetier import NO_REQUEST, EngineTier, TierIdentity
+from kvstow_service.connectors.engine_core.enginetier import NO_REQUEST, EngineTier
 from kvstow_service.connectors.engine_core.prefillmeter import ScheduledStep
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
+from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
 from kvstow_service.connectors.engine_core.workerside import RankClient
 from kvstow_service.tiers.tierhost import TierChoice, TierHost
 

@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import TypeVar
 
-from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.messages import TierCompletion, TierOp
-from kvstow.tier.fingerprint import TIER_FAILED, WEIGHTS_CHANGED, Fingerprint, fingerprint, named_weights
+from kvstow.tier.fingerprint import TIER_FAILED, WEIGHTS_CHANGED, Fingerprint
 from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter, ScheduledStep
 from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 
@@ -23,29 +21,6 @@ NO_REQUEST = "not_identified: the engine has had no request yet"
 """Why a tier is off at first."""
 
 T = TypeVar("T")
-
-
-class TierIdentity:
-    """What an engine's blocks are, on every node."""
-
-    def __init__(
-        self, pool: PoolIdentity, weights: FleetWeights, make_namespace: Callable[[], NamespaceIdentity]
-    ) -> None:
-        """`weights`: as they were loaded. `make_namespace` works once vLLM has its block hashes: from the first request
-        on."""
-        self._pool, self._weights, self._make_namespace = pool, weights, make_namespace
-
-    @cached_property
-    def _namespace(self) -> NamespaceIdentity:
-        return self._make_namespace()
-
-    def fingerprint(self) -> Fingerprint:
-        """From the first request on."""
-        return fingerprint(self._pool, self._namespace, self._weights)
-
-    def named(self, weights_id: str) -> Fingerprint:
-        """With other weights, that a user calls so on all nodes. From the first request on."""
-        return fingerprint(self._pool, self._namespace, named_weights(weights_id, self._namespace.model))
 
 
 class EngineTier:

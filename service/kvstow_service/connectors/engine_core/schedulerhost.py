@@ -34,7 +34,7 @@ from kvstow_service.connectors.engine_core.workerside import RankClient
 
 if TYPE_CHECKING:
     from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
-    from kvstow_service.connectors.engine_core.enginetier import TierIdentity
+    from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
 
 _HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 

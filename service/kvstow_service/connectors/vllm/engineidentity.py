@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
-from kvstow_service.connectors.engine_core.enginetier import TierIdentity
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
+from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
 from kvstow_service.connectors.engine_core.vllmprocess import hash_block_tokens
 from kvstow_service.connectors.vllm import attachidentity
 

@@ -18,8 +18,9 @@ from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_service.connectors.engine_core import embeddedtier
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
-from kvstow_service.connectors.engine_core.enginetier import EngineTier, TierIdentity
+from kvstow_service.connectors.engine_core.enginetier import EngineTier
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
+from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
 from kvstow_service.connectors.engine_core.workerside import RankClient
 from kvstow_service.tiers import tierhost
 from kvstow_service.tiers.stores import open_store
