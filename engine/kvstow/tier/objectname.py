@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstow.keys import BlockKey
@@ -26,6 +27,11 @@ class ObjectName(NamedTuple):
         group = int.from_bytes(self.key[:_GROUP_BYTES], "big")
         block_hash = self.key[_GROUP_BYTES:].hex()
         return f"{fingerprint_prefix(self.fingerprint)}{group}:{block_hash}:{self.rank}of{self.num_ranks}"
+
+
+def names_of_rank(rank: int, num_ranks: int) -> Callable[[str, BlockKey], ObjectName]:
+    """What names this rank's object of a fingerprint and a key."""
+    return lambda fingerprint, key: ObjectName(fingerprint, key, rank, num_ranks)
 
 
 def fingerprint_prefix(fingerprint: str) -> str:

@@ -15,7 +15,7 @@ from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
 from kvstow.keys import BlockKey
 from kvstow.messages import TierCompletion
 from kvstow.results import Awaited, Given, Lease
-from kvstow.tier.objectname import ObjectName
+from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import LookupClient, TransferClient
 from kvstow_api.tiercontrol import TierClient
@@ -105,7 +105,9 @@ class TieredOffload(EmbeddedOffload):
                 with ExitStack() as undo_client:
                     undo_client.callback(client.close)
                     client.add_memory(rank.pool.memory_range)
-                    moving = RankTransfers(rank.pool, client, _names(number, len(self._ranks)), on_news=self._news.set)
+                    moving = RankTransfers(
+                        rank.pool, client, names_of_rank(number, len(self._ranks)), on_news=self._news.set
+                    )
                     undo_client.pop_all()
                 undo.callback(moving.close)
                 transfers.append(moving)
@@ -224,7 +226,3 @@ def tiered_offload(
 
 def _clients(now: _InUse) -> list[TierClient]:
     return [TierClient(purpose, client.health(), client.stats()) for purpose, client in now.clients]
-
-
-def _names(rank: int, num_ranks: int) -> Callable[[str, bytes], ObjectName]:
-    return lambda fingerprint, key: ObjectName(fingerprint, key, rank, num_ranks)

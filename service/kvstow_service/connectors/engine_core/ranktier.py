@@ -8,7 +8,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.lentmemory import LentMemory
 from kvstow.messages import TierCompletion, TierOp
-from kvstow.tier.objectname import ObjectName
+from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import TierStore
 from kvstow_service.connectors.engine_core.workerside import RankClient
@@ -26,9 +26,7 @@ class RankTier:
         name_rank, name_ranks = (0, 1) if replicated else (rank, num_ranks)
         client = self._client = store.open_transfers(rank)
         self._memory = LentMemory(pool, client)
-        self._transfers = RankTransfers(
-            self._memory, client, lambda fingerprint, key: ObjectName(fingerprint, key, name_rank, name_ranks)
-        )
+        self._transfers = RankTransfers(self._memory, client, names_of_rank(name_rank, name_ranks))
         plane.add_listener(self._memory.look)  # also after a change of the target, which is no news of the pool's
 
     def submit(self, op: TierOp) -> None:

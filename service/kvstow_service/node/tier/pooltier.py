@@ -18,7 +18,7 @@ from kvstow.attach.extentcalls import RevokedExtents as Revoked
 from kvstow.attach.peer import Peer
 from kvstow.control.tiersession import TierSession
 from kvstow.messages import TierCompletion, TierOp
-from kvstow.tier.objectname import ObjectName
+from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
@@ -69,7 +69,7 @@ class PoolTier:
         clients = {rank: shared.open() for rank in ranks}
         self.mapped = {rank: MappedRank(pool.config.slot_bytes_of(rank), clients[rank]) for rank in ranks}
         self.transfers = {
-            rank: RankTransfers(self.mapped[rank], clients[rank], _names(rank, len(ranks)), on_news=on_news)
+            rank: RankTransfers(self.mapped[rank], clients[rank], names_of_rank(rank, len(ranks)), on_news=on_news)
             for rank in ranks
         }
         self._extents: dict[int, _Extent] = {}
@@ -210,10 +210,6 @@ class PoolTier:
             client = self.member.client(rank)
             self.pool.process_died(client)
             self._memory.end_client(client)
-
-
-def _names(rank: int, num_ranks: int) -> Callable[[str, bytes], ObjectName]:
-    return lambda fingerprint, key: ObjectName(fingerprint, key, rank, num_ranks)
 
 
 def _copied(fds: Sequence[int]) -> list[int]:
