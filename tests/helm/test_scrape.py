@@ -121,27 +121,25 @@ def tiered(trace: Path, folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def scraped_tier(tiered: str) -> str:
     """The text of one scrape of the replay, after a fetch."""
-
-    def text() -> str | None:
-        said = httpx.get(f"{tiered}/metrics").text
-        fetched = re.search(r"^kvstow_tier_fetched_blocks_total\{.*\} (\S+)", said, re.MULTILINE)
-        return said if fetched and float(fetched[1]) > 0 else None
-
-    found: str = until(text, "a fetch")
-    return found
+    return scrape_once_positive(tiered, r"kvstow_tier_fetched_blocks_total\{.*\}", "a fetch")
 
 
 @pytest.fixture(scope="module")
 def scraped(service: str) -> str:
     """The text of one scrape, of a service under traffic."""
+    return scrape_once_positive(service, r'kvstow_transfer_bytes_total\{.*direction="load"\}', "a load")
+
+
+def scrape_once_positive(url: str, sample: str, what: str) -> str:
+    """The first scrape in which a sample that matches is more than 0."""
 
     def text() -> str | None:
-        said = httpx.get(f"{service}/metrics").text
-        loaded = re.search(r'^kvstow_transfer_bytes_total\{.*direction="load"\} (\S+)', said, re.MULTILINE)
-        return said if loaded and float(loaded[1]) > 0 else None
+        said = httpx.get(f"{url}/metrics").text
+        found = re.search(rf"^{sample} (\S+)", said, re.MULTILINE)
+        return said if found and float(found[1]) > 0 else None
 
-    found: str = until(text, "a load")
-    return found
+    scraped: str = until(text, what)
+    return scraped
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def check_tier_access(evidence: Evidence) -> Iterator[FindingView]:
             "tier_access",
             "warning",
             f"the store {given.view.url} has the public address {', '.join(addresses)}, and has no access control",
-            "whoever reaches it can read and delete what all nodes have put",
+            "anyone who can reach it can read and delete the blocks of all nodes",
             "bind it to an address of a private network, and let only the nodes reach its ports (in Kubernetes with a "
             "NetworkPolicy); a Redis can ask for a password",
             public_addresses=len(addresses),

@@ -50,6 +50,7 @@ def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: Fleet
 
 
 def named_weights(weights_id: str, model: str) -> FleetWeights:
-    """What a user calls by this name on all nodes. `model`: `NamespaceIdentity.model`, of which the last part counts: a
-    name such as `v2` is soon given to two models, and a path differs from node to node."""
+    """Weights to which a user has given this id on all nodes. `model` is `NamespaceIdentity.model`. Only its last part
+    is used, because paths differ between nodes. It is used at all because two models may get the same id, such as
+    `v2`."""
     return FleetWeights(f"configured {weights_id} of {slug(model)}")

@@ -136,7 +136,7 @@ class _HungTransfers(MemoryTransfers):
 
 
 def forget_transfers() -> None:
-    """Whoever is no engine is not recorded from now on."""
+    """From now on, only engines are recorded."""
     add_worker = NodeRecords.add_worker
 
     def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int) -> None:

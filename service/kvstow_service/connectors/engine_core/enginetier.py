@@ -126,7 +126,7 @@ class EngineTier:
         self._safely("reset", self.fleet.reset, None)
 
     def leave(self) -> None:
-        """Another tier follows, and requests wait for nothing any more. Does not wait: whoever opened `fleet` closes
+        """Another tier takes over, and requests stop waiting for this one. Does not wait; the owner of `fleet` closes
         it."""
         self._is_closed = True
         self.waits.forget_all()

@@ -187,7 +187,7 @@ class PoolTier:
                     stack.callback(mapped.clear)
                 for transfers in self.transfers.values():
                     stack.callback(transfers.close)
-        except Exception:  # noqa: BLE001 - whoever waits for the pool's memory must not wait for ever
+        except Exception:  # noqa: BLE001 - the pool's memory must be released all the same
             self.note_defect("the end of its transfers")
         finally:
             then()
