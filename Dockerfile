@@ -131,10 +131,14 @@ LABEL org.opencontainers.image.title="kvstow-vllm" \
 ARG TIERS
 COPY constraints.txt /kvstow/
 COPY --from=wheel /wheels /redis.txt /mooncake.txt /kvstow/
-# Without dependencies: what vLLM has installed stays as it is. vLLM's image may have a Mooncake of its own, for CUDA, with the
+# Without dependencies: what vLLM has installed stays as it is. uv compiles nothing, and the user below cannot keep what each
+# process of vLLM would compile then, for 0.2 s of its start. vLLM's image may have a Mooncake of its own, for CUDA, with the
 # libraries that it needs.
 # hadolint ignore=DL3008
 RUN uv pip install --system --no-cache --no-deps /kvstow/*.whl \
+    && python3 -c "import sys; from compileall import compile_dir; from importlib.util import find_spec; \
+        names = ('kvstow', 'kvstow_api', 'kvstow_service'); \
+        sys.exit(not all(compile_dir(find_spec(name).submodule_search_locations[0], quiet=1) for name in names))" \
     && for tier in ${TIERS}; do \
         if [ "${tier}" = mooncake ]; then \
             if python3 -c "import sys; from importlib.util import find_spec; sys.exit(find_spec('mooncake') is None)"; then \

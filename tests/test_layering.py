@@ -25,7 +25,11 @@ WEB = {
 
 FORBIDDEN = {
     "engine/kvstow": {"kvstow_api", "kvstow_service", "vllm", *WEB},
-    "engine/kvstow/control": {"torch", "cuda", "kvstow.memory", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/control": {
+        "torch",
+        "cuda",
+        *(f"kvstow.{part}" for part in ("attach", "memory", "devices", "dataplane", "testing")),
+    },
     "engine/kvstow/tier": {
         "torch",
         "cuda",
@@ -38,7 +42,11 @@ FORBIDDEN = {
         "zmq",
         *(f"kvstow.{part}" for part in ("control", "memory", "devices", "dataplane", "testing")),
     },
-    "engine/kvstow/memory": {"torch", "cuda", "kvstow.control", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/memory": {
+        "torch",
+        "cuda",
+        *(f"kvstow.{part}" for part in ("attach", "control", "devices", "dataplane", "testing")),
+    },
     "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
     "service/kvstow_service/cli": {"torch", "cuda"},
     "service/kvstow_service/node": {"torch", "cuda", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
@@ -75,6 +83,7 @@ FORBIDDEN = {
 }
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}
 """Of what is forbidden: identities are plain values."""
+ABOVE_DEVICES = {"copythread", "dataplane", "opqueues"}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -105,6 +114,16 @@ def is_of(name: str, modules: set[str]) -> bool:
 def test_a_layer_imports_only_what_lies_below(folder: str) -> None:
     assert list((ROOT / folder).rglob("*.py"))
     assert violations(folder, FORBIDDEN[folder]) == []
+
+
+def test_the_modules_at_the_bottom_of_the_engine_import_only_each_other() -> None:
+    bottom = {path.stem: path for path in (ROOT / "engine/kvstow").glob("*.py") if path.stem not in ABOVE_DEVICES}
+    allowed = {f"kvstow.{name}" for name in bottom}
+    wrong = {
+        name: [one for one in imports_of(path) if one.startswith("kvstow.") and not is_of(one, allowed)]
+        for name, path in bottom.items()
+    }
+    assert {name: imports for name, imports in wrong.items() if imports} == {}
 
 
 def test_jax_is_imported_by_its_device_and_its_hosts_alone() -> None:
@@ -138,10 +157,13 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.admin.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.engine_core.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
+        ("kvstow_service.connectors.vllm.attachedcontrol", ["kvstow.control.engine", "kvstow_service.admin"]),
+        ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),
+        ("kvstow_service.connectors.engine_core.offloadmetrics", ["kvstow.control.engine"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
         ("kvstow.memory.mlock", ["torch"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
-        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
+        ("kvstow_service.node.survival.keeperprocess", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
         ("kvstow_service.tiers.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
@@ -161,3 +183,13 @@ def test_an_attached_engine_imports_no_tier(name: str) -> None:
     tier = {"kvstow.control.fleettier", "kvstow_service.tiers", f"{core}.enginetier", f"{core}.embeddedtier"}
     imports = set(imports_of(ROOT / f"service/kvstow_service/connectors/{name}.py"))
     assert [one for one in imports if is_of(one, tier)] == []
+
+
+@pytest.mark.parametrize("name", ["vllm/connector", "vllm/attachedschedulerhost", "engine_core/schedulerhost"])
+def test_an_attached_engine_imports_no_engine_and_no_admin_server(name: str) -> None:
+    """vLLM's start would wait for it."""
+    core = "kvstow_service.connectors.engine_core"
+    embedded = {"kvstow.control", "kvstow_service.admin.embedded", f"{core}.embeddedschedulerhost"}
+    code = ast.parse((ROOT / f"service/kvstow_service/connectors/{name}.py").read_text())
+    modules = [node.module for node in code.body if isinstance(node, ast.ImportFrom) and node.module]
+    assert [one for one in modules if is_of(one, embedded)] == []

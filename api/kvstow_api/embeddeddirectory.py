@@ -12,7 +12,7 @@ from kvstow.errors import ConflictError, NotFoundError
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus, SessionState, SessionStatus
 from kvstow_api.directory import HostedPool
 from kvstow_api.tiercontrol import TierControl
-from kvstow_api.views import POOL_NAME
+from kvstow_api.views.pools import POOL_NAME
 
 _ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
 

@@ -24,7 +24,7 @@ NOW_SECONDS = 10.0
 class SampleView:
     """Counters at one moment: they only grow, so a rate is the difference of two samples. `evicted_blocks` were
     evicted for capacity; `dropped_blocks` were offered and not stored. `load_bytes`, `store_bytes` and slots are of one
-    rank, `pinned_bytes` of all."""
+    rank, `pinned_bytes` of all: memory that several ranks have pinned counts once."""
 
     time: datetime
     query_blocks: int = 0
@@ -39,7 +39,7 @@ class SampleView:
     pinned_bytes: int = 0
 
 
-def sample_of(stats: EngineStats, ranks: Iterable[RankStatus]) -> SampleView:
+def sample_of(stats: EngineStats, pinned_bytes: int) -> SampleView:
     """The sample of now."""
     return SampleView(
         time=datetime.now(UTC),
@@ -52,7 +52,7 @@ def sample_of(stats: EngineStats, ranks: Iterable[RankStatus]) -> SampleView:
         store_bytes=stats.transfers.store.bytes,
         used_slots=stats.pool.usable_slots - stats.pool.slots.free,
         usable_slots=stats.pool.usable_slots,
-        pinned_bytes=sum(rank.pinned_bytes for rank in ranks),
+        pinned_bytes=pinned_bytes,
     )
 
 
@@ -63,7 +63,8 @@ class NowView:
     `hit_ratio`: blocks found of the blocks looked up, null if there were none. Bytes per second are of one rank. Blocks
     per second: `stored`; `evicted` for capacity, so not those that an operator, a purge, a resize or a failure has
     removed; `dropped`, which were offered and not stored (outcomes `dropped_...`). `used_ratio`: usable slots that are
-    not free. `pinned_bytes` is of all ranks. Rates are null until there are two samples."""
+    not free. `pinned_bytes` is of all ranks; memory that several have pinned counts once. Rates are null until there
+    are two samples."""
 
     seconds: float
     hit_ratio: float | None = None

@@ -10,11 +10,14 @@ from kvstow.status import HostedSession
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.numberformat import counted
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.views import PoolReadinessView, RankView, ReadinessView
+from kvstow_api.tiercontrol import TierControl
+from kvstow_api.views.ranks import RankView
+from kvstow_api.views.server import PoolReadinessView, ReadinessView, TierReadinessView
 
 
 def host_readiness(directory: Directory, pool: HostedPool | None = None) -> ReadinessView:
-    """Of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools + ranks)."""
+    """Of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools + ranks +
+    namespaces)."""
     memory = directory.memory()
     pools = directory.pools() if pool is None else (pool,)
     found = [(one, one.facade.readiness()) for one in pools]
@@ -42,7 +45,16 @@ def host_readiness(directory: Directory, pool: HostedPool | None = None) -> Read
             for one, readiness in found
         ],
         memory=memory,
+        tiers=[] if directory.tier is None else _tiers(directory.tier, pool),
     )
+
+
+def _tiers(tier: TierControl, pool: HostedPool | None) -> list[TierReadinessView]:
+    return [
+        TierReadinessView(pool=one.pool, namespace=one.namespace, state=one.status.state, reason=one.status.reason)
+        for one in tier.tiers()
+        if pool is None or one.pool == pool.name
+    ]
 
 
 def _node_state(directory: Directory, pools: list[tuple[str, EngineState, str]]) -> tuple[EngineState, str]:

@@ -13,7 +13,8 @@ from kvstow_api.bodies import PoolPatch
 from kvstow_api.directory import HostedPool
 from kvstow_api.operations import Operation
 from kvstow_api.poolview import settings_etag
-from kvstow_api.views import PlanView, RuntimeConfig
+from kvstow_api.views.pools import PlanView
+from kvstow_api.views.settings import RuntimeConfig
 
 T = TypeVar("T")
 IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings have changed since it was given")]

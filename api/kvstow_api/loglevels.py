@@ -7,7 +7,7 @@ import logging
 from typing import NamedTuple
 
 from kvstow.errors import ConfigError
-from kvstow_api.views import LogLevelView
+from kvstow_api.views.settings import LogLevelView
 
 ROOT = "kvstow"
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from kvstow_api.auth import is_reading
 from kvstow_api.idempotency import MAX_KEY_LENGTH
 from kvstow_api.problems import MEDIA_TYPE
-from kvstow_api.views import ProblemView
+from kvstow_api.views.problems import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.messages import Direction
 from kvstow_api.numberformat import blocks_per_second, percent, rate
-from kvstow_api.views import PoolView
+from kvstow_api.views.pools import PoolView
 
 POOL_COLUMNS: Mapping[str, str] = MappingProxyType(
     {

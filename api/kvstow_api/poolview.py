@@ -8,7 +8,8 @@ from kvstow.stats import DIRECTIONS
 from kvstow.status import SESSION_STATES, SessionState
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
-from kvstow_api.views import PoolView, SessionView
+from kvstow_api.views.pools import PoolView
+from kvstow_api.views.sessions import SessionView
 
 
 def settings_etag(pool: HostedPool) -> str:

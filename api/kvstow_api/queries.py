@@ -12,7 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from kvstow.messages import Direction
 from kvstow.status import TransferState
-from kvstow_api.views import BLOCK_EVENTS, EVENT_TYPES, SECTIONS, BlockState, OperationKind, OperationState
+from kvstow_api.views.events import BLOCK_EVENTS, EVENT_TYPES
+from kvstow_api.views.operations import OperationKind, OperationState
+from kvstow_api.views.pools import BlockState
+from kvstow_api.views.server import SECTIONS
 
 _TOKEN_BYTES = 6
 _STANDARD_EVENTS = frozenset(EVENT_TYPES) - frozenset(BLOCK_EVENTS)

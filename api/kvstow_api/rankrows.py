@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.numberformat import duration, rate
-from kvstow_api.views import RankView
+from kvstow_api.views.ranks import RankView
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 _SHORTEST_WAIT = 1.0  # seconds

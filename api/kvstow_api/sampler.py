@@ -39,13 +39,15 @@ _STATES: Mapping[SessionState, str] = {
 
 
 class Sampler:
-    """Runs on the event loop. A sample is O(pools + ranks)."""
+    """Runs on the event loop. A sample is O(pools + ranks + namespaces with a tier)."""
 
     def __init__(self, directory: Directory, journal: Journal) -> None:
         self._directory, self._journal = directory, journal
         self._pools: dict[str, _PoolSamples] = {}
         self._sessions: dict[str, _SessionSamples] = {}
         self._ranks: dict[tuple[str, int], tuple[str, str | None, str | None]] = {}
+        self._tiers: dict[tuple[str, str], str] = {}
+        """The state of each tier, by its pool and namespace."""
         self.rank_counters = RankCounters()
         self._node_state: str | None = None
         self._failing = False
@@ -103,6 +105,21 @@ class Sampler:
                     self._note_changes(session, rank, noted)
         for ended in left.values():
             self._note_session(ended.session, "over", "none of its processes can reach the memory")
+        self._note_tiers()
+
+    def _note_tiers(self) -> None:
+        tier = self._directory.tier
+        before, self._tiers = self._tiers, {}
+        for one in () if tier is None else tier.tiers():
+            name, status = (one.pool, one.namespace), one.status
+            self._tiers[name] = status.state
+            if before.pop(name, None) != status.state:
+                self._note_tier(*name, status.store, status.state, status.reason)
+        for pool, namespace in before:
+            self._note_tier(pool, namespace, None, "over", "its store was detached, or the namespace is gone")
+
+    def _note_tier(self, pool: str, namespace: str, store: str | None, state: str, reason: str) -> None:
+        self._journal.add("tier", pool=pool, namespace=namespace, store=store, state=state, reason=reason)
 
     def _sample_session(self, session: HostedSession, samples: _SessionSamples | None) -> None:
         state = session.status.state
@@ -130,7 +147,7 @@ class Sampler:
         if readiness.state != samples.state and not self._is_growth(samples.state, readiness.state):
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
             samples.state = readiness.state
-        samples.add(sample_of(pool.facade.stats(), readiness.ranks))
+        samples.add(sample_of(pool.facade.stats(), pool.pinned_bytes(readiness.ranks)))
 
     def _note_node(self) -> None:
         readiness = host_readiness(self._directory)
@@ -162,8 +179,8 @@ class Sampler:
             )
 
     def _is_growth(self, before: str | None, state: str) -> bool:
-        """Whether a pool of a node, or a rank, has only got more memory. That happens with every row, so it is no
-        event."""
+        """Whether the only change is that a pool of a node, or a rank, has more memory. That happens with every row, so
+        it is not an event."""
         return self._directory.is_node and (before, state) == ("ready", "pinning")
 
     async def _run(self) -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstow_api.numberformat import ABSENT, counted, duration, rate
-from kvstow_api.views import SessionView
+from kvstow_api.views.sessions import SessionView
 
 SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
     {

@@ -89,7 +89,7 @@ class TierControl(Protocol):
         cannot be used, and `ConflictError` if a store is attached, or none can be."""
 
     def detach(self) -> None:
-        """Use no store any more. Waits until nothing of it touches any memory, for as long as calls under way may take.
+        """Stop using the store. Waits until nothing of it touches any memory, for as long as calls under way may take.
         Raises `ConflictError`."""
 
     def set_bypass(self, *, bypassed: bool, ttl_seconds: float | None, pool: str | None) -> TierBypass:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstow_api.numberformat import counted, duration, rate
-from kvstow_api.views import TierPoolView
+from kvstow_api.views.tier import TierPoolView
 
 TIER_COLUMNS: Mapping[str, str] = MappingProxyType(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstow_api.directory import Directory
 from kvstow_api.tiercontrol import TierBypass
-from kvstow_api.views import NO_TIER, TierBypassView, TierPoolView, TierView
+from kvstow_api.views.tier import NO_TIER, TierBypassView, TierPoolView, TierView
 
 
 def tier_view(directory: Directory) -> TierView:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvstow.stats import PendingTransfers
 from kvstow.status import TransferStatus
 from kvstow_api.directory import HostedPool
-from kvstow_api.views import TransfersView, TransferView
+from kvstow_api.views.transfers import TransfersView, TransferView
 
 
 def transfers_view(

@@ -150,11 +150,11 @@ def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
 
 
 def _compilation(setup: Setup) -> dict[str, Any]:
+    compilation: dict[str, Any] = {"custom_ops": ["-rms_norm"]} if setup.invariant else {}
     if setup.graphs == "none":
-        return {"custom_ops": ["-rms_norm"]} if setup.invariant else {}
-    compilation: dict[str, Any] = {}
+        return compilation
     if setup.graphs == "decode":
-        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if setup.graph_sizes is not None:
         compilation["cudagraph_capture_sizes"] = list(setup.graph_sizes)
     return compilation

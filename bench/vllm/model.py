@@ -56,6 +56,10 @@ SHAPES = {
 }
 
 
+_SPREADS = {"lm_head": 0.15, "self_attn": 0.12, "mlp": 0.06}
+"""Standard deviations of weights at a hidden size of 256. That of embeddings is 1."""
+
+
 def write_model(
     folder: Path,
     shape: Shape,
@@ -88,20 +92,36 @@ def _weights(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
     weights = {
         "model.embed_tokens.weight": normal(shape.vocabulary, hidden, 1.0),
         "model.norm.weight": torch.ones(hidden, dtype=dtype),
-        "lm_head.weight": normal(shape.vocabulary, hidden, 0.15 * spread),
+        "lm_head.weight": normal(shape.vocabulary, hidden, _SPREADS["lm_head"] * spread),
     }
     for layer in range(shape.layers):
         sizes = {
-            "self_attn.q_proj": (queries, hidden, 0.12),
-            "self_attn.k_proj": (keys, hidden, 0.12),
-            "self_attn.v_proj": (keys, hidden, 0.12),
-            "self_attn.o_proj": (hidden, queries, 0.12),
-            "mlp.gate_proj": (shape.intermediate, hidden, 0.06),
-            "mlp.up_proj": (shape.intermediate, hidden, 0.06),
-            "mlp.down_proj": (hidden, shape.intermediate, 0.06),
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (shape.intermediate, hidden),
+            "mlp.up_proj": (shape.intermediate, hidden),
+            "mlp.down_proj": (hidden, shape.intermediate),
         }
-        for name, (rows, columns, std) in sizes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = normal(rows, columns, std * spread)
+        for name, (rows, columns) in sizes.items():
+            std = _SPREADS[name.partition(".")[0]] * spread
+            weights[f"model.layers.{layer}.{name}.weight"] = normal(rows, columns, std)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
     return weights
+
+
+@torch.inference_mode()
+def fill_weights(model: torch.nn.Module, hidden: int, seed: int = 0) -> None:
+    """Give a model that vLLM has made with `load_format="dummy"` weights like those of `write_model`, on its device: a
+    file of them would take minutes. The same kind of device, seed and shape give the same weights."""
+    spread = (256 / hidden) ** 0.5
+    generator = torch.Generator(next(model.parameters()).device)
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        generator.manual_seed((seed << 20) + number)
+        if weight.dim() < 2:
+            weight.data.fill_(1.0)
+            continue
+        std = next((std for part, std in _SPREADS.items() if part in name), None)
+        weight.data.normal_(0.0, 1.0 if std is None else std * spread, generator=generator)

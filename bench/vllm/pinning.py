@@ -2,19 +2,21 @@
 
     python3 -m bench.vllm pinning [--shapes 8b tp8] [--graphs decode] [--gib 8] [--turns 5] [--processes 3] [--out DIR]
 
-One engine and its worker in one process. While one request is decoded, the pool grows by `--gib`, and pinning is paused
-and continued every 16 steps: a shared machine changes its speed within seconds, so only neighbouring windows of steps
-can be compared. Then the pool shrinks again; that is one turn. `first` is the time to the first token of 16,000 unknown
-ones, with pinning paused and not. `steady` and `idle` pin `--warm` GiB without a pause, beside a decoded request and
-without one. With `--cold` the first process has a pool of that size from the start, in memory that the machine may
-never have used. With `--attached` the pool is memory of a node service, which each process registers once:
-`--cold` GiB, in pages of 2 MiB (huge) or 4 KiB (small); nothing is resized. Writes `pinning.jsonl`, each part as soon
-as it is measured, and `pinning.md`.
+One engine and its worker in one process. While one request is decoded, the pool grows by `--gib`, and pinning is
+paused and continued every 16 steps: a shared machine changes its speed within seconds, so only neighbouring windows
+of steps can be compared. Then the pool shrinks again; that is one turn. `first` is the time to the first token of
+16,000 unknown ones, with pinning paused and not. `idle` and `steady` pin `--warm` GiB without a pause, without a
+decoded request and beside one, after `new`: once in memory that the machine may never have used. They come first.
+With `--cold` the first process has a pool of that size from the start, in memory that the machine may never have
+used. With `--attached` the pool is memory of a node service, which each process registers once: `--cold` GiB, in
+pages of 2 MiB (huge) or 4 KiB (small); nothing is resized. Writes `pinning.jsonl`, each part as soon as it is
+measured and with the figures of its register calls (`calls`), and `pinning.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -47,6 +49,7 @@ _SMALL_GIB = 1.0
 _CHUNK_BYTES = 64 << 20  # a pool gives back whole chunks
 _RESIZE_SECONDS, _IDLE_SECONDS = 60.0, 2.0
 _GROWTH_SECONDS = 30.0  # of steps that are measured; what is missing then is pinned beside an idle engine
+_STEADY_SECONDS = 45.0  # then what is missing is not waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Pinning:
     """`cold`: of the pool that the engine starts with. `all_turns`: all steps of `turns`. `first_*`: milliseconds until
-    the first token of a prompt, in pairs. `steady_seconds`, `idle_seconds`: until `--warm` GiB were pinned."""
+    the first token of a prompt, in pairs. `steady_seconds`, `idle_seconds`: until `--warm` GiB were pinned; infinite if
+    that took more than 45 s."""
 
     start_seconds: float
     cold: Turn | None
@@ -111,44 +115,49 @@ def measure(
     started = start_llm(setup)
     assert started.port is not None
     decode = _Decode(started.engine, load, vocabulary)
+    tell = partial(_tell, note)
     cold = None
     if cold_bytes:
         cold = _turn([decode.growth()])
-        note(part="cold", **asdict(cold))
+        tell(part="cold", **asdict(cold))
     small = setup.pool_bytes - cold_bytes
     decode.request(load.cold_prompt, 8)
     admin.wait_until_pinned(started.port, _TIMEOUT)
     decode.resize(started.port, small)
+    steady = idle = None
+    if plan.warm_bytes:
+        tell(part="new", seconds=decode.until_idly_pinned(started.port, small + plan.warm_bytes))
+        decode.resize(started.port, small)
+        rank_pool().take_call_figures()
+        idle = decode.until_idly_pinned(started.port, small + plan.warm_bytes)
+        tell(part="idle", seconds=idle)
+        decode.resize(started.port, small)
+        decode.resize(started.port, small + plan.warm_bytes, paused=True)
+        rank_pool().take_call_figures()
+        steady, pinned, steps = decode.until_pinned(small)
+        tell(part="steady", seconds=steady, gib=pinned / GIB, pinning=asdict(_steps(steps)))
+        decode.resize(started.port, small)
     growths = []
     for _ in range(plan.turns):
         decode.resize(started.port, small + plan.num_bytes, paused=True)
+        rank_pool().take_call_figures()
         growths.append(decode.growth())
-        note(part="resized", **asdict(_turn(growths[-1:])))
+        tell(part="resized", **asdict(_turn(growths[-1:])))
         decode.resize(started.port, small)
     first_pinning, first_paused = [], []
     for _ in range(plan.turns):
         decode.resize(started.port, small + plan.num_bytes, paused=True)
         first_paused.append(decode.first_token())
+        rank_pool().take_call_figures()
         rank_pool().set_paused(False)
         first_pinning.append(decode.first_token())
-        note(part="first", pinning=first_pinning[-1], paused=first_paused[-1])
+        tell(part="first", pinning=first_pinning[-1], paused=first_paused[-1])
         decode.resize(started.port, small)
-    steady = idle = None
-    if plan.warm_bytes:
-        decode.resize(started.port, small + plan.warm_bytes)
-        steady = decode.until_pinned()
-        note(part="steady", seconds=steady)
-        decode.resize(started.port, small)
-        began = time.perf_counter()
-        admin.change(started.port, "/v1/pools/host", {"capacity_bytes": small + plan.warm_bytes})
-        while not decode.is_at(small + plan.warm_bytes) or rank_pool().status().state == "pinning":
-            time.sleep(0.001)
-        idle = time.perf_counter() - began
     turns = [_turn([growth]) for growth in growths]
     return Pinning(started.seconds, cold, _turn(growths), turns, first_pinning, first_paused, steady, idle)
 
 
-def measure_attached(setup: Setup, load: Load, vocabulary: int) -> Pinning:
+def measure_attached(setup: Setup, load: Load, vocabulary: int, note: Callable[..., None]) -> Pinning:
     """Registers the memory of `setup.node`, once."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
@@ -161,7 +170,15 @@ def measure_attached(setup: Setup, load: Load, vocabulary: int) -> Pinning:
             raise TimeoutError(f"no memory was granted within {_RESIZE_SECONDS:g} s")
         decode.settle()
     del pool.set_paused
-    return Pinning(started.seconds, _turn([decode.growth()]), None, [], [], [], None, None)
+    pool.take_call_figures()
+    cold = _turn([decode.growth()])
+    _tell(note, part="attached", **asdict(cold))
+    return Pinning(started.seconds, cold, None, [], [], [], None, None)
+
+
+def _tell(note: Callable[..., None], **measured: Any) -> None:
+    """With what the register calls of the part took; see `CallFigures`."""
+    note(**measured, calls=rank_pool().take_call_figures()._asdict())
 
 
 class _Decode:
@@ -173,7 +190,7 @@ class _Decode:
     def growth(self) -> _Growth:
         """Decode until the pool is pinned, with pinning paused in every second window of steps, the first one too."""
         pool, pinned, seconds = rank_pool(), 0, 0.0
-        window = _Window(0.0, 0)
+        window = _Window(0.0, pool.status().pinned_bytes)
         deadline = time.perf_counter() + _GROWTH_SECONDS
 
         def going(steps: int) -> bool:
@@ -181,8 +198,8 @@ class _Decode:
             if steps % _WINDOW:
                 return True
             now, status = time.perf_counter(), pool.status()
+            pinned += status.pinned_bytes - window.pinned_bytes  # the watermark rises late, in a paused window too
             if not _is_paused(steps - _WINDOW):
-                pinned += status.pinned_bytes - window.pinned_bytes
                 seconds += now - window.began
             window = _Window(now, status.pinned_bytes)
             pool.set_paused(_is_paused(steps))
@@ -227,11 +244,28 @@ class _Decode:
         is_under_way = status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES
         return bool(self.is_at(num_bytes) and is_under_way)
 
-    def until_pinned(self) -> float:
-        """Decode until the pool is pinned; seconds."""
+    def until_pinned(self, before: int) -> tuple[float, int, list[float]]:
+        """Decode until the paused pool, which had `before` bytes, is pinned; seconds, bytes, and milliseconds of the
+        steps. Ends after `_STEADY_SECONDS`, with infinite seconds."""
+        pool, steps = rank_pool(), list[float]()
+        self.settle()
+        pool.set_paused(False)
         began = time.perf_counter()
-        while rank_pool().status().state == "pinning":
-            self.request(self._load.prompt, self._load.most, lambda steps: rank_pool().status().state == "pinning")
+
+        def going(number: int) -> bool:
+            return pool.status().state == "pinning" and time.perf_counter() - began < _STEADY_SECONDS
+
+        while going(0):
+            steps += self.request(self._load.prompt, self._load.most, going)[_SKIPPED:]
+        seconds, status = time.perf_counter() - began, pool.status()
+        return seconds if status.state == "ready" else math.inf, status.pinned_bytes - before, steps
+
+    def until_idly_pinned(self, port: int, num_bytes: int) -> float:
+        """Grow beside an idle engine; seconds."""
+        began = time.perf_counter()
+        admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes})
+        while not self.is_at(num_bytes) or rank_pool().status().state == "pinning":
+            time.sleep(0.001)
         return time.perf_counter() - began
 
     def first_token(self) -> float:
@@ -375,7 +409,7 @@ def _once(
         with ExitStack() as stack:
             node = enter_node(stack, cold_bytes, small_pages=attached == "small").node
             one = replace(setup, connector="attached", node=node, pool_bytes=cold_bytes, extra={})
-            return run(_TIMEOUT, measure_attached, one, load, vocabulary)
+            return run(_TIMEOUT, measure_attached, one, load, vocabulary, note)
     cold = cold_bytes * (process == 0)
     one = replace(setup, pool_bytes=setup.pool_bytes + cold)
     return run(_TIMEOUT, measure, one, load, vocabulary, plan, note, cold_bytes=cold)

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _GOODBYE = 20.0  # seconds for an engine to shut down
-_FORK = multiprocessing.get_context("fork")
+FORK = multiprocessing.get_context("fork")
 
 
 class MeasurementError(Exception):
@@ -32,8 +32,8 @@ class Measurement(Generic[R]):
 
     def __init__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
         self._name = function.__module__
-        self._receiver, sender = _FORK.Pipe(duplex=False)
-        self._process = _FORK.Process(target=_work, args=(sender, function, args, kwargs))
+        self._receiver, sender = FORK.Pipe(duplex=False)
+        self._process = FORK.Process(target=_work, args=(sender, function, args, kwargs))
         self._process.start()
         sender.close()
 

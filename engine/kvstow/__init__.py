@@ -5,7 +5,8 @@ Import rules (checked by `tests/test_layering.py`):
     kvstow_service -> kvstow_api -> kvstow
     kvstow: errors, bytesize, keys, layout, config,
             messages, messageorder, callbacks,
-            results, stats, status                      import only each other
+            results, stats, status, memfd               import only each other
+            attach.identity                             imports the above
             tier                                        imports the above; never torch
             control, memory, attach                     import the above, not each other; never torch
             devices, opqueues, copythread, dataplane    import memory and the above; never control

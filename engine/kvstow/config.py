@@ -83,7 +83,7 @@ class PoolConfig:
     `shared`: other processes of this user can map the memory, as stores of the fleet tier do; not with `reserved`.
 
     The pace of pinning is adaptive: `latency_target` is how much it may add to a step of an engine that shares the
-    driver (1.5 ms by default). It is fixed instead if `chunk_bytes` (per call, at least one slot; 64 MiB by default) or
+    driver (1.8 ms by default). It is fixed instead if `chunk_bytes` (per call, at least one slot; 64 MiB by default) or
     `pause` (between two calls; 2 ms by default) is given.
     """
 

@@ -114,6 +114,8 @@ class DataPlane:
                 self._copies.fail(op, error)
             else:
                 self._copies.submit((op,), fence)
+                if fence is not None:
+                    launcher.launch()  # what is gathered already is copied meanwhile
 
     def take_completions(self) -> list[Completion]:
         """All completions since the last call, as one atomic snapshot; also after `close`."""

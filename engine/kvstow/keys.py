@@ -13,12 +13,18 @@ from kvstow.errors import InvalidRequestError
 
 BlockKey = bytes
 
+GROUP_BYTES = 2
 _DIGEST_BYTES = 32
 
 
 def make_key(group: int, block_hash: bytes) -> BlockKey:
     """The key of the block with `block_hash` (a chained prefix hash) in KV group `group`."""
-    return group.to_bytes(2, "big") + block_hash
+    return group.to_bytes(GROUP_BYTES, "big") + block_hash
+
+
+def group_of(key: BlockKey) -> int:
+    """The KV group of a key."""
+    return int.from_bytes(key[:GROUP_BYTES], "big")
 
 
 def chain_keys(payloads: Iterable[bytes], *, group: int = 0, salt: bytes = b"") -> Iterator[BlockKey]:

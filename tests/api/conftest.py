@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 from fastapi import FastAPI
+from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -114,6 +115,12 @@ def engine(clock: FakeClock) -> OffloadEngine:
     """2 ranks, 16 slots of 4 KiB; no rank has reported."""
     config = EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=RANKS, block_tokens=16)
     return OffloadEngine(config, clock=clock)
+
+
+@pytest.fixture
+def tiered_host(engine: OffloadEngine, clock: FakeClock) -> Iterator[TieredHost]:
+    with closing(TieredHost(engine, clock)) as host:
+        yield host
 
 
 @pytest.fixture

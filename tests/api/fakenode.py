@@ -78,7 +78,8 @@ class Engine:
 
 @dataclass
 class FakeNode:
-    """A `Directory` with no pool, until `attach` makes one. `detached`: the ids that it was asked for, and `kill`."""
+    """A `Directory` with no pool, until `attach` makes one. `detached`: the ids that it was asked for, and `kill`.
+    `shares_memory`: all ranks have the same memory, as with MLA."""
 
     clock: FakeClock
     engine_id = "beef"
@@ -91,6 +92,7 @@ class FakeNode:
     errors: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=lambda: {"identity": 0, "version": 0})
     granted_bytes: int = SLOTS * RANKS * SLOT_BYTES
+    shares_memory: bool = False
     detached: list[tuple[str, bool]] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     shared: dict[str, SharedPool] = field(default_factory=dict)
@@ -138,6 +140,7 @@ class FakeNode:
             due_bytes=SLOTS * RANKS * SLOT_BYTES,
             model=MODEL,
             is_resizable=False,
+            stored_slot_bytes=SLOT_BYTES if self.shares_memory else None,
         )
 
     def delete_pool(self, name: str) -> None:

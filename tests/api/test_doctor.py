@@ -18,7 +18,7 @@ from kvstow_api.doctor import CHECKS, Evidence, examine
 from kvstow_api.history import SampleView
 from kvstow_api.measurements import HostMemory, RankClocks
 from kvstow_api.probe import Finding, Verdict
-from kvstow_api.views import DoctorView
+from kvstow_api.views.doctor import DoctorView
 
 GIB = 1 << 30
 HOST = HostMemory(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")

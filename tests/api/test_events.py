@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
 import pytest
 from tests.api.conftest import AGENT
+from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEvent
@@ -20,7 +21,7 @@ from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
 from kvstow_api.sampler import Sampler
-from kvstow_api.views import EventView
+from kvstow_api.views.events import EventView
 
 pytestmark = pytest.mark.anyio
 
@@ -225,6 +226,30 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
         ("rank", "degraded"),
     ]
     assert journal.after(0)[0][-1].data["error"] == "no more memory"
+
+
+def test_the_watch_notes_what_the_tier_does(engine: OffloadEngine, tiered_host: TieredHost, journal: Journal) -> None:
+    sampler = Sampler(EmbeddedDirectory(engine, 16, tier=tiered_host.control), journal)
+    tier = tiered_host.begin()
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: tier._note_outage("no master"),
+        lambda: tier.set_bypassed(True),
+        tiered_host.close,
+    ]
+    for change in changes:
+        change()
+        for _ in range(2):
+            sampler.tick()
+    told = [entry.data for entry in journal.after(0)[0] if entry.type == "tier"]
+    assert [(data["store"], data["state"]) for data in told] == [
+        ("memory", "on"),
+        ("memory", "down"),
+        ("memory", "bypassed"),
+        (None, "over"),
+    ]
+    assert {(data["pool"], data["namespace"]) for data in told} == {("host", "a1")}
+    assert "no master" in told[1]["reason"]
 
 
 def test_the_watch_samples_the_counters(engine: OffloadEngine, ranks: Any, keys: list[bytes]) -> None:

@@ -186,10 +186,9 @@ async def test_a_check_that_raises_has_failed(launch: Any, ranks: Any, caplog: p
 
 
 async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
-    launch: Launch, engine: OffloadEngine, clock: FakeClock, ranks: Any
+    launch: Launch, engine: OffloadEngine, tiered_host: TieredHost, ranks: Any
 ) -> None:
-    host = TieredHost(engine, clock)
-    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=host.control))
+    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=tiered_host.control))
 
     async def probe() -> tuple[int, str]:
         answer = await client.get("/readyz?verbose")
@@ -197,19 +196,19 @@ async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
         return answer.status_code, line
 
     assert await probe() == (200, "[+]tier ok (informational)")
-    tier = host.begin()
-    host.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
+    tier = tiered_host.begin()
+    tiered_host.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
     assert await probe() == (200, "[+]tier ok (informational)"), "an operator wants it so"
-    host.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
+    tiered_host.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
     tier._note_outage("no answer in 0.5 s")
     assert await probe() == (
         200,
         "[-]tier failed: a1 leaves the store alone: no answer in 0.5 s (informational)",
     )
     assert (await client.get("/readyz/tier")).status_code == 503
-    host.health = ClientHealth("failed", "it cannot register memory")
+    tiered_host.health = ClientHealth("failed", "it cannot register memory")
     assert "transfers of rank 0 of a1 have failed: it cannot register memory" in (await probe())[1]
-    host.close()
+    tiered_host.close()
 
 
 async def test_a_host_without_a_tier_has_no_check_of_it(client: httpx.AsyncClient) -> None:

@@ -378,19 +378,12 @@ TIER_COUNTERS = """
 TIER_LABELS = {"tier": "memory", "pool": "host", "model": "org/model"}
 
 
-@pytest.fixture
-async def tiered(engine: OffloadEngine, clock: Any) -> Any:
-    host = TieredHost(engine, clock)
-    yield host
-    host.close()
-
-
 async def test_a_tier_has_families_while_a_store_is_attached(
-    launch: Any, engine: OffloadEngine, tiered: TieredHost
+    launch: Any, engine: OffloadEngine, tiered_host: TieredHost
 ) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered.control))
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
     assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
-    tier = tiered.begin()
+    tier = tiered_host.begin()
     families = {name: one for name, one in (await scrape(client)).items() if name.startswith("kvstow_tier")}
     assert {(name, family.type) for name, family in families.items()} == {
         *((f"kvstow_tier_{name}", "gauge") for name in TIER_GAUGES.split()),
@@ -410,16 +403,16 @@ async def test_a_tier_has_families_while_a_store_is_attached(
     assert value(measured, "kvstow_tier_lookup_seconds", **TIER_LABELS) == 0.002
     assert value(measured, "kvstow_tier_fetch_bytes_per_second", **TIER_LABELS) == pytest.approx(4096 / 0.001)
     assert value(measured, "kvstow_tier_prefill_tokens_per_second", **TIER_LABELS) == pytest.approx(10_000)
-    tiered.control.detach()
+    tiered_host.control.detach()
     assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
 
 
-async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered: TieredHost) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered.control))
-    tier = tiered.begin()
+async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered_host: TieredHost) -> None:
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    tier = tiered_host.begin()
     tier.counters.wait_seconds, tier.counters.saved_seconds = 1.5, 2.5
     tier.counters.failed_put_blocks, tier.counters.failed_fetch_blocks = 3, 4
-    tiered.stats = ClientStats(corrupt_objects=5, restarts=6)
+    tiered_host.stats = ClientStats(corrupt_objects=5, restarts=6)
 
     async def expect(**wanted: float) -> None:
         families = await scrape(client)
@@ -433,26 +426,28 @@ async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered:
     families = await scrape(client)
     assert value(families, "kvstow_tier_failed_blocks_total", direction="put", **TIER_LABELS) == 3
     assert value(families, "kvstow_tier_failed_blocks_total", direction="fetch", **TIER_LABELS) == 4
-    tiered.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
+    tiered_host.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
     await expect(up=0, bypassed=1, breaker_open=0)
-    tiered.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
+    tiered_host.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
     tier._note_outage("no answer")
     await expect(up=0, bypassed=0, breaker_open=1, breaker_opened_total=1)
     tier.reset()
     await expect(up=0)
 
 
-async def test_the_namespaces_of_a_pool_are_one_tier(launch: Any, engine: OffloadEngine, tiered: TieredHost) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered.control))
-    first = tiered.begin()
-    tiered.open(TierChoice("memory:", tiered.store, "through"))
-    assert tiered.tier is not None
-    first.counters.put_blocks, tiered.tier.counters.put_blocks = 3, 4
+async def test_the_namespaces_of_a_pool_are_one_tier(
+    launch: Any, engine: OffloadEngine, tiered_host: TieredHost
+) -> None:
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    first = tiered_host.begin()
+    tiered_host.open(TierChoice("memory:", tiered_host.store, "through"))
+    assert tiered_host.tier is not None
+    first.counters.put_blocks, tiered_host.tier.counters.put_blocks = 3, 4
     families = await scrape(client)
     assert value(families, "kvstow_tier_put_blocks_total", **TIER_LABELS) == 7
     assert value(families, "kvstow_tier_up", **TIER_LABELS) == 1
     first.reset()
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 1, "the other one is in use"
-    tiered.tier.reset()
+    tiered_host.tier.reset()
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 0
     first.close()

@@ -4,6 +4,8 @@ import inspect
 import threading
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import httpx
@@ -15,7 +17,7 @@ from kvstow import messages, stats
 from kvstow_api import bodies, history, views
 from kvstow_api.client.decoding import decode
 from kvstow_api.openapi import EXAMPLES
-from kvstow_api.views import EVENT_TYPES
+from kvstow_api.views.events import EVENT_TYPES
 
 pytestmark = pytest.mark.anyio
 
@@ -127,9 +129,10 @@ async def test_only_posts_that_change_something_take_an_idempotency_key(schema: 
         assert taken == (method == "post" and path != "/v1/lookup"), (method, path)
 
 
+VIEWS = [import_module(f"{views.__name__}.{found.name}") for found in iter_modules(views.__path__)]
 TYPES = {
     name: kind
-    for module in (bodies, history, messages, stats, kvstow.status, views)
+    for module in (bodies, history, messages, stats, kvstow.status, *VIEWS)
     for name, kind in inspect.getmembers(module, inspect.isclass)
     if kind.__module__ == module.__name__
 }

@@ -192,6 +192,18 @@ async def test_the_latest_events_are_shown_as_text(launch: Any, ranks: Any) -> N
     assert [words for words in told if words not in text] == []
 
 
+async def test_events_of_the_tier_are_shown(launch: Any, engine: OffloadEngine, tiered_host: TieredHost) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=EmbeddedDirectory(engine, 16, tier=tiered_host.control))
+    tier = tiered_host.begin()
+    apps[0].state.kvstow.sampler.tick()
+    tier._note_outage("no master")
+    apps[0].state.kvstow.sampler.tick()
+    text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
+    assert "tier of a1 is on" in text
+    assert "tier of a1 is down: no master" in text
+
+
 async def test_failures_are_shown(launch: Any, ranks: Any) -> None:
     ranks.engine.report(ranks.make_report(1, state="degraded", error_reason="memlock", error="no more memory"))
     text = (await (await launch()).get("/")).text
@@ -314,10 +326,9 @@ def test_a_curve_has_a_polyline_for_each_run_without_a_gap() -> None:
 
 
 async def test_the_page_shows_the_fleet_tier_while_a_store_is_attached(
-    launch: Any, engine: OffloadEngine, clock: FakeClock, ranks: Any
+    launch: Any, engine: OffloadEngine, tiered_host: TieredHost, clock: FakeClock, ranks: Any
 ) -> None:
-    host = TieredHost(engine, clock)
-    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=host.control))
+    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=tiered_host.control))
 
     async def text() -> str:
         clock.advance(INTERVAL)
@@ -326,7 +337,7 @@ async def test_the_page_shows_the_fleet_tier_while_a_store_is_attached(
         return " ".join(" ".join(document.texts).split())
 
     assert "Fleet tier" not in await text()
-    tier = host.begin("mooncake://10.0.0.1:50051")
+    tier = tiered_host.begin("mooncake://10.0.0.1:50051")
     tier.counters.fetched_blocks = 4321
     shown = await text()
     assert "Fleet tier tier state fetches" in shown
@@ -337,5 +348,5 @@ async def test_the_page_shows_the_fleet_tier_while_a_store_is_attached(
     shown = await text()
     assert "a1 down" in shown
     assert "no answer in 0.5 s" in shown
-    host.control.detach()
+    tiered_host.control.detach()
     assert "Fleet tier" not in await text()

@@ -260,14 +260,13 @@ def contrast(one: list[float], other: list[float]) -> float:
 
 
 def test_the_fleet_tier_appears_changes_and_goes(
-    browser: Browser, serve: Any, engine: Any, ranks: Any, clock: FakeClock
+    browser: Browser, serve: Any, engine: Any, ranks: Any, tiered_host: TieredHost
 ) -> None:
-    host = TieredHost(engine, clock)
-    browser.open(serve(directory=EmbeddedDirectory(engine, 16, tier=host.control)).url)
+    browser.open(serve(directory=EmbeddedDirectory(engine, 16, tier=tiered_host.control)).url)
     browser.until(f"{LIVE} === 'live'")
     section = "document.getElementById('tier')"
     assert browser.evaluate(f"getComputedStyle({section}).display") == "none"
-    tier = host.begin("mooncake://10.0.0.1:50051")
+    tier = tiered_host.begin("mooncake://10.0.0.1:50051")
     browser.until(f"{section}.innerText.includes('mooncake://10.0.0.1:50051')")
     assert browser.evaluate(f"getComputedStyle({section}).display") != "none"
     assert browser.evaluate(f"{section}.querySelector('tbody td').innerText") == "on"
@@ -275,6 +274,6 @@ def test_the_fleet_tier_appears_changes_and_goes(
     browser.until(f"{section}.innerText.includes('no answer in 0.5 s')")
     width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert browser.evaluate(width), "the page scrolls sideways"
-    host.control.detach()
+    tiered_host.control.detach()
     browser.until(f"getComputedStyle({section}).display === 'none'")
     assert browser.complaints == []

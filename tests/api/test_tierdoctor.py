@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,13 @@ from tests.api.test_doctor import diagnose, evidence
 from tests.api.tieredhost import TieredHost
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.doctor import TIER_CHECKS
 from kvstow_api.doctor.evidence import TierEvidence
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.tiercontrol import TierMeasurements
-from kvstow_api.views import TierBypassView, TierClientView, TierPoolView, TierView
+from kvstow_api.views.tier import TierBypassView, TierClientView, TierPoolView, TierView
 
 pytestmark = pytest.mark.anyio
 
@@ -136,27 +134,20 @@ def test_without_a_store_nothing_is_said_of_it() -> None:
     assert not set(TIER_CHECKS) & {*told.checks, *told.skipped}
 
 
-@pytest.fixture
-def host(engine: OffloadEngine, clock: FakeClock) -> Iterator[TieredHost]:
-    made = TieredHost(engine, clock)
-    yield made
-    made.close()
-
-
 async def test_the_route_gathers_the_evidence(
-    launch: Launch, engine: OffloadEngine, host: TieredHost, ranks: Any, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, engine: OffloadEngine, tiered_host: TieredHost, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=host.control))
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
 
     async def found() -> list[tuple[str, str]]:
         answer = (await client.get("/v1/doctor")).json()
         return [(one["check"], one["severity"]) for one in answer["findings"] if one["check"].startswith("tier")]
 
     assert await found() == []
-    host.begin()
+    tiered_host.begin()
     assert await found() == []
-    host.stats, host.health = ClientStats(corrupt_objects=1), ClientHealth("failed", "it is broken")
-    host.measurements = OPEN._replace(pins_memory=True, memlock_bytes=1)
+    tiered_host.stats, tiered_host.health = ClientStats(corrupt_objects=1), ClientHealth("failed", "it is broken")
+    tiered_host.measurements = OPEN._replace(pins_memory=True, memlock_bytes=1)
     assert sorted(await found()) == [
         ("tier", "error"), ("tier_access", "warning"), ("tier_memlock", "warning"), ("tier_objects", "error"),
     ]  # fmt: skip

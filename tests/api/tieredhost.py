@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.objectname import ObjectName

@@ -163,7 +163,7 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None
     assert settings.pin_pause == (0.005 if case == "node-full" else 0.002)
     assert (settings.huge_pages == "reserved") == (case in ("node-hugepages", "engine-sidecar-full"))
     assert settings.drain_deadline == 60
-    assert settings.transfer_timeout == 30
+    assert settings.transfer_timeout == (45 if case == "node-full" else 30)
     wanted = {"node-full": ("pool", "pinned"), "engine-sidecar-full": ("pool",)}
     assert settings.readiness_require == wanted.get(case, ())
 
@@ -380,3 +380,9 @@ def test_the_notes_name_the_resource_that_a_pool_in_reserved_huge_pages_needs(he
     assert "the total is 6226Mi." in notes
     assert "\n     hugepages-2Mi: 8192Mi\n" in notes
     assert "hugepages" not in notes_of(helm, CHART / "ci" / "addon-values.yaml")
+
+
+def test_a_disruption_budget_says_how_many_pods_may_be_unavailable(find: Find) -> None:
+    budget = "engine.podDisruptionBudget"
+    made = find("PodDisruptionBudget", *ENGINE, f"{budget}.enabled=true", f"{budget}.maxUnavailable=2")
+    assert made["spec"]["maxUnavailable"] == 2

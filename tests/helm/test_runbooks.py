@@ -28,7 +28,8 @@ from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.metrics.tier import tier_families
 from kvstow_api.requests import HttpCounters
-from kvstow_api.views import SessionsView, StatsView
+from kvstow_api.views.server import StatsView
+from kvstow_api.views.sessions import SessionsView
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import make_api_host
 from kvstow_service.admin.adminoptions import AdminOptions

@@ -16,7 +16,7 @@ from tests.jax.rank import DEADLINE, JaxRank, mesh
 
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
 from kvstow.devices.jax.loads import Loads
-from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to
+from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, copies_rows, pieces_of
 from kvstow.devices.jax.rangecopier import CopyJob
 from kvstow.devices.jax.stores import Gather
 from kvstow.errors import ConfigError, CopyError
@@ -174,8 +174,9 @@ def test_a_load_is_written_in_place(make_rank: MakeRank) -> None:
 def test_nothing_is_compiled_after_the_registration_and_16_programs_on_a_device_are_enough(make_rank: MakeRank) -> None:
     rank = make_rank(num_blocks=300, layers=[(1, 4)], num_slots=300, piece_bytes=1 << 20)
     assert rank.device._most == 256
+    buckets = 4 if copies_rows(rank.device._loads._kv) else 8
     for programs in rank.device._stores._programs:
-        assert len(programs._gathers) == len(programs._scatters) == 8
+        assert len(programs._gathers) == len(programs._scatters) == buckets
     rank.overwrite([1])
     compiled: list[str] = []
 
@@ -193,9 +194,20 @@ def test_nothing_is_compiled_after_the_registration_and_16_programs_on_a_device_
     assert compiled  # the listener hears compilations
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, (1,)), (5, (1, 2, 4)), (300, (2, 4, 8, 16, 32, 64, 128, 256))])
-def test_buckets_are_powers_of_two_and_at_most_eight(most: int, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("most", "expected", "pads_free"),
+    [
+        (1, (1,), (1,)),
+        (5, (1, 2, 4), (1, 4)),
+        (8, (1, 2, 4, 8), (2, 8)),
+        (300, (2, 4, 8, 16, 32, 64, 128, 256), (4, 16, 64, 256)),
+    ],
+)
+def test_buckets_are_powers_of_two_and_at_most_eight(
+    most: int, expected: tuple[int, ...], pads_free: tuple[int, ...]
+) -> None:
     assert buckets_up_to(most) == expected
+    assert buckets_up_to(most, pads_free=True) == pads_free
 
 
 # -- which thread ---------------------------------------------------------------------------------------------
@@ -308,6 +320,8 @@ def test_a_store_beyond_the_memory_in_flight_keeps_its_blocks_until_it_is_launch
     )
     try:
         gather = small.gather(list(range(24)))
+        assert (len(gather.launched), len(gather.unlaunched)) == (1, 5)
+        small.launch()
         assert (len(gather.launched), len(gather.unlaunched)) == (2, 4)
         other = small.gather([1])
         assert not other.launched
@@ -330,6 +344,54 @@ def test_a_store_beyond_the_memory_in_flight_keeps_its_blocks_until_it_is_launch
     rank.done(rank.load(range(24), range(24)))
     rank.put(range(24), before)
     assert rank.wrong_elements() == 0
+
+
+def test_the_first_pieces_of_a_long_op_are_smaller() -> None:
+    assert [len(piece) for piece in pieces_of(75, 16)] == [4, 4, 8, 16, 16, 16, 11]
+    for num_blocks in range(70):
+        for most in (1, 2, 4, 8, 16, 32):
+            pieces = pieces_of(num_blocks, most)
+            assert [block for piece in pieces for block in piece] == list(range(num_blocks))
+            assert all(0 < len(piece) <= most for piece in pieces)
+            assert len(pieces) <= -(-num_blocks // most) + 2
+            if num_blocks <= most:
+                assert len(pieces) <= 1
+
+
+@of_both_memories
+def test_a_long_op_of_pieces_that_differ_comes_back(make_rank: MakeRank, host_memory: str) -> None:
+    rank = make_rank(num_blocks=40, num_slots=40, host_memory=host_memory, piece_bytes=8 * 544)
+    assert rank.slot_bytes == 544
+    for count in (40, 39, 23, 9):
+        blocks = list(range(count))
+        before = rank.blocks(blocks)
+        rank.done(rank.store(blocks, blocks[::-1]))
+        rank.overwrite(blocks)
+        rank.done(rank.load(blocks, blocks))
+        rank.put(blocks, [layer[::-1] for layer in before])
+        assert rank.wrong_elements() == 0
+
+
+def test_no_piece_of_a_long_load_is_sent_in_a_larger_buffer(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(num_blocks=40, num_slots=40, piece_bytes=8 * 544)
+    rank.done(rank.store(range(16), range(16)))
+    jobs: list[HeldJob] = []
+
+    def start(_: Any) -> HeldJob:
+        jobs.append(HeldJob())
+        return jobs[-1]
+
+    monkeypatch.setattr(rank.device._copier, "start", start)
+    load = rank.load(range(16), range(16))
+    filling = rank.device._loads._filling
+    rank.wait_until(lambda: len(filling) == 4)
+    half = 8 if copies_rows(rank.device._loads._kv) else 4  # where padding takes no time there are fewer buckets
+    assert [piece.buffers[0].bucket for piece in filling] == [8, half, 2, 2]
+    for job in jobs:
+        job.ended = True
+    rank.done(load)
 
 
 def test_an_op_that_is_dropped_gives_its_memory_back(make_rank: MakeRank) -> None:
@@ -588,6 +650,8 @@ def test_a_store_that_the_host_has_not_gathered_is_refused(shared_ranks: dict[st
 def test_the_fence_of_a_store_is_reached_when_its_blocks_are_read(make_rank: MakeRank) -> None:
     rank = make_rank()
     gather = rank.device.gather(list(range(24)))
+    assert not gather.query()
+    rank.device.launch()
     rank.wait_until(gather.query)
     assert not Gather([[1]]).query()
 
@@ -630,9 +694,9 @@ def test_the_memory_of_gathers_on_the_cpu_is_used_again(make_rank: MakeRank, mon
     gather = DevicePrograms.gather
 
     def spy(self: DevicePrograms, *arguments: Any) -> Any:
-        columns = gather(self, *arguments)
-        places.append((self.device.id, columns[0].unsafe_buffer_pointer()))
-        return columns
+        rows = gather(self, *arguments)
+        places.append((self.device.id, rows.unsafe_buffer_pointer()))
+        return rows
 
     monkeypatch.setattr(DevicePrograms, "gather", spy)
     rank = make_rank()
@@ -735,7 +799,7 @@ def test_pinned_memory_that_a_platform_lays_out_in_another_way_is_not_written_in
 ) -> None:
     from kvstow.devices.jax import loadbuffers
 
-    monkeypatch.setattr(loadbuffers.PinnedBuffer, "upload", lambda self: [-array for array in self._columns])
+    monkeypatch.setattr(loadbuffers.PinnedBuffer, "upload", lambda self: -self._rows)
     rank = make_rank(host_memory="pinned")
     assert rank.device.notice is not None
     assert "loads do not use pinned memory" in rank.device.notice

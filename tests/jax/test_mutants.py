@@ -3,8 +3,7 @@ folder must notice each. Those of the control plane are in tests/engine/control;
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +14,12 @@ from tests.jax.cluster import Cluster, Scheduler
 from tests.jax.rank import JaxRank
 from tests.jax.test_processes import STEPS, make_cluster
 
+from kvstow.dataplane import DataPlane
 from kvstow.devices.jax.device import JaxDevice
 from kvstow.devices.jax.loadbuffers import PlainBuffer
 from kvstow.devices.jax.loads import LoadPiece
-from kvstow.devices.jax.stores import Gather, Stores
+from kvstow.devices.jax.stores import Stores
+from kvstow.messages import StepPlan
 
 __all__ = ["make_cluster"]  # a fixture
 
@@ -26,14 +27,25 @@ pytestmark = pytest.mark.jax
 
 
 def gather_after_the_step(patch: pytest.MonkeyPatch) -> None:
-    gathers: list[Gather] = []
+    submit = DataPlane.submit
 
-    def gather(self: Stores, blocks: Sequence[int]) -> Gather:
-        gathers.append(Gather([blocks[start : start + 4] for start in range(0, len(blocks), 4)]))
-        self._waiting.append(weakref.ref(gathers[-1]))
-        return gathers[-1]
+    def submit_alone(self: DataPlane, plan: StepPlan) -> None:
+        with pytest.MonkeyPatch.context() as during:
+            during.setattr(Stores, "launch", lambda *_, **__: None)
+            submit(self, plan)
 
-    patch.setattr(Stores, "gather", gather)
+    patch.setattr(DataPlane, "submit", submit_alone)
+
+
+def gather_rest_after_the_step(patch: pytest.MonkeyPatch) -> None:
+    submit, launch = DataPlane.submit, Stores.launch
+
+    def submit_alone(self: DataPlane, plan: StepPlan) -> None:
+        with pytest.MonkeyPatch.context() as during:
+            during.setattr(Stores, "launch", lambda self, until=None: until and launch(self, until=until))
+            submit(self, plan)
+
+    patch.setattr(DataPlane, "submit", submit_alone)
 
 
 def launch_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
@@ -62,6 +74,7 @@ def alone(test: Callable[..., None]) -> Callable[[Any, pytest.MonkeyPatch], None
     ("mutant", "test"),
     [
         (gather_after_the_step, alone(test_device.test_the_very_next_program_may_overwrite_the_blocks_of_a_store)),
+        (gather_rest_after_the_step, alone(test_device.test_the_very_next_program_may_overwrite_the_blocks_of_a_store)),
         (launch_on_the_copy_thread, test_device.test_the_copy_thread_launches_no_program),
         (
             load_without_witness,

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from tests.tpu.engine import Engine
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> None:
+    """The engine is the session's, and so are the threads that a test has it start."""
+
+
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """One for all tests: a process has one KV connector."""

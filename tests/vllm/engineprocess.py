@@ -16,9 +16,10 @@ from typing import Any, cast
 
 from tests.vllm.engines import SECONDS, Answer, Engine, Prompt, Setup, running
 
-from kvstow.control.fleettier import TierSettings
+from kvstow.control.tiersettings import TierSettings
 from kvstow.tier import rate
 from kvstow.tier.fingerprint import fingerprint
+from kvstow_service.connectors.vllm import attachedhits
 
 _IDLE_SECONDS = 0.005
 
@@ -27,15 +28,22 @@ class EngineProcess:
     """Asks the engine in another process. Its scheduler and its rank share that process, so one SIGKILL ends both."""
 
     def __init__(
-        self, model: Path, attach: str | None, log: Path, environ: Mapping[str, str] | None = None, **extra: Any
+        self,
+        model: Path,
+        attach: str | None,
+        log: Path,
+        environ: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
+        **extra: Any,
     ) -> None:
-        """`attach`: None for a pool of its own. Returns when the engine can be asked."""
+        """`attach`: None for a pool of its own. `python`: of the environment that has the vLLM. Returns when the engine
+        can be asked."""
         settings = extra if attach is None else {"attach": attach, **extra}
         options = json.dumps({"model": str(model), "extra": settings})
-        path = ":".join(filter(None, sys.path))
+        path = ":".join(place for place in sys.path if place and not place.startswith(sys.prefix))
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engineprocess", options],
+                [python, "-m", "tests.vllm.engineprocess", options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -167,6 +175,10 @@ def _tier(engine: Engine) -> Any:
 
 
 def _be_patient(engine: Engine, seconds: float) -> None:
+    if engine.setup.is_attached:  # its service has the tier
+        attachedhits.PATIENCE_SECONDS = seconds or 0.25
+        attachedhits.LONGEST_PATIENCE_SECONDS = seconds or 5.0
+        return
     fleet, settings = engine.connector._host.tier.tier.fleet, TierSettings()
     fleet._settings = replace(
         fleet._settings, lookup_wait=seconds or settings.lookup_wait, deadline=seconds or settings.deadline

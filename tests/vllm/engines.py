@@ -223,6 +223,7 @@ def running(setup: Setup) -> Iterator[Engine]:
         patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other cost more than so small a model
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstow-"))
         socket = Path(folder) / "admin"
+        stack.callback(_end_connector)
         llm = _llm(setup, socket)
         stack.callback(_close, llm)
         admin = None
@@ -289,6 +290,14 @@ def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:
         return {"kv_connector_module_path": "kvstow_service.connectors.vllm", **ours}
     children = {"connectors": [ours, {**setup.beside, **common}]}
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": children, **common}
+
+
+def _end_connector() -> None:
+    """An engine that fails while it starts leaves its worker's connector in this process, and the next one would use
+    it."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
 
 
 def _close(llm: Any) -> None:

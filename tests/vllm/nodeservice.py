@@ -20,9 +20,11 @@ MIB = 1 << 20
 class NodeService:
     """`kvstow serve` with its sockets in `folder`. It can be started, killed and started again."""
 
-    def __init__(self, folder: Path, memory: str = "64MiB", *options: str) -> None:
+    def __init__(self, folder: Path, memory: str = "64MiB", *options: str, module: str = "kvstow_service") -> None:
+        """`module`: what is run as `kvstow`."""
         self.socket, self._admin, self._folder = folder / "attach.sock", folder / "admin.sock", folder
         self._arguments = ["--memory", memory, "--extent-size", "16MiB", *options]
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -31,7 +33,7 @@ class NodeService:
         return f"unix://{self.socket}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "kvstow_service", "serve", "--attach-socket", str(self.socket)]
+        command = [sys.executable, "-m", self._module, "serve", "--attach-socket", str(self.socket)]
         command += ["--uds", str(self._admin), "--port", "0", *self._arguments]
         environ = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
         with (self._folder / "log").open("ab") as log:
@@ -52,8 +54,16 @@ class NodeService:
         return (self._folder / "log").read_text()
 
     def get(self, path: str) -> Any:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self._admin)), base_url="http://kvstow") as client:
+        with self._client() as client:
             return client.get(path).raise_for_status().json()
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(transport=httpx.HTTPTransport(uds=str(self._admin)), base_url="http://kvstow")
+
+    def is_ready(self) -> bool:
+        """What /readyz says."""
+        with self._client() as client:
+            return client.get("/readyz").status_code == 200
 
     def sessions(self) -> list[dict[str, Any]]:
         return list(self.get("/v1/sessions")["items"])

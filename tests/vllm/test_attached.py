@@ -28,6 +28,8 @@ from tests.vllm.engines import (
 )
 from tests.vllm.nodeservice import NodeService, is_attached, running_service, until_attached
 
+from kvstow.errors import ConfigError
+
 pytestmark = pytest.mark.vllm
 
 StartEngine = Callable[..., EngineProcess]
@@ -96,6 +98,14 @@ def test_an_engine_that_has_slept_attaches_again_and_finds_what_it_has_stored(
         assert warm.cached == A_HIT
         assert_same([warm], expected)
         assert [each["id"] for each in service.sessions()] != [before["id"]]
+
+
+def test_an_engine_that_could_not_start_leaves_no_connector_to_the_next_one(model: Path) -> None:
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"), running(Setup(model, {"cpu_bytes_to_use": 1})):
+        pass
+    assert not has_kv_transfer_group()
 
 
 def test_ranks_in_processes_of_their_own(model: Path, reference: Reference, service: NodeService) -> None:

@@ -19,7 +19,7 @@ from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core import connector as shared
-from kvstow_service.connectors.engine_core import schedulerhost
+from kvstow_service.connectors.engine_core import embeddedschedulerhost
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
@@ -99,7 +99,7 @@ def test_a_cache_requires_no_delivery_and_supports_sleep_mode() -> None:
 
 def test_ranks_of_all_stages_are_known_and_other_metadata_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default refuses ranks of later pipeline stages; beside other connectors, theirs may come too."""
-    monkeypatch.setattr(schedulerhost, "EmbeddedAdmin", NoThread)
+    monkeypatch.setattr(embeddedschedulerhost, "EmbeddedAdmin", NoThread)
     made = make_scheduler(ranks=2)
     made.bind_gpu_block_pool(FakeBlockPool(8))
     hellos = [RankHello(rank, 1024 << rank, 9, this_node(), 0) for rank in range(2)]

@@ -18,13 +18,13 @@ from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.connectors.engine_core import schedulerhost, workerhost
+from kvstow_service.connectors.engine_core import embeddedschedulerhost, schedulerhost, workerhost
+from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.engine_core.hostmemory import wait_until_pinned
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
-from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
 from kvstow_service.connectors.engine_core.workerside import BootCompletions
 from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
@@ -62,7 +62,7 @@ class FakeAdmin:
 @pytest.fixture(autouse=True)
 def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
     monkeypatch.setattr(FakeAdmin, "made", [], raising=False)
-    monkeypatch.setattr(schedulerhost, "EmbeddedAdmin", FakeAdmin)
+    monkeypatch.setattr(embeddedschedulerhost, "EmbeddedAdmin", FakeAdmin)
     return FakeAdmin.made
 
 

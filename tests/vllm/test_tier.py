@@ -8,10 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.engines import A_BLOCKS, A_HIT, A, B, C, Engine, Reference, Setup, assert_same, eventually, running
+from tests.vllm.engines import (
+    A_BLOCKS,
+    A_HIT,
+    BLOCK,
+    A,
+    B,
+    C,
+    Engine,
+    Reference,
+    Setup,
+    assert_same,
+    eventually,
+    running,
+)
+from tests.vllm.models import WINDOW
 
-from kvstow.control.fleettier import TierSettings
-from kvstow.errors import ConfigError, TierUnavailableError
+from kvstow.control.tiersettings import TierSettings
+from kvstow.errors import TierUnavailableError
 from kvstow.testing.tier import ControlledStore
 from kvstow_service.connectors.engine_core import embeddedtier
 from kvstow_service.connectors.engine_core.enginetier import EngineTier
@@ -34,8 +48,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlledStore]:
         gate.open()
 
 
-def setup(model: Path, **extra: Any) -> Setup:
-    return Setup(model, extra={"tier": URL, "weights_id": "tiny", **extra})
+def setup(model: Path) -> Setup:
+    """vLLM caches all blocks of a window, not only some of them."""
+    settings = {"prefix_cache_retention_interval": None}
+    return Setup(model, extra={"tier": URL, "weights_id": "tiny"}, settings=settings)
 
 
 def tier_of(engine: Engine) -> EngineTier:
@@ -144,6 +160,22 @@ def test_an_engine_whose_blocks_no_other_can_know_leaves_the_store_alone(
     assert (store.num_objects, store.batches) == (0, [])
 
 
-def test_a_model_of_several_groups_is_refused(hybrid_model: Path, store: ControlledStore) -> None:
-    with pytest.raises(ConfigError, match="none for a model with several KV groups"), running(setup(hybrid_model)):
-        pass
+def test_a_model_of_several_groups_hits_what_another_engine_has_put(
+    hybrid_model: Path, reference: Reference, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the group with a window, what is fetched is the end of the hit."""
+    monkeypatch.setattr(embeddedtier, "TierSettings", partial(TierSettings, deadline=120.0, lookup_wait=120.0))
+    expected = reference(hybrid_model, A, B, C)
+    fill(hybrid_model, A, C)
+    with running(setup(hybrid_model)) as engine:
+        answers = engine.ask(A)
+        fetched = tier_of(engine).fleet.status().counters.fetched_blocks
+        assert A_BLOCKS < fetched < A_BLOCKS + 2 * WINDOW // BLOCK
+        engine.forget_gpu()
+        answers += engine.ask(B)
+        assert_same(answers, expected[:2])
+        assert [answer.cached for answer in answers] == [A_HIT, 512]
+        assert tier_of(engine).fleet.status().counters.fetched_blocks > fetched, "another end has another window"
+        store.error = TierUnavailableError("injected")
+        engine.forget_gpu()
+        assert_same(engine.ask(C), expected[2:])

@@ -35,7 +35,7 @@ from kvstow_api.doctor.tier import (
     check_tier_time,
 )
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.views import DoctorView, FindingView, Severity
+from kvstow_api.views.doctor import DoctorView, FindingView, Severity
 
 __all__ = ["CHECKS", "NODE_CHECKS", "TIER_CHECKS", "Evidence", "NodeEvidence", "examine"]
 

@@ -11,7 +11,10 @@ from kvstow_api.history import SampleView
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_api.probe import Verdict
 from kvstow_api.tiercontrol import TierMeasurements
-from kvstow_api.views import FindingView, RankView, SessionView, Severity, TierView
+from kvstow_api.views.doctor import FindingView, Severity
+from kvstow_api.views.ranks import RankView
+from kvstow_api.views.sessions import SessionView
+from kvstow_api.views.tier import TierView
 
 
 class Evidence(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvstow.bytesize import format_size
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding, rank_name, session_of
-from kvstow_api.views import FindingView
+from kvstow_api.views.doctor import FindingView
 
 SHARE_RATIO = 0.5
 _PIN_FIXES = {

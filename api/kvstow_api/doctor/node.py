@@ -8,7 +8,7 @@ from kvstow.bytesize import format_size
 from kvstow_api.doctor.evidence import Evidence, NodeEvidence, NothingToMeasure, make_finding
 from kvstow_api.numberformat import counted, duration
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.views import FindingView
+from kvstow_api.views.doctor import FindingView
 
 
 def check_node_memory(evidence: Evidence) -> Iterator[FindingView]:

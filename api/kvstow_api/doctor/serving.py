@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
-from kvstow_api.overview import bypass_words, bypassed
-from kvstow_api.views import FindingView
+from kvstow_api.switches import bypass_words, bypassed
+from kvstow_api.views.doctor import FindingView
 
 _READINESS_FIXES = {
     "engine": "the log has the time and the reason; restart the process",

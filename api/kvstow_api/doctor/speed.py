@@ -8,7 +8,7 @@ from datetime import timedelta
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding, rank_name, session_of
-from kvstow_api.views import FindingView
+from kvstow_api.views.doctor import FindingView
 
 CLOCK_SECONDS = 1.0
 LINK_BYTES = 1 << 30  # below this a rank's rate means little

@@ -9,7 +9,8 @@ from kvstow.bytesize import format_size
 from kvstow_api.doctor.evidence import Evidence, TierEvidence, make_finding
 from kvstow_api.numberformat import counted, duration
 from kvstow_api.tierrows import loses_time
-from kvstow_api.views import FindingView, Severity, TierPoolView
+from kvstow_api.views.doctor import FindingView, Severity
+from kvstow_api.views.tier import TierPoolView
 
 
 def check_tier(evidence: Evidence) -> Iterator[FindingView]:

@@ -12,8 +12,10 @@ from prometheus_client.registry import Collector as BaseCollector
 from kvstow.status import RankStatus, SessionState
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import Directory
-from kvstow_api.metrics.engine import PoolSnapshot, Snapshots, engine_families
 from kvstow_api.metrics.families import counter, histogram
+from kvstow_api.metrics.faults import fault_families
+from kvstow_api.metrics.pools import pool_families
+from kvstow_api.metrics.ranks import rank_families
 from kvstow_api.metrics.server import (
     certificate_families,
     fact_families,
@@ -23,7 +25,9 @@ from kvstow_api.metrics.server import (
     operation_families,
     readiness_families,
 )
+from kvstow_api.metrics.snapshots import PoolSnapshot, Snapshots
 from kvstow_api.metrics.tier import tier_families
+from kvstow_api.metrics.traffic import age_families, lookup_families, transfer_families
 from kvstow_api.rankcounters import RankCounters
 
 
@@ -46,7 +50,12 @@ class Collector(BaseCollector):
     def collect(self) -> Iterator[Metric]:
         app = self._app
         taken = _snapshots(app.directory, app.sampler.rank_counters)
-        yield from engine_families(taken, time.time())
+        yield from pool_families(taken)
+        yield from rank_families(taken, time.time())
+        yield from transfer_families(taken)
+        yield from age_families(taken)
+        yield from lookup_families(taken)
+        yield from fault_families(taken)
         yield from tier_families(app.directory)
         yield from host_families(app.directory)
         yield from memory_families(app.directory, app.orphans.num_bytes)

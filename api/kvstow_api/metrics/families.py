@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import isfinite
 from typing import NamedTuple
 
@@ -81,6 +81,10 @@ def scalar(value: float) -> list[Row]:
 def by_label(counts: Mapping[str, float], *before: str) -> list[Row]:
     """One row per item; the label values `before` come before its key."""
     return [((*before, key), value) for key, value in counts.items()]
+
+
+def joined(rows: Iterable[Iterable[Row]]) -> list[Row]:
+    return list(chain.from_iterable(rows))
 
 
 def _rows(name: str, labels: Sequence[str], rows: Iterable[Row]) -> list[tuple[Series, float]]:

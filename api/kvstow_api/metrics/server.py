@@ -13,8 +13,8 @@ from kvstow_api.directory import Directory
 from kvstow_api.health import Health
 from kvstow_api.host import ApiHost
 from kvstow_api.hostreadiness import host_readiness
-from kvstow_api.metrics.engine import POOL, Snapshots
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
+from kvstow_api.metrics.snapshots import POOL, Snapshots
 from kvstow_api.operations import KINDS, Operations
 from kvstow_api.requests import HttpCounters
 

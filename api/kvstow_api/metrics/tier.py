@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client import Metric
 
 from kvstow_api.directory import Directory
-from kvstow_api.metrics.engine import POOL
 from kvstow_api.metrics.families import Row, counter, gauge
+from kvstow_api.metrics.snapshots import POOL
 from kvstow_api.tiercontrol import HostedTier, TierClient
 
 TIER = ("tier", *POOL)

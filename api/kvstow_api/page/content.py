@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
 from kvstow_api.hostreadiness import host_readiness, rank_views
-from kvstow_api.overview import (
-    NUM_OLDEST,
-    Overview,
-    PoolReadings,
-    Readings,
-    overview,
-    pool_to_show,
-    select_rows,
-)
+from kvstow_api.overview import NUM_OLDEST, Overview, Readings, overview, pool_to_show, select_rows
+from kvstow_api.pooloverview import PoolReadings
 from kvstow_api.poolrows import PoolRow
 from kvstow_api.poolview import pool_views, session_views
 from kvstow_api.probe import Finding
@@ -27,7 +20,7 @@ from kvstow_api.sessionrows import SessionRow
 from kvstow_api.tierrows import TierRow
 from kvstow_api.tierview import tier_view
 from kvstow_api.transferviews import transfers_view
-from kvstow_api.views import POOL_NAME
+from kvstow_api.views.pools import POOL_NAME
 
 _ROWS = 32
 _RANKS = 16
@@ -139,6 +132,8 @@ def _words(kind: str, data: Mapping[str, Any]) -> str:
             return f"{data['engine'] or data['session']} is {data['state']}: {data['reason']}"
         case "rank":
             return f"{data['rank']} is {data['state']}" + (f": {data['error']}" if data["error"] else "")
+        case "tier":
+            return f"tier of {data['namespace']} is {data['state']}" + (f": {data['reason']}" if data["reason"] else "")
         case "operation":
             noun = f"dry run of {data['kind']}" if data["dry_run"] else data["kind"]
             return f"{noun} {data['state']}" + (f": {data['error']}" if data["error"] else "")

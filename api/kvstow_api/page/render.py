@@ -11,9 +11,9 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
 
-from kvstow_api.overview import NUM_POINTS
 from kvstow_api.page.content import Content
 from kvstow_api.page.svg import bar, polylines
+from kvstow_api.pooloverview import NUM_POINTS
 from kvstow_api.poolrows import POOL_COLUMNS
 from kvstow_api.tierrows import TIER_COLUMNS
 

@@ -21,7 +21,9 @@ from kvstow_api.poolchoice import choose_pool, find_pool
 from kvstow_api.queries import ReadinessQuery, SessionsQuery, StatsQuery, SwitchQuery, TransfersQuery
 from kvstow_api.strictroute import StrictRoute
 from kvstow_api.transferviews import transfers_view
-from kvstow_api.views import RanksView, RankView, ReadinessView, StatsView, TransfersView
+from kvstow_api.views.ranks import RanksView, RankView
+from kvstow_api.views.server import ReadinessView, StatsView
+from kvstow_api.views.transfers import TransfersView
 
 router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
 

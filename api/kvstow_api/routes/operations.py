@@ -14,7 +14,7 @@ from kvstow_api.operations import Operation
 from kvstow_api.queries import OperationQuery, OperationsQuery, token_of
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import OperationsView, OperationView
+from kvstow_api.views.operations import OperationsView, OperationView
 
 router = APIRouter(prefix="/v1/operations", tags=["operations"], route_class=StrictRoute)
 

@@ -25,16 +25,8 @@ from kvstow_api.queries import BlocksQuery, PoolQuery, WorkQuery, token_of
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import (
-    POOL_NAME,
-    BlocksView,
-    OperationKind,
-    PinningView,
-    PlanView,
-    PoolsView,
-    PoolView,
-    RemovedView,
-)
+from kvstow_api.views.operations import OperationKind
+from kvstow_api.views.pools import POOL_NAME, BlocksView, PinningView, PlanView, PoolsView, PoolView, RemovedView
 
 router = APIRouter(prefix="/v1", tags=["pools"], route_class=StrictRoute)
 

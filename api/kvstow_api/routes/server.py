@@ -22,7 +22,10 @@ from kvstow_api.poolview import settings_etag
 from kvstow_api.queries import EventsQuery, PoolQuery
 from kvstow_api.streamlimit import LimitedStream
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import BLOCK_EVENTS, ConfigView, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
+from kvstow_api.views.doctor import DoctorView
+from kvstow_api.views.events import BLOCK_EVENTS, EventView
+from kvstow_api.views.server import InfoView
+from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
 
 router = APIRouter(tags=["server"], route_class=StrictRoute)
 

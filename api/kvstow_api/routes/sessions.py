@@ -13,7 +13,7 @@ from kvstow_api.openapi import changing, reading
 from kvstow_api.poolview import session_views
 from kvstow_api.queries import DetachQuery
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import DetachView, NamespacesView, SessionsView
+from kvstow_api.views.sessions import DetachView, NamespacesView, SessionsView
 
 router = APIRouter(prefix="/v1", tags=["sessions"], route_class=StrictRoute)
 

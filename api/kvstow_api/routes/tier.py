@@ -18,7 +18,7 @@ from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
 from kvstow_api.strictroute import StrictRoute
 from kvstow_api.tiercontrol import TierControl
 from kvstow_api.tierview import bypass_view, tier_view
-from kvstow_api.views import TierBypassView, TierPurgedView, TierView
+from kvstow_api.views.tier import TierBypassView, TierPurgedView, TierView
 
 router = APIRouter(prefix="/v1/tier", tags=["tier"], route_class=StrictRoute)
 
@@ -38,7 +38,7 @@ def attach_tier(app: App, body: TierAttachBody) -> TierView:
 
 @router.post("/detach", responses=changing(409, body=False))
 def detach_tier(app: App) -> TierView:
-    """Use no store any more. The answer comes when nothing touches the pools' memory for it, so calls to the store that
+    """Stop using the store. The answer comes when nothing touches the pools' memory for it, so calls to the store that
     are under way end first. What the store has stays there."""
     _control(app).detach()
     return tier_view(app.directory)

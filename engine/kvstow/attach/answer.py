@@ -1,4 +1,4 @@
-"""Answers of the node service that have not arrived yet."""
+"""Answers of the node service that may not have arrived yet."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _T = TypeVar("_T")
 
 
 class Answer(Generic[_T]):
-    """What an `AttachedEngine` was asked for. Once it is `done` it has a `value`: what the service has answered or, if
-    that has refused or gone, a value that promises nothing (no hits, no op); `error` says why then."""
+    """The answer to a request of an `AttachedEngine`. Once it is `done` it has a `value`. If the service answered, the
+    value is its answer. If the service refused the request or disconnected, the value promises nothing (no hits, no
+    op), and `error` says why."""
 
     __slots__ = ("_call", "_read", "_value", "error", "is_unwanted")
 
     def __init__(self, call: Call, read: Callable[[Call], _T], without: _T) -> None:
-        """`read` makes the value of a call that is done; the value is `without` if it raises."""
+        """`read` makes the value from a call that is done. If it raises, the value is `without`."""
         self.error: str | None = None
         self.is_unwanted = False
-        """The host has no use for the value."""
+        """Set once the host no longer needs the value."""
         self._call: Call | None = call
         self._read = read
         self._value = without
@@ -32,14 +33,14 @@ class Answer(Generic[_T]):
 
     @property
     def value(self) -> _T:
-        """Raises `AttachError` while it is not `done`."""
+        """Raises `AttachError` until the answer is `done`."""
         if self._call is not None:
             raise AttachError("the node service has not answered yet")
         return self._value
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is not done, and the service has said that it takes time."""
+        """Whether the answer is not done yet and the service has said that it needs time."""
         return self._call is not None and self._call.is_pending
 
     @property
@@ -48,8 +49,8 @@ class Answer(Generic[_T]):
         return self._call
 
     def resolve(self) -> None:
-        """The call is done. Raises `ProtocolError` where the service has answered something else; the value is the one
-        without an answer then."""
+        """Read the value from the call, which must be done. Raises `ProtocolError` if the service sent a wrong answer;
+        the value is then the one for no answer."""
         call, self._call = self._call, None
         assert call is not None
         try:

@@ -21,13 +21,13 @@ _DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "load")
 
 
 class Hold(IntEnum):
-    """What a lookup keeps from eviction."""
+    """What a lookup protects from eviction."""
 
     NOTHING = 0
     PRESENT = 1
     """All keys that are present."""
     LEADING = 2
-    """The keys up to the first that is absent; the answer has no other run."""
+    """The keys up to the first absent one. The answer holds no other run."""
     ALL = 3
     """All keys, or nothing if one of them is absent."""
 
@@ -56,10 +56,29 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Runs of keys that are present: (number of the first key, how many). `lease_id` is 0 if nothing is held.
+class LookupPrompt:
+    """Which of `keys` are present. `keys` are those of all blocks of a prompt, one KV group after the other. Holds
+    nothing. The service may fetch the missing keys that a hit needs from the fleet tier before it answers."""
 
-    What a lease holds are the keys of all runs, in order: `BeginLoad.first` counts in them.
+    KIND: ClassVar[Kind] = Kind.LOOKUP_PROMPT
+    keys: Sequence[bytes]
+
+    def pack(self) -> bytes:
+        return pack_keys(self.keys)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, "lookup of a prompt")
+        keys = reader.keys()
+        reader.end()
+        return cls(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held.
+
+    A lease holds the keys of all runs, in order. `BeginLoad.first` is an index into them.
     """
 
     KIND: ClassVar[Kind] = Kind.FOUND
@@ -79,14 +98,14 @@ class Found:
 
     @property
     def leading(self) -> int:
-        """How many keys are present from the first on."""
+        """How many keys are present, counted from the first key."""
         return self.runs[0][1] if self.runs and self.runs[0][0] == 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The answer to a lookup takes time, as the fleet tier may have more. It comes later, under the same request, and
-    those to other calls may come before it."""
+    """The answer to a lookup takes time: the fleet tier may have more blocks, or the ranks are still registering the
+    memory. The answer comes later, under the same request id. Answers to other calls may come before it."""
 
     KIND: ClassVar[Kind] = Kind.PENDING
 
@@ -95,13 +114,13 @@ class Pending:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        PayloadReader(payload, "word about a lookup").end()
+        PayloadReader(payload, "notice about a lookup").end()
         return cls()
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The model has computed so many tokens of prompts, in so many seconds. No answer."""
+    """How many prompt tokens the model has computed, and in how many seconds. No answer."""
 
     KIND: ClassVar[Kind] = Kind.PREFILL
     tokens: int
@@ -140,7 +159,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class BeginLoad:
-    """Load `count` slots of a lease, from its `first` on, and use the lease up."""
+    """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease."""
 
     KIND: ClassVar[Kind] = Kind.BEGIN_LOAD
     lease_id: int
@@ -200,9 +219,9 @@ class BeginStore:
 
 @dataclass(frozen=True, slots=True)
 class StoreBegun:
-    """The op of a store: block `accepted[i]`, counted in the keys asked for, goes to `slots[i]`. `op_id` is 0 if there
-    is nothing to store. `outcomes` and `unplaced` are those of `StoreGrant`; `room`: blocks that the next store would
-    find a slot for."""
+    """The op of a store. Block `accepted[i]`, an index into the requested keys, goes to `slots[i]`. `op_id` is 0 if
+    there is nothing to store. `outcomes` and `unplaced` are those of `StoreGrant`. `room` is the number of blocks that
+    the next store would find a slot for."""
 
     KIND: ClassVar[Kind] = Kind.STORE_BEGUN
     op_id: int
@@ -242,7 +261,7 @@ class StoreBegun:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """What `rank` says of its ops, in order. No answer: see `SettledOps`."""
+    """What `rank` reports about its ops, in order. No answer: see `SettledOps`."""
 
     KIND: ClassVar[Kind] = Kind.COMPLETIONS
     rank: int
@@ -284,7 +303,7 @@ class SettledOp:
 
 @dataclass(frozen=True, slots=True)
 class SettledOps:
-    """What became final, in order; sent unasked. `room` as in `StoreBegun`."""
+    """Results that became final, in order. Sent unasked. `room` as in `StoreBegun`."""
 
     KIND: ClassVar[Kind] = Kind.SETTLED
     ops: tuple[SettledOp, ...]
@@ -393,7 +412,7 @@ _TOO_LONG = 1e9
 
 
 def _pack_error(error: str | None) -> bytes:
-    """A text; no error is an empty one."""
+    """Pack an error message; no error is packed as an empty text."""
     return pack_text(error or "")
 
 

@@ -12,7 +12,7 @@ from kvstow.attach.frames import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, Frame
 from kvstow.errors import DisconnectedError, ProtocolError
 
 MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES + (1 << 20)
-"""What may wait for a reader that does not read: one frame of the largest kind and some small ones."""
+"""How much may wait for a peer that does not read: one frame of the largest kind and some small ones."""
 
 SCRATCH_BYTES = 256 << 10
 _SOCKET_BUFFER_BYTES = 1 << 20
@@ -27,10 +27,10 @@ _FDS_UNWANTED = "file descriptors were sent where none are expected"
 
 
 class Channel:
-    """Frames over a connected Unix stream socket, which it owns. Never blocks; one thread uses it.
+    """Frames over a connected Unix stream socket, which it owns. Never blocks. One thread uses it.
 
-    Received descriptors are close-on-exec, and belong to the frame that announced them. After an error the channel
-    can only be closed.
+    Received descriptors are close-on-exec and belong to the frame that announced them. After an error, the only valid
+    call is `close`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Channel:
         limit: int = MAX_PAYLOAD_BYTES,
         max_unsent: int = MAX_UNSENT_BYTES,
     ) -> None:
-        """`scratch`: a buffer that channels of one thread may share; each call of `receive` overwrites it."""
+        """`scratch` is a buffer that channels of one thread may share. Each call of `receive` overwrites it."""
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         self._socket = connected
@@ -50,11 +50,11 @@ class Channel:
         self._decoder = FrameDecoder(limit)
         self._max_unsent = max_unsent
         self._fds: deque[int] = deque()
-        """Received, and not yet assigned to a frame."""
+        """Received, but not assigned to a frame yet."""
         self._unsent: deque[_Unsent] = deque()
         self.unsent_bytes = 0
         self.accepts_fds = accepts_fds
-        """Otherwise the kernel discards descriptors, and `receive` raises `ProtocolError`."""
+        """If False, the kernel discards descriptors, and `receive` raises `ProtocolError`."""
         self.bytes_received = 0
         self.bytes_sent = 0
 
@@ -63,17 +63,17 @@ class Channel:
 
     @property
     def buffered_bytes(self) -> int:
-        """Received bytes of a frame that is not complete yet."""
+        """How many bytes of an incomplete frame were received."""
         return self._decoder.buffered
 
     def set_limit(self, limit: int) -> None:
-        """Change how long a payload may be that is received from now on."""
+        """Change the length limit for payloads received from now on."""
         self._decoder.limit = limit
 
     # -- receiving ------------------------------------------------------------------------------------------
 
     def receive(self) -> list[Frame]:
-        """The frames that one read completes, often none. Reads `SCRATCH_BYTES` at most: call it again while the
+        """The frames that one read completes, often none. Reads at most `SCRATCH_BYTES`, so call it again while the
         socket is readable. Raises `DisconnectedError` at the end of the stream, and `ProtocolError`."""
         try:
             count, ancillary, flags, _ = self._socket.recvmsg_into(
@@ -112,10 +112,10 @@ class Channel:
     # -- sending --------------------------------------------------------------------------------------------
 
     def send(self, kind: int, payload: bytes = b"", request_id: int = 0, fds: Sequence[int] = ()) -> None:
-        """Send a frame, or queue what the socket does not take at once: `flush` sends the rest. The caller keeps its
-        descriptors and may close them.
+        """Send a frame. What the socket does not take at once is queued for `flush`. The caller keeps its descriptors
+        and may close them.
 
-        Raises `DisconnectedError`; `ProtocolError` with reason `slow_reader` when too much is queued already.
+        Raises `DisconnectedError`. Raises `ProtocolError` with reason `slow_reader` if too much is queued already.
         """
         header = encode_header(kind, len(payload), request_id, len(fds))
         if self._unsent:
@@ -133,7 +133,8 @@ class Channel:
             self._queue(_Unsent(memoryview(payload)[sent - HEADER_BYTES :]))
 
     def flush(self) -> bool:
-        """Send what is queued, as far as the socket takes it; True if nothing is left. Raises `DisconnectedError`."""
+        """Send as much of the queue as the socket takes. Returns True if nothing is left. Raises
+        `DisconnectedError`."""
         while self._unsent:
             first = self._unsent[0]
             batch = [first.data]
@@ -175,7 +176,7 @@ class Channel:
         return sent
 
     def close(self) -> None:
-        """Close the socket and every descriptor that waits in either direction. Idempotent."""
+        """Close the socket and every descriptor queued in either direction. Idempotent."""
         self._socket.close()
         close_fds(self._fds)
         self._fds.clear()
@@ -186,7 +187,7 @@ class Channel:
 
 
 class _Unsent:
-    """Bytes that wait for the socket, and copies of the descriptors that go with the first of them."""
+    """Bytes queued for the socket, with copies of the descriptors that go with the first byte."""
 
     __slots__ = ("data", "fds")
 

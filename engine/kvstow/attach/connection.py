@@ -1,4 +1,4 @@
-"""The client's side of a connection to the node service: it comes, goes and comes back."""
+"""The client's side of a connection to the node service, which reconnects by itself."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = logging.getLogger("kvstow.attach")
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 REFUSED_PAUSE_SECONDS = 30.0
-"""After a refusal that only a change on one of the two sides ends."""
+"""The pause after a refusal that lasts until one of the two sides is changed."""
 HELLO_SECONDS = 10.0
 
 State = Literal["detached", "greeting", "attached", "closed"]
 
 
 class Message(Protocol):
-    """What `kvstow.attach.calls` and its neighbours define."""
+    """A message as `kvstow.attach.calls` and its sibling modules define it."""
 
     KIND: ClassVar[Kind]
 
@@ -61,18 +61,18 @@ class Call:
 
     def __init__(self) -> None:
         self.is_pending = False
-        """The service has said that the answer takes time: those to later calls may come first."""
+        """The service has said that this answer takes time. Answers to later calls may come first."""
         self._answer: Frame | None = None
         self._error: KvstowError | None = None
 
     @property
     def done(self) -> bool:
-        """Whether there is an answer, or will be none."""
+        """Whether the answer has arrived, or never will."""
         return self._answer is not None or self._error is not None
 
     def answer(self, kind: type[_M]) -> _M:
         """The answer of a call that is `done`. Raises `AttachError`: `DisconnectedError` if the connection ended first,
-        `CallFailedError` if the service refused the call, `ProtocolError` for an answer of another kind."""
+        `CallFailedError` if the service refused the call, and `ProtocolError` for an answer of another kind."""
         if self._error is not None:
             raise self._error
         if self._answer is None:
@@ -97,12 +97,12 @@ class Call:
 
 
 class AttachConnection:
-    """Connects to the service's socket, says hello, and connects again whenever the connection ends.
+    """Connects to the service's socket, says hello, and reconnects whenever the connection ends.
 
-    No thread and no waiting but in `poll` and `wait`: the host calls `poll` often, and all else happens there. One
-    thread uses it. No call raises because the service is absent, slow, refuses or breaks the protocol: then the state
-    is not `attached`, `problem` says why, and the next attempt comes after a pause that doubles from 0.1 to 5 seconds
-    (30 after a refusal that is not transient), with up to a quarter more at random.
+    It starts no thread. Only `poll` and `wait` wait. The host calls `poll` often; it does all the work. One thread uses
+    the connection. No call raises because the service is absent, is slow, refuses, or breaks the protocol. In those
+    cases the state is not `attached`, and `problem` says why. The next attempt follows after a pause that doubles from
+    0.1 to 5 seconds (30 after a refusal that is not transient), plus up to a quarter at random.
     """
 
     def __init__(
@@ -116,9 +116,8 @@ class AttachConnection:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`make_hello` is called for each attempt. `on_attached` and `on_lost` are called from `poll`, `call` and
-        `tell`, in turn: each life of the connection is a session of its own, and nothing of the one before it is
-        valid."""
+        """`make_hello` is called for each attempt. `poll`, `call` and `tell` call `on_attached` and `on_lost`, in turn.
+        Each connection is a session of its own: nothing from the previous one stays valid."""
         self._path = path
         self._make_hello = make_hello
         self._accepts_fds = accepts_fds
@@ -136,19 +135,20 @@ class AttachConnection:
         self._greeting_ends = 0.0
         self.state: State = "detached"
         self.welcome: Welcome | None = None
-        """Of the current session; None while there is none."""
+        """The welcome of the current session, or None without a session."""
         self.problem: str | None = None
-        """Why it is not attached, as a sentence; None while it is, and before the first attempt."""
+        """Why it is not attached, as a sentence. None while it is attached, and before the first attempt."""
         self.refusal: str | None = None
-        """The reason of the last attempt's refusal in snake case; None if it was not refused."""
+        """Why the service refused the last attempt, in snake case. None if it did not refuse."""
 
     # -- talking --------------------------------------------------------------------------------------------
 
     def call(self, message: Message, fds: Sequence[int] = ()) -> Call:
-        """Send a request that the service answers. Never waits; without a session the call has failed already. The
-        caller keeps its descriptors.
+        """Send a request that the service answers. Never waits. Without a session, the call has already failed when it
+        is returned. The caller keeps its descriptors.
 
-        Raises `ProtocolError`, and sends nothing, for a message that no frame can hold."""
+        Raises `ProtocolError`, and sends nothing, if no frame can hold the message.
+        """
         call = Call()
         channel = self._channel
         if channel is None or self.state != "attached":
@@ -161,8 +161,8 @@ class AttachConnection:
         return call
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send what has no answer; False if there is no session. The caller keeps its descriptors. Raises
-        `ProtocolError` as `call` does."""
+        """Send a message that has no answer. Returns False if there is no session. The caller keeps its descriptors.
+        Raises `ProtocolError` as `call` does."""
         channel = self._channel
         if channel is None or self.state != "attached":
             return False
@@ -170,8 +170,8 @@ class AttachConnection:
         return self._channel is channel
 
     def wait(self, call: Call, seconds: float) -> bool:
-        """Wait for the answer of a call; whether it is done. What the service sends unasked meanwhile is kept for
-        `poll`."""
+        """Wait for the answer of a call. Returns whether the call is done. Unasked messages that arrive meanwhile are
+        kept for `poll`."""
         deadline = self._clock() + seconds
         while not call.done and self.state == "attached":
             left = deadline - self._clock()
@@ -181,9 +181,9 @@ class AttachConnection:
         return call.done
 
     def poll(self, seconds: float = 0.0) -> list[Frame]:
-        """Receive what there is, or wait for it up to `seconds`; connect if it is time. Returns what the service has
-        sent unasked, in order, all of it from one session, which may have ended: nothing that was received is lost. The
-        caller owns the descriptors."""
+        """Receive what has arrived, waiting up to `seconds` for it, and connect if it is time. Returns the unasked
+        messages of the service, in order. All of them are from one session, which may have ended: no received message
+        is lost. The caller owns the descriptors."""
         if self._channel is None:
             if self._pushed or self.state == "closed" or self._clock() < self._next_attempt:
                 return self.take_pushed()
@@ -193,25 +193,25 @@ class AttachConnection:
         return self.take_pushed()
 
     def take_pushed(self) -> list[Frame]:
-        """What the service has sent unasked and `poll` has not returned yet, without receiving more."""
+        """The unasked messages that `poll` has not returned yet. Receives nothing new."""
         pushed, self._pushed = self._pushed, []
         return pushed
 
     def fileno(self) -> int:
-        """The socket, for a host that waits for several; -1 while there is none."""
+        """The socket, for a host that waits on several. -1 without a connection."""
         return -1 if self._channel is None else self._channel.fileno()
 
     def retry_now(self) -> None:
-        """Let the next `poll` connect without a pause, for example because a hello would say something else now."""
+        """Let the next `poll` connect without a pause, for example because the hello would differ now."""
         self._next_attempt = float("-inf")
 
     def disconnect(self, problem: str) -> None:
-        """End the connection; it comes back after a pause."""
+        """End the connection. It reconnects after a pause."""
         self._lose(problem)
 
     def close(self, *last_words: Message) -> None:
-        """End the connection for good. Idempotent. `last_words` are sent before, if there is still a session: it is no
-        fault if the service has ended it meanwhile."""
+        """End the connection for good. Idempotent. If there is still a session, `last_words` are sent first. It is no
+        error if the service has ended the session meanwhile."""
         if self.state != "closed":
             if self._channel is not None and self.state == "attached":
                 with suppress(AttachError):
@@ -232,7 +232,7 @@ class AttachConnection:
         connecting.setblocking(False)
         try:
             connecting.connect(str(self._path))
-        except OSError as error:  # EAGAIN: the service has no time to accept connections
+        except OSError as error:  # EAGAIN: the service is too busy to accept connections
             connecting.close()
             self._lose(f"cannot connect to unix:{self._path}: {error.strerror or error}")
             return
@@ -249,7 +249,7 @@ class AttachConnection:
             self._lose_with_last_words(channel, str(error))
 
     def _exchange(self, seconds: float) -> None:
-        """Send and receive what is possible now, after waiting for it up to `seconds`."""
+        """Send and receive what is possible now. Waits for that up to `seconds`."""
         channel = self._channel
         if channel is None:
             return
@@ -274,8 +274,8 @@ class AttachConnection:
             self._lose(f"the service has not answered the hello for {HELLO_SECONDS:g} seconds")
 
     def _wait_for(self, channel: Channel, seconds: float) -> None:
-        """Wait until the channel can receive, or send what is left. `select` counts microseconds. `poll` rounds up to a
-        millisecond, which is more than a step may wait, but takes every descriptor."""
+        """Wait until the channel can receive, or can send what is queued. `select` waits in microseconds. `poll` rounds
+        up to a millisecond, which is too long for a step, but it accepts every descriptor."""
         fd, sends = channel.fileno(), channel.unsent_bytes > 0
         if fd < _SELECTABLE:
             select.select([fd], [fd] if sends else [], [], seconds)
@@ -328,7 +328,8 @@ class AttachConnection:
         self._on_attached(welcome)
 
     def _lose_with_last_words(self, channel: Channel, problem: str) -> None:
-        """Sending failed: what the service has said before it closed counts, and it may have said why."""
+        """Handle a failed send. Messages that the service sent before it closed still count, and they may say why it
+        closed."""
         try:
             received = -1
             while self._channel is channel and received != channel.bytes_received:
@@ -347,7 +348,7 @@ class AttachConnection:
         self._lose(sentence, None if reason in TRANSIENT_REFUSALS else REFUSED_PAUSE_SECONDS)
 
     def _lose(self, problem: str, pause: float | None = None) -> None:
-        """End this life of the connection. What was asked in it gets no answer; what was received is for `poll`."""
+        """End this connection. Its open calls get no answer. Received messages are kept for `poll`."""
         was_attached = self.state == "attached"
         if self._channel is not None:
             self._channel.close()

@@ -1,6 +1,7 @@
-"""What a worker holds for the service after the one that it is attached to, and the messages about that.
+"""Descriptors that a worker holds for the next service, and the messages about them.
 
-A service that is killed together with its keeper leaves nothing but what engines have: extents, and these descriptors.
+When a service is killed together with its keeper, only what the engines hold survives: the extents and these
+descriptors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvstow.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A list of descriptors by name."""
+    """A list of names of descriptors."""
 
     KIND: ClassVar[Kind]
     names: tuple[str, ...]
@@ -36,8 +37,8 @@ class _Names:
 
 @dataclass(frozen=True, slots=True)
 class DepositedDescriptors:
-    """Hold these for the next service, in place of what the names stood for; `replaces`: in place of all that was held.
-    The frame has a descriptor for each name, in the same order."""
+    """Hold these descriptors for the next service. Each replaces the one held under its name. With `replaces`, they
+    replace all that are held. The frame has one descriptor per name, in the same order."""
 
     KIND: ClassVar[Kind] = Kind.DEPOSIT
     names: tuple[str, ...]
@@ -55,14 +56,14 @@ class DepositedDescriptors:
 
 
 class DroppedDescriptors(_Names):
-    """Hold these no longer."""
+    """Stop holding these descriptors."""
 
     KIND = Kind.DROP
 
 
 class ReturnedDescriptors(_Names):
-    """What a service before this one has deposited, before the extents that the worker has of it. The frame has a
-    descriptor for each name, in the same order."""
+    """The descriptors that an earlier service deposited. The worker sends them before it hands back that service's
+    extents. The frame has one descriptor per name, in the same order."""
 
     KIND = Kind.RETURN
 
@@ -75,11 +76,11 @@ class Deposits:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Descriptors by name. They stay this object's."""
+        """Descriptors by name. This object still owns them."""
         return self._held
 
     def put(self, names: Iterable[str], fds: Iterable[int], *, replaces: bool) -> None:
-        """Takes over the descriptors. What is too much is closed."""
+        """Takes ownership of the descriptors, and closes those beyond the limit."""
         if replaces:
             self.close()
         for name, fd in zip(names, fds, strict=True):

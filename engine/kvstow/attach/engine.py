@@ -24,6 +24,7 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
+    LookupPrompt,
     Prefill,
     Refresh,
     Release,
@@ -46,7 +47,7 @@ from kvstow.messages import Completion, Direction, Op
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 PROBE_SECONDS = 0.5
-"""After the service has said that it has no room, until a store is tried again."""
+"""How long to wait before another store is tried after the service has said that it has no room."""
 PROBE_BLOCKS = 64
 _EPOCH_BITS = 61
 
@@ -55,14 +56,15 @@ _NOTHING = Lease(0, (), ())
 
 
 class Hits(NamedTuple):
-    """Which keys are present, and the lease of those that are held, in the order of the runs; it may be empty."""
+    """Which keys are present, and the lease on those that are held, in the order of the runs. The lease may be
+    empty."""
 
     lease: Lease
     runs: tuple[KeyRun, ...]
 
     @property
     def leading(self) -> int:
-        """How many keys are present from the first on."""
+        """How many keys are present, counted from the first key."""
         return self.runs[0].length if self.runs and self.runs[0].first == 0 else 0
 
 
@@ -70,21 +72,21 @@ _MISS = Hits(_NOTHING, ())
 
 
 class AttachedEngine:
-    """Asks the node service what an embedded host asks its `OffloadEngine`, and gets the same results, later.
+    """Asks the node service what an embedded host asks its `OffloadEngine`. The results are the same, but come later.
 
-    One thread uses it, and there is no other. No call waits but `wait`, and none raises because the service is absent,
-    slow or refuses: lookups miss, stores are refused, and `problem` says why. The host calls `step` once a step, which
-    connects, sends, and receives; a result is there after a later `step` or `wait`.
+    Only one thread uses it, and it starts none. Only `wait` waits. No call raises because the service is absent, slow
+    or refuses: lookups miss, stores are refused, and `problem` says why. The host calls `step` once a step, which
+    connects, sends and receives. A result arrives in a later `step` or `wait`.
 
-    Sessions. Each connection is a session. When it ends, its leases are void and its unanswered calls have failed.
-    Loads under way still end by the completions of the ranks; stores under way fail when all ranks have read their
+    Sessions: each connection is a session. When it ends, its leases are void and its unanswered calls have failed.
+    Loads under way still end through the completions of the ranks. Stores under way fail once all ranks have read their
     blocks. The next session has another `ticket`, which the host gives to its workers (`AttachedWorker.join`).
 
-    The host gives each op to the worker of every rank (a replicated store to rank 0), and brings all completions back
-    (`complete`). A worker fails an op that it cannot run.
+    The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
+    `complete`. A worker fails an op that it cannot run.
 
-    Keys and blocks are in prefix order, root first. Calls that are given keys raise `ProtocolError` if the keys differ
-    in length or do not fit in a frame (8 MiB).
+    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys differ in
+    length or do not fit in a frame (8 MiB).
     """
 
     def __init__(
@@ -102,8 +104,8 @@ class AttachedEngine:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`path`: see `socket_path`. `step_wait`: seconds that all calls of `wait` in one step may take together. For
-        the others see `Hello`."""
+        """`path`: see `socket_path`. `step_wait` is the time, in seconds, that all calls of `wait` in one step may take
+        together. For the other parameters see `Hello`."""
         self._hello = Hello(
             role="scheduler",
             engine=engine,
@@ -128,29 +130,31 @@ class AttachedEngine:
         self._step_wait = self._wait_left = step_wait
         self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
         self._answers: deque[Answer[object]] = deque()
-        """Not done, in the order of their calls: the service answers in order, but for those that are pending."""
+        """Answers that are not done, in the order of their calls. The service answers in order, except for pending
+        answers."""
         self._pending: list[Answer[object]] = []
         self.has_tier = False
-        """The service of this session has waited for its fleet tier."""
+        """The service of this session has asked for time for a lookup, as a service with a fleet tier does."""
         self._spoken: dict[tuple[int, str], list[Completion]] = {}
-        """Completions to be sent, by rank and boot."""
+        """Completions to send, by rank and boot."""
         self._room = 0
         self._probe_at = float("-inf")
         self.ticket: SessionTicket | None = None
-        """Of the current session, for the workers; None while there is none."""
+        """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
 
     # -- the session ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Once a step: send completions, receive what there is, connect if it is time. O(what has arrived)."""
+        """Call once a step. Sends completions, receives what has arrived, and connects if it is time. O(what has
+        arrived)."""
         self._wait_left = self._step_wait
         self._flush()
         self._take(self._connection.poll())
 
     def wait(self, *answers: Answer[_T], seconds: float | None = None) -> bool:
-        """Wait until these answers are done, for so many seconds, or for what is left of the step's `step_wait`.
-        Returns whether they are. Does not wait for answers that are pending: a later `step` brings them."""
+        """Wait until these answers are done, for up to `seconds`, or for what is left of the step's `step_wait`.
+        Returns whether they are. Does not wait for pending answers: a later `step` brings them."""
         for answer in answers:
             if answer.call is None or answer.is_pending:
                 continue
@@ -170,27 +174,27 @@ class AttachedEngine:
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the service said of the current session: its id, and the names of pool and namespace."""
+        """What the service said about the current session: its id, and the names of its pool and namespace."""
         return self._connection.welcome
 
     @property
     def problem(self) -> str | None:
-        """Why it is not attached, as a sentence; None while it is, and before the first `step`."""
+        """Why it is not attached, as a sentence. None while it is attached, and before the first `step`."""
         return self._connection.problem
 
     @property
     def refusal(self) -> str | None:
-        """Why the service has refused the last attempt, in snake case; None if it has not."""
+        """Why the service refused the last attempt, in snake case. None if it did not refuse."""
         return self._connection.refusal
 
     @property
     def sharing_off(self) -> tuple[str, ...]:
-        """Sentences that say why this session shares no blocks with others; empty if it may."""
+        """Sentences that say why this session shares no blocks with others. Empty if it may share."""
         welcome = self._connection.welcome
         return () if welcome is None else welcome.sharing_off
 
     def fileno(self) -> int:
-        """The socket, for a host that waits for several; -1 while there is none."""
+        """The socket, for a host that waits on several. -1 without a connection."""
         return self._connection.fileno()
 
     def retry_now(self) -> None:
@@ -198,27 +202,37 @@ class AttachedEngine:
         self._connection.retry_now()
 
     def disconnect(self, problem: str) -> None:
-        """End the session, for the reason `problem`; `step` begins another one after a pause."""
+        """End the session for the reason `problem`. A later `step` begins another session after a pause."""
         self._connection.disconnect(problem)
         self._resolve_answers()
 
     def close(self) -> None:
-        """End the session for good: its leases and unfinished stores end when the workers have let go. Idempotent."""
+        """End the session for good. Its leases and unfinished stores end when the workers have let go of the memory.
+        Idempotent."""
         self._connection.close(*self._take_spoken(), Detach("the engine has stopped"))
         self._resolve_answers()
 
     # -- lookup and load ------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], *, hold: Hold = Hold.PRESENT, count: bool = True) -> Answer[Hits]:
-        """Ask which of the keys are present, and hold them as `hold` says: what `acquire_runs` (`PRESENT`), `acquire`
-        (`LEADING`), `lease` (`ALL`) and `find_runs` (`NOTHING`) do. `count`: it counts as a lookup; a host that asks
-        repeatedly for one request reports the result with `count_lookup`.
+        """Ask which of the keys are present, and hold them as `hold` says. The four values match `acquire_runs`
+        (`PRESENT`), `acquire` (`LEADING`), `lease` (`ALL`) and `find_runs` (`NOTHING`). With `count`, it counts as a
+        lookup. A host that asks repeatedly for one request passes False and reports the result with `count_lookup`.
 
-        Release the lease, or use it for `begin_load`; `discard` an answer that is not needed any more."""
+        Release the lease, or use it for `begin_load`. `discard` an answer that is no longer needed.
+        """
         return self._ask(Lookup(keys, hold, count), partial(self._read_found, keys), _MISS)
 
+    def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
+        """Ask which blocks of a prompt are present, one KV group after the other. Holds nothing. Unlike `find` with
+        `NOTHING`, it waits for the blocks that the fleet tier can bring, if the service has a tier."""
+        welcome = self._connection.welcome
+        if welcome is None or not welcome.knows(Kind.LOOKUP_PROMPT):
+            return self.find(keys, hold=Hold.NOTHING, count=False)
+        return self._ask(LookupPrompt(keys), partial(self._read_found, keys), _MISS)
+
     def discard(self, answer: Answer[Hits]) -> None:
-        """The host has no use for the answer: its lease is released as soon as it is there. Idempotent."""
+        """Drop an answer that the host does not need. Its lease is released as soon as it arrives. Idempotent."""
         answer.is_unwanted = True
         if answer.done:
             self.release_lease(answer.value.lease)
@@ -228,15 +242,15 @@ class AttachedEngine:
         self._tell(CountLookup(queried, hits))
 
     def release_lease(self, lease: Lease) -> None:
-        """End a lease. Idempotent, also after a load has used it."""
+        """End a lease. Idempotent, even after a load has used the lease."""
         if lease.lease_id and self._is_of_session(lease.lease_id):
             self._tell(Release((count_of(lease.lease_id),)))
 
     def begin_load(
         self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = ""
     ) -> Answer[Op | None]:
-        """Ask to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease. The value is None if
-        the service has gone, or has refused it, as the lease was broken; release the lease then."""
+        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. Uses up the lease. The value
+        is None if the service disconnected, or refused because the lease was broken; release the lease then."""
         if not self._is_of_session(lease.lease_id):
             return _failed("the session of the lease has ended")
         call = BeginLoad(count_of(lease.lease_id), first, len(blocks), request_id)
@@ -245,17 +259,18 @@ class AttachedEngine:
     # -- store ----------------------------------------------------------------------------------------------
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> Answer[StoreGrant]:
-        """Ask to store block `blocks[i]` under `keys[i]`; see `Session.begin_store`. Ask a step ahead: the answer is
-        there when the next step is planned. The host keeps the blocks as they are until it is, and until the store has
-        read them."""
+        """Ask to store block `blocks[i]` under `keys[i]`; see `Session.begin_store`. Ask one step ahead, so that the
+        answer has arrived when the next step is planned. The host must not change the blocks before the answer has
+        arrived and the store has read them."""
         count = len(keys)
         self._probe_at = self._clock() + PROBE_SECONDS
         without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
         return self._ask(BeginStore(keys, request_id), partial(self._read_store, tuple(blocks), request_id), without)
 
     def store_room(self) -> int:
-        """Blocks that the next store would find a slot for, as the service last said; 0 without a session. Where it has
-        said 0, or nothing yet: a few blocks twice a second, as a store that is refused is what tells the room."""
+        """How many blocks the next store would find a slot for, as the service last said. 0 without a session. If the
+        service last said 0, or has not said yet, it returns a few blocks twice a second: only a store that is tried
+        learns of new room."""
         if self.ticket is None:
             return 0
         if self._room or self._clock() < self._probe_at:
@@ -267,14 +282,15 @@ class AttachedEngine:
         self._tell(Refresh(keys))
 
     def reset(self) -> Answer[str]:
-        """Go to a fresh namespace: no block stored so far is found again, by this engine, in this session or a later
-        one. Nothing that others use is removed. The value is the name of the namespace, "" without a session."""
+        """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
+        Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
         assert self._hello.namespace is not None
         self._hello = replace(self._hello, namespace=replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS)))
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """The model has computed so many tokens of prompts: what a fetch from the fleet tier is compared with."""
+        """Report how many prompt tokens the model has computed in how many seconds. The service compares fetches from
+        the fleet tier with this rate."""
         welcome = self._connection.welcome
         if welcome is not None and welcome.knows(Kind.PREFILL):
             self._tell(Prefill(tokens, seconds))
@@ -283,21 +299,21 @@ class AttachedEngine:
 
     @property
     def has_events(self) -> bool:
-        """Whether the service of this session is one that can be asked for events."""
+        """Whether the service of this session supports events."""
         welcome = self._connection.welcome
         return welcome is not None and welcome.knows(Kind.READ_EVENTS)
 
     def read_events(self, after: int = 0) -> Answer[EventPage]:
-        """Ask what was stored in the session's namespace, by any engine, and removed from it, after the cursor of an
-        earlier page of this session. Only if the service `has_events`. Without an answer the page is empty, and its
-        cursor is `after`."""
+        """Ask which blocks any engine has stored in or removed from the session's namespace since `after`, the cursor
+        of an earlier page of this session. Only if the service `has_events`. Without an answer, the page is empty and
+        its cursor is `after`."""
         return self._ask(ReadEvents(after), lambda call: call.answer(EventPage), EventPage(after, ()))
 
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. The service hears of them in one
-        frame for each rank, before the next call and in the next `step`."""
+        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent in one frame per
+        rank, before the next call and in the next `step`."""
         for completion in completions:
             said = self._ops.complete(rank, completion)
             if said is not None:
@@ -316,11 +332,15 @@ class AttachedEngine:
 
     @property
     def awaited_transfers(self) -> int:
-        """The `open_transfers` whose result is still to come. O(1)."""
+        """The `open_transfers` whose result has not arrived yet. O(1)."""
         return self._ops.num_awaited
 
+    def is_awaited(self, op_id: int) -> bool:
+        """Whether the op is one of the `awaited_transfers`. O(1)."""
+        return self._ops.is_awaited(op_id)
+
     def open_blocks(self, direction: Direction) -> int:
-        """Blocks of the `open_transfers` of this direction. O(open transfers)."""
+        """Blocks of the `open_transfers` in this direction. O(open transfers)."""
         return self._ops.num_blocks(direction)
 
     @property
@@ -359,7 +379,8 @@ class AttachedEngine:
         self._connection.tell(message)
 
     def _flush(self) -> None:
-        """Completions come before what follows from them: a key that failed to load must not be found again."""
+        """Completions are sent before the calls that depend on them: a key that failed to load must not be found
+        again."""
         for message in self._take_spoken():
             self._connection.tell(message)
 
@@ -370,7 +391,7 @@ class AttachedEngine:
         return [Completions(rank, boot_id, tuple(said)) for (rank, boot_id), said in spoken.items()]
 
     def _take(self, frames: list[Frame]) -> None:
-        self._resolve_answers()  # first: a result may be of an op that an answer before it has begun
+        self._resolve_answers()  # first: a result may be of an op that an earlier answer has begun
         for frame in frames:
             if frame.kind != Kind.SETTLED or self.ticket is None:
                 continue
@@ -409,7 +430,7 @@ class AttachedEngine:
     def _read_found(self, keys: Sequence[bytes], call: Call) -> Hits:
         found = call.answer(Found)
         runs = tuple(map(KeyRun._make, found.runs))
-        if self.ticket is None:  # it has ended since
+        if self.ticket is None:  # the session has ended meanwhile
             return _MISS
         if runs and sum(runs[-1]) > len(keys):
             raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {len(keys)} keys")

@@ -1,4 +1,4 @@
-"""How an engine learns which blocks of its namespace were stored or removed: it reads their events, page by page."""
+"""How an engine learns which blocks of its namespace were stored or removed. It reads the events page by page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS: Final[tuple[Literal["stored", "removed"], ...]] = ("stored", "removed")
 
 
 class BlockChange(NamedTuple):
-    """Blocks that can be found now, or no more. The keys are equally long."""
+    """Blocks that can be found from now on, or no longer. The keys have equal lengths."""
 
     kind: Literal["stored", "removed"]
     keys: Sequence[bytes]
@@ -22,7 +22,7 @@ class BlockChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadEvents:
-    """What has happened after this cursor? 0: from the oldest event that the service keeps."""
+    """Ask what has happened after this cursor. 0 starts at the oldest event that the service keeps."""
 
     KIND: ClassVar[Kind] = Kind.READ_EVENTS
     after: int
@@ -40,8 +40,8 @@ class ReadEvents:
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """What has happened to the blocks of the session's namespace, in order. `cursor`: after the last event that was
-    read. `lost`: events before these are not kept any more. `has_more`: a further page can be read at once."""
+    """What has happened to the blocks of the session's namespace, in order. `cursor` is the position after the last
+    event that was read. `lost`: earlier events were dropped. `has_more`: another page can be read at once."""
 
     KIND: ClassVar[Kind] = Kind.EVENTS
     cursor: int

@@ -1,8 +1,9 @@
 """What the worker of a rank and the node service say to each other about memory.
 
-A rank's memory is a list of extents: sealed memfds, each with the slots from `first_slot` on, back to back at the slot
-stride of the pool. The service publishes how far each is populated; the worker maps no further, and reports how many of
-its slots it has registered. It starts no copy in a revoked extent, and says when nothing of it is mapped any more.
+A rank's memory is a list of extents. An extent is a sealed memfd that holds the slots from `first_slot` on, back to
+back at the pool's slot stride. The service publishes how far each extent is populated. The worker maps no further, and
+reports how many slots it has registered. It starts no copy in a revoked extent, and reports when it has nothing of the
+extent mapped any more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kvstow.messages import DesiredState, RankReport
 
 
 class ExtentGrant(NamedTuple):
-    """A piece of a rank's memory. `number`: its place among the rank's extents, equal on all ranks of a pool."""
+    """A piece of a rank's memory. `number` is its position among the rank's extents, the same on all ranks of a
+    pool."""
 
     extent_id: int
     number: int
@@ -42,7 +44,7 @@ class ExtentSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GrantedExtents:
-    """Extents that the rank may map from now on. The frame has a descriptor for each, in the same order."""
+    """Extents that the rank may map from now on. The frame has one descriptor per extent, in the same order."""
 
     KIND: ClassVar[Kind] = Kind.EXTENTS
     slot_stride: int
@@ -65,7 +67,7 @@ class GrantedExtents:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredExtents:
-    """How many slots of each extent, from its first on, the worker can copy to and from."""
+    """How many slots of each extent, counted from its first slot, the worker can copy to and from."""
 
     KIND: ClassVar[Kind] = Kind.REGISTERED
     extents: tuple[ExtentSlots, ...]
@@ -100,14 +102,14 @@ class _ExtentSizes:
 
 
 class PopulatedExtents(_ExtentSizes):
-    """How many bytes of each extent, from its beginning on, are populated. They only grow."""
+    """How many bytes of each extent, counted from its start, are populated. The numbers only grow."""
 
     KIND = Kind.POPULATED
 
 
 class HandedBackExtents(_ExtentSizes):
-    """Extents of the service before this one, offered by a worker that has them mapped. The frame has a descriptor for
-    each, in the same order; the service checks every one."""
+    """Extents of an earlier service, offered by a worker that has them mapped. The frame has one descriptor per extent,
+    in the same order. The service checks every one."""
 
     KIND = Kind.HAND_BACK
 
@@ -131,26 +133,26 @@ class _ExtentIds:
 
 
 class RevokedExtents(_ExtentIds):
-    """Extents to unregister and unmap, as soon as no copy uses them; answered with `ReleasedExtents`."""
+    """Extents to unregister and unmap as soon as no copy uses them. Answered with `ReleasedExtents`."""
 
     KIND = Kind.REVOKED
 
 
 class ReleasedExtents(_ExtentIds):
-    """Extents of which this process has nothing mapped, registered or open any more."""
+    """Extents that this process no longer has mapped, registered or open."""
 
     KIND = Kind.LET_GO
 
 
 class AdoptedExtents(_ExtentIds):
-    """The extents that the service has taken back: the worker keeps them mapped. It lets go of the others."""
+    """The extents that the service has taken back. The worker keeps these mapped and lets go of the others."""
 
     KIND = Kind.TAKEN_BACK
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A rank's report; answered with its desired state."""
+    """A rank's report. The answer is its desired state."""
 
     KIND: ClassVar[Kind] = Kind.REPORT
     report: RankReport
@@ -165,7 +167,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """A rank's desired state: the answer to its report, or sent unasked when it changes."""
+    """A rank's desired state: the answer to its report. Also sent unasked when it changes."""
 
     KIND: ClassVar[Kind] = Kind.DESIRED
     desired: DesiredState
@@ -180,7 +182,7 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """This process leaves: nothing of the pool is mapped or under way in it any more. No answer."""
+    """This process leaves. It has nothing of the pool mapped, and no copy under way. No answer."""
 
     KIND: ClassVar[Kind] = Kind.DETACH
     reason: str = ""

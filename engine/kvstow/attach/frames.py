@@ -13,18 +13,18 @@ from typing import NamedTuple
 from kvstow.errors import ProtocolError
 
 MAX_PAYLOAD_BYTES = 8 << 20
-"""A lookup of 100,000 keys has 3.4 MB."""
+"""A lookup of 100,000 keys takes 3.4 MB."""
 MAX_HELLO_BYTES = 256 << 10
-"""Of the first frame, which anybody who can connect may send."""
+"""The limit for the first frame, which anybody who can connect may send."""
 MAX_FDS = 250
-"""Of one frame: the kernel passes 253 in one message."""
+"""The limit for one frame. The kernel passes up to 253 in one message."""
 HEADER_BYTES = 16
 
 _HEADER = struct.Struct("<IHHQ")
 
 
 class Frame(NamedTuple):
-    """One message. Who gets it from a channel owns `fds` and closes them."""
+    """One message. The receiver owns `fds` and closes them."""
 
     kind: int
     request_id: int
@@ -33,7 +33,7 @@ class Frame(NamedTuple):
 
 
 class RawFrame(NamedTuple):
-    """A frame whose descriptors have not been assigned yet."""
+    """A frame whose descriptors are not assigned yet."""
 
     kind: int
     num_fds: int
@@ -53,22 +53,22 @@ def encode_header(kind: int, payload_bytes: int, request_id: int = 0, num_fds: i
 class FrameDecoder:
     """Cuts a stream into frames. Not thread-safe.
 
-    Holds at most one frame of `limit` bytes plus what one call of `feed` brings: a longer frame is refused as soon as
-    its header is there, whatever has been sent of it.
+    It holds at most one frame of `limit` bytes plus the input of one `feed` call. It refuses a longer frame as soon as
+    the header has arrived.
     """
 
     def __init__(self, limit: int = MAX_PAYLOAD_BYTES) -> None:
         self.limit = limit
-        """Bytes of a payload. May be changed between calls."""
+        """The limit for a payload, in bytes. May be changed between calls."""
         self._rest = bytearray()
 
     @property
     def buffered(self) -> int:
-        """Bytes of a frame that is not complete yet."""
+        """How many bytes of an incomplete frame are held."""
         return len(self._rest)
 
     def feed(self, data: bytes | memoryview) -> list[RawFrame]:
-        """The frames that `data` completes. Raises `ProtocolError`; nothing may be fed after that."""
+        """The frames that `data` completes. Raises `ProtocolError`; after that, do not call it again."""
         if not self._rest:
             frames, used = self._cut(memoryview(data))
             self._rest += data[used:]

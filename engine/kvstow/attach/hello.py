@@ -1,4 +1,4 @@
-"""The first frames of a connection: who comes, and whether it may."""
+"""The first frames of a connection: who connects, and whether it may."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvstow.errors import InvalidRequestError, ProtocolError
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a process says of itself. `pid` and `host` are for display: the kernel says who it is.
+    """What a process says about itself. `pid` and `host` are for display only: the kernel says who the process is.
 
-    The scheduler half brings both identities and gets a token, which each worker brings. `fleet_weights` names its
-    weights to other nodes; engines older than the fleet tier do not say. `wanted_bytes`: memory that the engine would
-    like on this node, over all ranks; 0 for all that there is. `settled_tokens`: sessions that this
-    process was in and whose copies have all ended in it, so that the service need not wait for its end. A worker whose
-    own token is among them joins no session: it has stopped, and gets no answer. `held_extents`: of sessions before,
-    which the worker is about to hand back.
+    The scheduler half sends both identities and receives a token, which each worker sends. `fleet_weights` names its
+    weights to other nodes; engines older than the fleet tier leave it out. `wanted_bytes` is the memory that the engine
+    would like on this node, over all ranks; 0 asks for all of it. `settled_tokens` are sessions that this process was
+    in and whose copies in it have all ended, so the service need not wait for the process to end. A worker that lists
+    its own token there joins no session: it has stopped, and gets no answer. `held_extents` are extents of earlier
+    sessions that the worker is about to hand back.
     """
 
     KIND: ClassVar[Kind] = Kind.HELLO
@@ -98,8 +98,8 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """The connection belongs to a session now. `token` is for its workers; `sharing_off`: sentences that say why this
-    session shares no blocks with others, empty if it may."""
+    """The connection now belongs to a session. `token` is for the session's workers. `sharing_off` holds sentences that
+    say why this session shares no blocks with others; it is empty if it may share."""
 
     KIND: ClassVar[Kind] = Kind.WELCOME
     version: int
@@ -112,7 +112,7 @@ class Welcome:
     sharing_off: tuple[str, ...] = field(default=())
 
     def knows(self, kind: Kind) -> bool:
-        """Whether the session's version has this kind of frame: the service may be older than this client."""
+        """Whether the session's version has this kind of frame. The service may be older than this client."""
         return self.version >= RULES[kind].since
 
     def pack(self) -> bytes:
@@ -147,12 +147,12 @@ TRANSIENT_REFUSALS: Final = frozenset(
         "unknown_token",
     }
 )
-"""Reasons that may be gone in a moment: a client tries again soon."""
+"""Reasons that may soon no longer apply. A client tries again soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why the connection is closed: a word in snake case and a sentence. Nothing follows."""
+    """Why the connection is closed: a word in snake case and a sentence. It is the last frame."""
 
     KIND: ClassVar[Kind] = Kind.REFUSED
     reason: str

@@ -1,7 +1,7 @@
-"""Who may share what: the identity of a pool's memory, and of what keys mean in it.
+"""Who may share what: the identity of a pool's memory, and of the meaning of its keys.
 
-Engines with equal pool identities share memory, and those of them with equal namespace identities share blocks.
-Anything that changes what a slot's bytes mean belongs into one of the two.
+Engines with equal pool identities share memory. Those that also have equal namespace identities share blocks. Whatever
+changes the meaning of a slot's bytes belongs in one of the two.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class RegionIdentity:
 
 @dataclass(frozen=True)
 class GroupIdentity:
-    """A KV group: what its blocks hold, tokens in a block and tokens that a hash covers, its window if it has one."""
+    """A KV group: what its blocks hold, how many tokens are in a block, how many tokens a hash covers, and its window
+    if it has one."""
 
     kind: str
     block_tokens: int
@@ -69,9 +70,9 @@ class GroupIdentity:
 class PoolIdentity(Identity):
     """One memory layout and one owner.
 
-    `slot_bytes[rank]`; `regions` are those of rank 0, in the order in which they lie in a slot, and
-    `other_regions` those of the ranks that differ from it (pipeline parallel), as (rank, regions). `replicated`: all
-    ranks hold the same bytes, which are stored once. `uid`: the user of the engines; None where users share.
+    `regions` are those of rank 0, in the order in which they lie in a slot. `other_regions` are those of the ranks that
+    differ from rank 0 (pipeline parallelism), as (rank, regions). `slot_bytes` is indexed by rank. `replicated`: all
+    ranks hold the same bytes, which are stored once. `uid` is the user of the engines, or None where users share.
     """
 
     slot_bytes: tuple[int, ...]
@@ -98,7 +99,7 @@ class PoolIdentity(Identity):
 
     @classmethod
     def from_json(cls, value: JsonObject) -> Self:
-        """Raises `InvalidRequestError` that names the field."""
+        """Raises `InvalidRequestError`, which names the field."""
         return cls(
             slot_bytes=value.wholes("slot_bytes"),
             regions=_regions(value),
@@ -127,11 +128,12 @@ class PoolIdentity(Identity):
 class NamespaceIdentity(Identity):
     """One meaning of keys.
 
-    `weights_id` names the weights, `weights_source` says where that came from (`snapshot`, `files`, `configured`).
-    `value_settings`: settings that change values (quantization, rope, scales). `hash_probe`: what this engine's hash
-    function makes of known tokens. `adapters`: name and path of each LoRA adapter, where keys hold its name alone.
-    `epoch`: grows when the weights of a running engine change. `unshared`: why no other engine may share these blocks,
-    as a sentence; empty if they may. Then `hash_probe` is one that no other engine has.
+    `weights_id` names the weights, and `weights_source` says where that name comes from (`snapshot`, `files`,
+    `configured`). `value_settings` are settings that change values (quantization, rope, scales). `hash_probe` is the
+    result of this engine's hash function for known tokens. `adapters` holds name and path of each LoRA adapter, if keys
+    contain only its name. `epoch` grows when the weights of a running engine change. `unshared` is the reason, as a
+    sentence, why no other engine may share these blocks; empty if others may. If it is set, `hash_probe` is one that no
+    other engine has.
     """
 
     model: str
@@ -156,7 +158,7 @@ class NamespaceIdentity(Identity):
 
     @classmethod
     def from_json(cls, value: JsonObject) -> Self:
-        """Raises `InvalidRequestError` that names the field."""
+        """Raises `InvalidRequestError`, which names the field."""
         return cls(
             model=value.text("model"),
             weights_id=value.text("weights_id"),
@@ -170,20 +172,21 @@ class NamespaceIdentity(Identity):
 
 
 class FleetWeights(NamedTuple):
-    """What names an engine's weights, the drafter's included, on every node; an empty `weights_id` with the reason, as
-    a sentence, if nothing does. It is no part of an identity: a node knows its own weights by stricter signs."""
+    """The name of an engine's weights, including the drafter's, that is valid on every node. If there is none,
+    `weights_id` is empty and the reason is a sentence. It is not part of an identity, because a node identifies its own
+    weights more strictly."""
 
     weights_id: str = ""
     reason: str = ""
 
     @classmethod
     def from_json(cls, value: JsonObject) -> Self:
-        """Raises `InvalidRequestError` that names the field."""
+        """Raises `InvalidRequestError`, which names the field."""
         return cls(value.text("weights_id", ""), value.text("reason", ""))
 
 
 UNNAMED_WEIGHTS: Final = FleetWeights()
-"""Of an engine that does not say."""
+"""The value for an engine that does not send one."""
 
 
 def slug(text: str) -> str:
@@ -193,8 +196,8 @@ def slug(text: str) -> str:
 
 
 def difference(here: Identity, there: Identity) -> str | None:
-    """What keeps two identities of one kind from being equal, as a sentence that names the fields; None if nothing
-    does."""
+    """The differences between two identities of one kind, as a sentence that names the fields. None if they are
+    equal."""
     found = list(_differences(here, there))
     return None if not found else "; ".join(found)
 

@@ -22,8 +22,8 @@ def parse_object(payload: bytes, what: str) -> JsonObject:
 
 
 class JsonObject:
-    """Every method raises `InvalidRequestError` that names the field if it is missing or of another type. A default
-    stands for a missing field and for null."""
+    """Every method raises `InvalidRequestError`, which names the field, if the field is missing or has another type. If
+    there is a default, it replaces a missing field and null."""
 
     __slots__ = ("_values", "_what")
 

@@ -1,7 +1,8 @@
 """Every kind of frame: its number, who may send it, and since which version of the protocol.
 
-The layout of a kind never changes. A change takes a new number, and the version says which numbers the other end
-knows; so two versions are spoken by knowing the kinds of both. JSON payloads may gain fields: unknown ones are ignored.
+The layout of a kind never changes. A change gets a new number, and the version says which numbers the other end knows.
+An end that speaks two versions therefore knows the kinds of both. JSON payloads may gain fields, because unknown fields
+are ignored.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class VersionRange(NamedTuple):
         return newest
 
 
-VERSIONS: Final = VersionRange(1, 3)
-"""Those that are spoken. A version goes only when it costs something: engines that speak no newer one cannot attach."""
+VERSIONS: Final = VersionRange(1, 4)
+"""The versions that are spoken. A version is dropped only when keeping it costs something, because engines that speak
+no newer one can no longer attach."""
 
 
 class Kind(IntEnum):
@@ -63,6 +65,7 @@ class Kind(IntEnum):
     EVENTS = 30
     PENDING = 31
     PREFILL = 32
+    LOOKUP_PROMPT = 33
 
     REPORT = 48
     DESIRED = 49
@@ -79,7 +82,7 @@ class Kind(IntEnum):
 
 
 class Rule(NamedTuple):
-    """Who sends a kind, and since which version. Kinds with `takes_fds` may come with descriptors."""
+    """Who sends a kind, and since which version. With `takes_fds`, frames of the kind may carry descriptors."""
 
     senders: frozenset[Sender]
     since: int = 1
@@ -114,6 +117,7 @@ RULES: Final[dict[int, Rule]] = {
     Kind.EVENTS: Rule(_SERVICE, since=2),
     Kind.PENDING: Rule(_SERVICE, since=3),
     Kind.PREFILL: Rule(_SCHEDULER, since=3),
+    Kind.LOOKUP_PROMPT: Rule(_SCHEDULER, since=4),
     Kind.REPORT: Rule(_WORKER),
     Kind.DESIRED: Rule(_SERVICE),
     Kind.EXTENTS: Rule(_SERVICE, takes_fds=True),
@@ -130,7 +134,7 @@ RULES: Final[dict[int, Rule]] = {
 
 
 def refusal_of(kind: int, sender: Sender, version: int, num_fds: int = 0) -> str | None:
-    """Why this frame must not have been sent, or None."""
+    """Why this frame must not be sent, or None if it may."""
     rule = RULES.get(kind)
     if rule is None or rule.since > version:
         return f"kind {kind} does not exist in version {version}"

@@ -1,4 +1,4 @@
-"""The ops of an attached engine that have not ended, and what becomes of them when the service goes."""
+"""The ops of an attached engine that have not ended, and their fate when the service disconnects."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvstow.attach.ticket import unique_id
 from kvstow.messages import Completion, Direction, Mark, Op
 from kvstow.results import Settled
 
-_GONE = "the node service has gone before the store was complete"
+_GONE = "the node service disconnected before the store was complete"
 
 
 @dataclass(slots=True)
 class _OpenOp:
-    """`service_id`: the op's id in the service. `pending`: ranks that have not finished. `reading`: ranks that may
-    still read the blocks of a store. `is_final`: the host has its result."""
+    """`service_id` is the op's id in the service. `pending`: ranks that have not finished. `reading`: ranks that may
+    still read the blocks of a store. `is_final`: the host has the result."""
 
     op: Op
     service_id: int
@@ -29,12 +29,12 @@ class _OpenOp:
 
 
 class OpenOps:
-    """Settles ops as early as is safe. Used by one thread; O(1) for an op, but for `end_session`.
+    """Settles ops as early as is safe. One thread uses it. Each op costs O(1), except in `end_session`.
 
     A load ends when all ranks have finished it, whatever the service says or does: its bytes and slots are fixed. A
-    store gives its blocks back when all ranks have read them; whether it is stored is the service's word, and without a
-    service it has failed. The ids that the host sees are never used twice, also not in later sessions, so a late
-    completion of an old session is never said in a new one.
+    store returns its blocks when all ranks have read them. Only the service can say that it is stored; without a
+    service, the store has failed. Ids that the host sees are never reused, even in later sessions, so a late completion
+    of an old session is never reported in a new one.
     """
 
     def __init__(self, num_ranks: int, *, replicated: bool = False) -> None:
@@ -45,20 +45,25 @@ class OpenOps:
         self._last_count = 0
         self._open: dict[int, _OpenOp] = {}
         self._of_service: dict[int, _OpenOp] = {}
-        """By their ids in the service: those of the current session."""
+        """Ops of the current session, by their ids in the service."""
         self._num_final = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken."""
         self.stale_completions = 0
-        """Completions of ops that have ended, or that the rank had finished."""
+        """Completions of ops that had ended, or that the rank had finished already."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def num_awaited(self) -> int:
-        """Those whose result the host has not got."""
+        """How many ops the host is still waiting for."""
         return len(self._open) - self._num_final
+
+    def is_awaited(self, op_id: int) -> bool:
+        """Whether the host has not got the op's result."""
+        entry = self._open.get(op_id)
+        return entry is not None and not entry.is_final
 
     def num_blocks(self, direction: Direction) -> int:
         return sum(len(entry.op.blocks) for entry in self._open.values() if entry.op.direction == direction)
@@ -77,8 +82,8 @@ class OpenOps:
         return op
 
     def complete(self, rank: int, completion: Completion) -> Completion | None:
-        """Take a completion of `rank`. Returns it with the op's id in the service, or None if that must not hear of it:
-        it is late, repeated, or of an earlier session."""
+        """Take a completion of `rank`. Returns it with the op's id in the service, or None if the service must not hear
+        of it: it is late, repeated, or of an earlier session."""
         entry = self._open.get(completion.op_id)
         if entry is None or rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             self.stale_completions += 1
@@ -99,7 +104,7 @@ class OpenOps:
         return replace(completion, op_id=entry.service_id) if is_known else None
 
     def take_word(self, words: Sequence[SettledOp]) -> None:
-        """What the service says of ops of the current session."""
+        """Take what the service says about ops of the current session."""
         for word in words:
             entry = self._of_service.get(word.op_id)
             if entry is None or entry.is_final:
@@ -113,7 +118,7 @@ class OpenOps:
             self._end(entry, word.mark)
 
     def end_session(self) -> None:
-        """The service has gone: what it has not said, it never will. O(open ops)."""
+        """Settle the ops of a session that has ended: the service will say no more about them. O(open ops)."""
         self._of_service.clear()
         for entry in list(self._open.values()):
             if entry.op.direction == "store":
@@ -131,7 +136,8 @@ class OpenOps:
         self._forget_if_over(entry)
 
     def _forget_if_over(self, entry: _OpenOp) -> None:
-        """Completions of an abandoned store are passed on until the last one: they end the quarantine of its slots."""
+        """Completions of an abandoned store are passed on until the last one, which ends the quarantine of its
+        slots."""
         if entry.pending:
             return
         del self._open[entry.op.op_id]

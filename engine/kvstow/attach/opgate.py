@@ -1,4 +1,4 @@
-"""The gate through which a rank gets ops: it lets through those of one session."""
+"""The gate in front of a rank's data plane: it lets through the ops of one session only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _REFUSED = "the session of this op has ended"
 
 
 class OpGate:
-    """Fails ops of other sessions: the memory of their slots may be another, or hold other bytes. Thread-safe.
+    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe.
 
-    Once it is shut and `is_quiet`, nothing of the session is under way on this rank, and nothing will be.
+    Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be.
     """
 
     def __init__(self, plane: RankPlane, *, stores: bool) -> None:
-        """`stores`: False where another rank stores what this one has, too."""
+        """`stores` is False if another rank stores the same bytes for this one."""
         self._plane = plane
         self._stores = stores
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class OpGate:
         with self._lock:
             ops = tuple([op for op in wanted if number_of(op.op_id) == self._number])
             self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in wanted if op not in ops]
-            if ops:  # with the lock: none may come in after `shut`
+            if ops:  # under the lock: no op may enter after `shut`
                 self._plane.submit(StepPlan(ops), after)
 
     def take_completions(self) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""How values lie in a payload: little endian, without gaps; lists and texts have their length in front."""
+"""How values lie in a payload: little endian, without gaps. Lists and texts start with their length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = struct.Struct("<HI")
 
 
 def pack_text(text: str) -> bytes:
-    """u16 length and UTF-8; what is longer than `MAX_TEXT_BYTES` is cut."""
+    """u16 length and UTF-8. Text longer than `MAX_TEXT_BYTES` is cut."""
     data = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
     return _U16.pack(len(data)) + data
 
@@ -41,8 +41,9 @@ def pack_u64s(values: Sequence[int]) -> bytes:
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """u16 width, u32 count and the keys joined. The keys of one engine are equally long; raises `ProtocolError` where
-    their sum, the first and the last say otherwise (to compare all of 1,000 keys would take four times the rest)."""
+    """u16 width, u32 count, and the keys joined. All keys of one engine have the same length. Raises `ProtocolError` if
+    the total length, the first key or the last key contradicts that. Comparing all of 1,000 keys would take four times
+    as long as the rest."""
     width = len(keys[0]) if keys else 0
     joined = b"".join(keys)
     if width * len(keys) != len(joined) or (keys and len(keys[-1]) != width):
@@ -64,8 +65,8 @@ def _key_type(width: int) -> np.dtype[np.void]:
 
 
 class PayloadReader:
-    """Takes values off a payload, in order. Every method raises `ProtocolError` where the payload is too short or a
-    value is impossible, before it allocates anything."""
+    """Takes values from a payload, in order. Every method raises `ProtocolError` if the payload is too short or a value
+    is impossible, before it allocates anything."""
 
     __slots__ = ("_at", "_data", "_what")
 
@@ -117,7 +118,7 @@ class PayloadReader:
         return layout.iter_unpack(memoryview(self._data)[begin : begin + layout.size * count])
 
     def end(self) -> None:
-        """The payload must end here."""
+        """Raises `ProtocolError` if the payload does not end here."""
         if self._at != len(self._data):
             raise self.error(f"{len(self._data) - self._at} bytes too many")
 

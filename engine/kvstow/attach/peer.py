@@ -1,4 +1,4 @@
-"""The process at the other end of a Unix socket: who it is, and how its death shows."""
+"""The process at the other end of a Unix socket: who it is, and how to notice its end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 class Peer:
-    """A process that has connected. `pid` is as this process sees it, 0 if it does not; `uid` and `gid` are mapped to
-    this process's user namespace. `pidfd`, which this object owns, becomes readable when the process has ended and the
-    kernel has closed its files; None if there is none."""
+    """A process that has connected. `pid` is the number that this process sees, or 0 if the process is not visible.
+    `uid` and `gid` are mapped to this process's user namespace. `pidfd` becomes readable when the process has ended and
+    the kernel has closed its files; None if there is none. This object owns it."""
 
     __slots__ = ("gid", "pid", "pidfd", "uid")
 
@@ -40,16 +40,16 @@ class Peer:
         return bool(poll.poll(0))
 
     def is_same_process(self, other: Peer) -> bool:
-        """Whether both are the same process, which has not ended; False where that cannot be known."""
+        """Whether both are the same process and it has not ended. False if that cannot be known."""
         if self.pidfd is None or other.pidfd is None or self.has_ended():
             return False
         if self.pid and self.pid == other.pid:
-            return not other.has_ended()  # two processes that live at once have different numbers
+            return not other.has_ended()  # two living processes have different numbers
         mine, theirs = _inode(self.pidfd), _inode(other.pidfd)
         return mine == theirs and mine != _shared_inode()
 
     def kill(self) -> bool:
-        """Send SIGKILL; False if that is not possible, or the process has ended."""
+        """Send SIGKILL. Returns False if that is not possible or the process has ended."""
         if self.pidfd is None:
             return False
         try:
@@ -68,8 +68,8 @@ class Peer:
 def peer_of(
     connected: socket.socket, *, needs_pidfd: bool = True, open_pidfd: Callable[[int], int] = os.pidfd_open
 ) -> Peer:
-    """The process that connected this socket. Raises `AttachRefusedError` if it has ended already, or if
-    `needs_pidfd` and no pidfd of it can be had."""
+    """The process that connected this socket. Raises `AttachRefusedError` if it has already ended, or if `needs_pidfd`
+    is set and its pidfd is not available."""
     pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     try:
         pidfd: int | None = _peer_pidfd(connected)
@@ -94,9 +94,9 @@ def _peer_pidfd(connected: socket.socket) -> int:
 
 
 def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int], int]) -> int | None:
-    """A pidfd by number, for kernels before 6.5; None where the process is not visible.
+    """A pidfd by process number, for kernels before 6.5. None if the process is not visible.
 
-    The number may belong to another process if the peer has ended: then its socket is closed, too.
+    If the peer has ended, the number may belong to another process. Its socket is then closed, too.
     """
     if pid <= 0:
         return None
@@ -120,7 +120,7 @@ def _inode(fd: int) -> tuple[int, int]:
 
 
 def _shared_inode() -> tuple[int, int]:
-    """What all pidfds had before Linux 6.9, which gives each process an inode of its own."""
+    """The inode that all pidfds shared before Linux 6.9. Since then, each process has an inode of its own."""
     fd = os.eventfd(0, os.EFD_CLOEXEC)
     try:
         return _inode(fd)

@@ -1,4 +1,4 @@
-"""What the worker half of an attached engine needs of its rank: a data plane, and the pool that it copies to."""
+"""What the worker half of an attached engine needs from its rank: a data plane, and the pool that it copies to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 
 
 class Fence(Protocol):
-    """Names compute work that was launched; `query()` says, without blocking, whether it has finished."""
+    """Compute work that was launched. `query()` says, without blocking, whether it has finished."""
 
     def query(self) -> bool: ...
 
@@ -27,7 +27,7 @@ class HeldExtent(Protocol):
 
 
 class ExtentPool(Protocol):
-    """What the service's words about memory are for; `kvstow.memory.mappedpool.MappedPool` is one."""
+    """Memory that the service's messages change. `kvstow.memory.mappedpool.MappedPool` implements it."""
 
     def begin_session(self) -> None: ...
     def held_extents(self) -> Sequence[HeldExtent]: ...
@@ -40,7 +40,7 @@ class ExtentPool(Protocol):
 
 
 class RankPlane(Protocol):
-    """The rank's data plane over that pool; `kvstow.dataplane.DataPlane` is one."""
+    """The rank's data plane over that pool. `kvstow.dataplane.DataPlane` implements it."""
 
     @property
     def rank(self) -> int: ...

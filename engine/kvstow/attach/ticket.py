@@ -1,4 +1,4 @@
-"""Sessions of one engine, as its own processes tell them apart."""
+"""How an engine's own processes tell its sessions apart."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class SessionTicket(NamedTuple):
 
 
 def digest_of(token: str) -> str:
-    """Tells tokens apart, and lets nobody join."""
+    """Tells tokens apart without letting anybody join."""
     return sha256(token.encode()).hexdigest()
 
 
 def unique_id(number: int, count: int) -> int:
-    """An id (of an op, of a lease) that is unique in all sessions of an engine: a later session of another service may
-    count from 1 again."""
+    """An id of an op or a lease that is unique across all sessions of an engine. A service counts from 1, so a later
+    session may repeat its numbers."""
     return number << _COUNT_BITS | count
 
 

@@ -1,4 +1,4 @@
-"""The worker half of an attached engine: one rank, which maps the service's memory and copies by itself."""
+"""The worker half of an attached engine: one rank, which maps the service's memory and does its own copies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvstow.errors import AttachError, KvstowError
 from kvstow.messages import Completion, StepPlan
 
 DETACHED_SECONDS = 0.1
-"""Between two looks at a service that is not there."""
+"""The pause between two checks for an absent service."""
 LEAVING_SECONDS = 0.005
-"""Between two looks at whether the copies of a lost session have ended."""
+"""The pause between two checks whether the copies of a lost session have ended."""
 IDLE_SECONDS = 60.0
-"""Without a session to join, until a ticket comes."""
+"""How long to rest without a session to join; a ticket ends it early."""
 FAULT_SECONDS = 1.0
 
 _MAX_SETTLED = 16
@@ -41,19 +41,19 @@ logger = logging.getLogger("kvstow.attach")
 
 
 class AttachedWorker:
-    """Owns a rank's data plane and its connection to the node service, on a thread of its own.
+    """Owns a rank's data plane and its connection to the node service. Runs on a thread of its own.
 
-    The host starts it, gives it each ticket of its `AttachedEngine` (`join`), submits the ops of each step, and takes
-    their completions. For all else that a data plane does for a host (`begin_step`, `launched`, `drive`) it calls the
-    data plane, which it has made.
+    The host starts the worker, gives it each ticket of its `AttachedEngine` (`join`), submits the ops of each step, and
+    takes their completions. The host made the data plane and calls it directly for everything else (`begin_step`,
+    `launched`, `drive`).
 
-    A session ends with its connection. What was submitted until then ends as usual, and the memory stays mapped. With
-    the next ticket the worker refuses ops of the old session, waits for its copies to end, tells the service so, and
-    offers it the memory that is mapped. What the service does not take back goes before anything new is mapped. What
-    it holds for the next service (`Deposits`) it returns to that.
+    A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. With the
+    next ticket, the worker refuses ops of the old session, waits for its copies to end, tells the service so, and
+    offers it the mapped memory. It lets go of what the service does not take back before it maps anything new. It also
+    returns what it holds for the next service (`Deposits`).
 
-    No call waits but `close`, and none raises because the service is absent. Thread-safe. No error ends the thread: it
-    is logged, counted in `faults`, and ends the session.
+    Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
+    logged, counted in `faults`, and ends the session.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AttachedWorker:
         numa_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool` is the one of `plane`. `engine` and `numa_node`: see `Hello`; `replicated`: see `PoolIdentity`."""
+        """`pool` is the pool of `plane`. `engine` and `numa_node`: see `Hello`. `replicated`: see `PoolIdentity`."""
         self.faults = 0
         self._path = path
         self._plane, self._pool = plane, pool
@@ -84,10 +84,10 @@ class AttachedWorker:
         self._calls = WorkerCalls(self._connection, plane, pool, clock)
         self._ticket = self._newest = _NO_TICKET
         self._was_attached = self._is_over = False
-        """Whether the session of `_ticket` was reached, and whether it has ended."""
+        """Whether it has joined the session of `_ticket`, and whether that session has ended."""
         self._settled: tuple[str, ...] = ()
-        """Tokens of the newest sessions whose copies have ended here. They are said in each session: a service that has
-        heard them may be killed before it has taken note."""
+        """Tokens of the newest sessions whose copies have ended here. They are sent in each session, because a service
+        that has received them may be killed before it records them."""
         self._stopping = False
         self._ended: bool | None = None
         self._closing = threading.Lock()
@@ -99,25 +99,25 @@ class AttachedWorker:
     # -- for the host ---------------------------------------------------------------------------------------
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Attach, and map and register what the service grants, from now on. Idempotent. `at_ease`: see
+        """Start to attach, and to map and register the memory that the service grants. Idempotent. `at_ease`: see
         `DataPlane.start`."""
         self._plane.start(at_ease=at_ease)
         if self._thread.ident is None and not self._stopping:
             self._thread.start()
 
     def join(self, ticket: SessionTicket | None) -> None:
-        """Join this session of the engine, unless there is a newer one. Cheap to repeat in every step."""
+        """Join this session of the engine, unless there is a newer one. Cheap enough to repeat in every step."""
         if ticket is not None and ticket.number > self._newest.number:
             self._newest = ticket
             self._wake_up()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        """As `DataPlane.submit`. Ops of a session that this rank is not in fail; stores that rank 0 makes for all ranks
-        are left out."""
+        """Like `DataPlane.submit`. Ops of a session that this rank is not in fail. Stores that rank 0 makes for all
+        ranks are left out."""
         self._gate.submit(plan, after)
 
     def take_completions(self) -> list[Completion]:
-        """All completions since the last call, for `AttachedEngine.complete`; also after `close`."""
+        """All completions since the last call, for `AttachedEngine.complete`. Also works after `close`."""
         return self._gate.take_completions()
 
     @property
@@ -126,12 +126,13 @@ class AttachedWorker:
 
     @property
     def problem(self) -> str | None:
-        """Why it is not attached, or has less memory than it was granted, as a sentence."""
+        """Why it is not attached, or has less memory than the service granted, as a sentence."""
         return self._connection.problem or self._calls.problem
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the session, let copies under way finish for `timeout` seconds, give the memory back, and say so. False
-        if a copy hangs: then the memory stays mapped, and the service waits for the end of this process. Idempotent."""
+        """End the session. Lets copies under way finish for `timeout` seconds, then gives the memory back and tells the
+        service. Returns False if a copy hangs: the memory then stays mapped, and the service waits for this process to
+        end. Idempotent."""
         with self._closing:
             if self._ended is None:
                 self._ended = self._close(timeout)
@@ -154,8 +155,9 @@ class AttachedWorker:
         return ended
 
     def _say_settled(self) -> None:
-        """Say on another connection that nothing is under way here, without waiting for the answer: the words on the
-        first one are lost if the engine, or another worker, has ended the session before. See `Hello.is_farewell`."""
+        """Tell the service on a second connection that nothing is under way here, without waiting for an answer. The
+        `Detach` on the first connection is lost if the engine or another worker has already ended the session. See
+        `Hello.is_farewell`."""
         hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with closing(connecting), suppress(OSError, AttachError):
@@ -177,9 +179,9 @@ class AttachedWorker:
             self._wait(seconds)
 
     def _turn(self) -> float:
-        """Do what there is to do; returns the seconds until there may be more."""
+        """Do the work that is due. Returns the seconds until there may be more."""
         if not self.is_attached:
-            self._take(deque(self._connection.take_pushed()))  # the last words of a session that has ended
+            self._take(deque(self._connection.take_pushed()))  # the last messages of a session that has ended
         if self._newest.number > self._ticket.number and not self._leave():
             return LEAVING_SECONDS
         if self._is_over or not self._ticket.number:
@@ -215,7 +217,7 @@ class AttachedWorker:
                     os.eventfd_read(self._wake)
 
     def _on_change(self) -> None:
-        """Called by the data plane. While the thread rests between two looks, it is not woken again."""
+        """Called by the data plane. It does not wake the thread again while the thread pauses between two checks."""
         is_known, self._calls.is_changed = self._calls.is_changed, True
         if not is_known:
             self._wake_up()
@@ -228,7 +230,7 @@ class AttachedWorker:
     # -- sessions -------------------------------------------------------------------------------------------
 
     def _leave(self) -> bool:
-        """Go from the session that there was to the one of the newest ticket; False while copies are under way."""
+        """Leave the current session for the one of the newest ticket. Returns False while copies are under way."""
         self._gate.shut()
         if self._connection.state != "detached":
             self._connection.disconnect("the engine has another session")

@@ -30,36 +30,37 @@ from kvstow.messages import RankReport
 
 REPORT_SECONDS = 1.0
 GAP_SECONDS = 0.05
-"""Between two looks at what the pool has registered: each costs a busy host a handover of the interpreter."""
+"""The pause between two checks of what the pool has registered. On a busy host, each check costs a handover of the
+interpreter."""
 
 logger = logging.getLogger("kvstow.attach")
 
 
 class WorkerCalls:
-    """Used by the worker's thread alone, but for `is_changed`.
+    """Used by the worker's thread alone, except `is_changed`.
 
-    Orders that matter: what is held from an earlier session is returned and offered first, and what the service says of
-    memory waits until it has answered. That slots are not used any more, and the state that the rank has applied, is
-    said before it lets go of their extents.
+    Two orders matter. Memory and descriptors of an earlier session are returned and offered first, and the service's
+    messages about memory wait until it has answered. The worker reports that slots are no longer used, and the state
+    that the rank has applied, before it lets go of their extents.
     """
 
     def __init__(
         self, connection: AttachConnection, plane: RankPlane, pool: ExtentPool, clock: Callable[[], float]
     ) -> None:
         self.is_changed = False
-        """The pool or the rank has changed since the last look."""
+        """The pool or the rank has changed since the last check."""
         self.problem: str | None = None
-        """Why memory that was granted is missing, as a sentence."""
+        """Why granted memory is missing, as a sentence."""
         self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
         self.deposits = Deposits()
         self._offers: list[Call] | None = None
-        """Of memory of an earlier session: None before they were made."""
+        """The offers of an earlier session's memory. None before they were made."""
         self._is_settled = False
         """The service has answered the offers."""
         self._early: list[Frame] = []
-        """What came before that."""
+        """Messages that came before that answer."""
         self._has_ended = False
-        """Only what the service wants back counts still."""
+        """From now on, only what the service wants back counts."""
         self._reports: list[Call] = []
         self._reported: RankReport | None = None
         self._registered: dict[int, int] = {}
@@ -73,7 +74,7 @@ class WorkerCalls:
         self.problem = None
 
     def end_session(self) -> None:
-        """The connection has ended. What was received in it may come still."""
+        """The connection has ended. Messages received in it may still arrive."""
         self._has_ended = True
         early, self._early = self._early, []
         for frame in early:
@@ -82,7 +83,7 @@ class WorkerCalls:
     # -- hearing --------------------------------------------------------------------------------------------
 
     def take(self, frame: Frame) -> None:
-        """Owns the frame's descriptors. Raises `ProtocolError`."""
+        """Handle a frame, and own its descriptors. Raises `ProtocolError`."""
         if frame.kind == Kind.DESIRED:
             self._plane.apply(Desired.unpack(frame.payload).desired)
             return
@@ -121,7 +122,8 @@ class WorkerCalls:
         self.deposits.put(word.names, frame.fds, replaces=word.replaces)
 
     def _let_go(self, extent_ids: Sequence[int]) -> None:
-        """The session has ended: there may be none in which the service could ask for them again."""
+        """Let go of extents that were revoked in a session that has ended: there may be no later session in which the
+        service could ask for them again."""
         if self._is_settled:
             self._pool.revoke(extent_ids)
         else:
@@ -142,7 +144,7 @@ class WorkerCalls:
             kept = [extent_id for call in self._offers for extent_id in _kept(call)]
             early, self._early = self._early, []
             try:
-                while early:  # first: what is granted again is kept
+                while early:  # first: extents that are granted again are kept
                     self.take(early.pop(0))
             finally:
                 self._early = early
@@ -176,10 +178,10 @@ class WorkerCalls:
     # -- speaking -------------------------------------------------------------------------------------------
 
     def speak(self) -> float:
-        """Say what has changed, and what is due; returns the seconds until there may be more to say."""
+        """Report what has changed and what is due. Returns the seconds until there may be more to report."""
         now = self._clock()
         if now >= (self._next_look if self.is_changed else self._next_report):
-            self.is_changed = False  # before it looks: a change after that is for the next time
+            self.is_changed = False  # before the check: a change after that is for the next check
             self._look(now)
             self._next_look = now + GAP_SECONDS if any(self._registered.values()) else now  # the first slots are urgent
         return max(0.0, (self._next_look if self.is_changed else self._next_report) - now)
@@ -202,5 +204,5 @@ def _kept(call: Call) -> tuple[int, ...]:
     try:
         return call.answer(AdoptedExtents).extent_ids
     except AttachError as error:
-        logger.warning("the node service does not take back memory of the one before it: %s", error)
+        logger.warning("the node service does not take back memory of the previous one: %s", error)
         return ()

@@ -21,6 +21,9 @@ class PoolAcceptance:
     def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
         self.bypass_load, self.bypass_store, self.bypass_until = load, store, until
 
+    def bypasses_load(self, now: float) -> bool:
+        return self.bypass_load and now < self.bypass_until
+
     def bypass(self, now: float) -> BypassStatus:
         if now >= self.bypass_until:
             return BypassStatus(load=False, store=False, ttl_seconds_left=None)
@@ -37,13 +40,17 @@ class SessionAcceptance:
         """Every rank can copy and no transfer is stuck."""
         self.closed = False
 
+    def is_kept_from_loading(self, now: float) -> bool:
+        """Whether an operator wants it to load nothing, ready or not."""
+        return self._pool.drain_mode == "all" or self._pool.bypasses_load(now)
+
     def load_refusal(self, now: float) -> Refusal | None:
         pool = self._pool
         if pool.drain_mode == "all" or self.closed:
             return "draining"
         if not self.serving or pool.rebuilding:
             return "not_ready"
-        return "bypassed" if pool.bypass_load and now < pool.bypass_until else None
+        return "bypassed" if pool.bypasses_load(now) else None
 
     def store_refusal(self, now: float) -> Refusal | None:
         pool = self._pool

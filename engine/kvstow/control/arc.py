@@ -69,6 +69,12 @@ class ArcPolicy:
             self._is_frequent[slot] = 1
         self._frequent.append(slots)
 
+    def new_among(self, slots: Sequence[int]) -> Sequence[int]:
+        return self._by_list(slots)[0]
+
+    def attach_new(self, slots: Sequence[int]) -> None:
+        self._recent.append(slots)
+
     def use(self, slots: Sequence[int]) -> None:
         once, again = self._by_list(slots)
         if once:

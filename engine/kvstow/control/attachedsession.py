@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from logging import INFO
 from typing import TYPE_CHECKING
 
@@ -82,11 +82,11 @@ class AttachedSession(Session):
         self._free_after_death()
 
     def leave_namespace(self) -> None:
-        """Count no more as a session of its namespace. The caller holds the lock."""
+        """Stop counting as a session of its namespace. The caller holds the lock."""
         self.pool.index.namespaces.leave(self.namespace)
 
     def forget_process(self, process: Hashable) -> None:
-        """The process has died. The session cannot go on without it. The caller holds the lock."""
+        """The process has died. The session cannot continue without it. The caller holds the lock."""
         if process in self.processes:
             self.processes.remove(process)
             self.end("one of its processes has ended")
@@ -158,9 +158,18 @@ class AttachedSession(Session):
         super().refresh_acceptance()
         self.acceptance.serving = self.acceptance.serving and self.watermark != 0
 
+    def out_of_reach(self, keys: Sequence[bytes]) -> list[int]:
+        """The slots of those keys whose memory the session has not registered yet; none while an operator lets it load
+        nothing. O(keys) until it has registered all, then O(1)."""
+        with self.pool.lock:
+            end = self.watermark
+            if end is None or self.acceptance.is_kept_from_loading(self.pool.clock()):
+                return []
+            return [slot for slot in self.namespace.keys.slots_of(keys) if slot is not None and slot >= end]
+
     def has_let_go(self, number: int) -> bool:
-        """Whether no process of this session can reach slots that the desired state with this number has no more. The
-        caller holds the lock."""
+        """Whether no process of this session can still reach slots that the desired state with this number has given
+        up. The caller holds the lock."""
         if not self.processes or self._first_number >= number:
             return True
         return not self.is_lost and self.ranks.have_all_applied(number)

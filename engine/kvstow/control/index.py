@@ -61,6 +61,8 @@ class Index:
         self.policy_name = policy
         self.namespaces = Namespaces(self.slot_keys, self._make_empty_policy)
         self._held = RefCounts()
+        self._put_while_new: set[int] = set()
+        """Held slots that were new to their policy, and that nobody has used since."""
         self._orphans: set[int] = set()
         self._protections = Protections()
         self._held_and_protected = 0
@@ -112,17 +114,26 @@ class Index:
 
     # -- holds ----------------------------------------------------------------------------------------------
 
-    def hold(self, slots: list[int]) -> None:
-        """Keep visible slots of one namespace from eviction until `unhold` with the same slots."""
+    def hold(self, slots: list[int], *, is_put: bool = False) -> None:
+        """Keep visible slots of one namespace from eviction until `unhold` with the same slots. `is_put`: only to copy
+        them to another place, so blocks that nobody has used yet are not used by it."""
+        if self._put_while_new and not is_put:
+            self._put_while_new.difference_update(slots)
         slots = self._held.increment(slots)
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected += len(slots) - len(unprotected)
         if unprotected:
-            self.namespaces.policy_of(unprotected).detach(unprotected)
+            policy = self.namespaces.policy_of(unprotected)
+            if is_put:
+                self._put_while_new.update(policy.new_among(unprotected))
+            policy.detach(unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
         slots = self._held.decrement(slots)
+        new = self._put_while_new.intersection(slots) if self._put_while_new else set[int]()
+        if new:
+            self._put_while_new -= new
         freed: list[int] = []
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
@@ -131,12 +142,18 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected -= len(slots) - len(unprotected)
         if unprotected:
-            self.namespaces.policy_of(unprotected).attach(unprotected)
+            policy = self.namespaces.policy_of(unprotected)
+            if new:
+                policy.attach_new([slot for slot in unprotected if slot in new])
+                unprotected = [slot for slot in unprotected if slot not in new]
+            policy.attach(unprotected)
         return freed
 
     def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
         """The visible blocks in these runs of slots, of one namespace, were used, without being held."""
         self.times.mark_used(runs, now)
+        if self._put_while_new:
+            self._put_while_new.difference_update(*runs)
         slots = self._evictable(runs)
         if slots:
             self.namespaces.policy_of(slots).use(slots)
@@ -382,6 +399,8 @@ class Index:
             found.append("the count of held and protected slots is wrong")
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the count of filling slots is wrong")
+        if not self._put_while_new <= held:
+            found.append("a new slot that is being put is not held")
         if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")
         if not self._protections.is_consistent():

@@ -1,4 +1,4 @@
-"""What the ledger knows of one op that some rank has not finished."""
+"""An op that some rank has not finished."""
 
 from __future__ import annotations
 

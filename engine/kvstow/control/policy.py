@@ -32,6 +32,12 @@ class EvictionPolicy(Protocol):
     def attach(self, slots: Sequence[int]) -> None:
         """Add slots that were detached for use; they have just been used."""
 
+    def new_among(self, slots: Sequence[int]) -> Sequence[int]:
+        """Those that were not used since they were stored, if the policy tells them apart; they are not detached."""
+
+    def attach_new(self, slots: Sequence[int]) -> None:
+        """Add slots that were detached for something that is no use, and were new before."""
+
     def use(self, slots: Sequence[int]) -> None:
         """Mark slots as just used: `detach` and `attach` in one."""
 
@@ -57,10 +63,13 @@ class LruPolicy(RecencyList):
 
     __slots__ = ()
     name = "lru"
-    admit = attach = RecencyList.append
+    admit = attach = attach_new = RecencyList.append
     detach = RecencyList.remove
     use = RecencyList.refresh
     evict = RecencyList.pop_coldest
+
+    def new_among(self, slots: Sequence[int]) -> Sequence[int]:
+        return ()
 
     def set_capacity(self, num_slots: int) -> None:
         """LRU does not depend on the capacity."""

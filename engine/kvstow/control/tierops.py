@@ -49,7 +49,7 @@ class TierLedger:
         return entry is not None and rank in entry.pending
 
     def accept(self, entry: OpenTierOp, completion: Completion) -> None:
-        """A rank has finished its part."""
+        """Note that a rank has finished its part."""
         if isinstance(completion, TierCompletion):
             entry.moved = min(entry.moved, completion.moved)
             entry.failed = max(entry.failed, completion.failed)
@@ -59,7 +59,7 @@ class TierLedger:
             self._go_on(entry)
 
     def _go_on(self, entry: OpenTierOp) -> None:
-        """All ranks but 0 have finished a put."""
+        """Give a put to rank 0, because all others have finished it."""
         entry.waits_for_others = False
         if entry.error or not entry.moved:
             entry.pending.clear()
@@ -68,7 +68,7 @@ class TierLedger:
         self.plans.append((LAST_RANK, replace(op, keys=op.keys[:moved], slots=op.slots[:moved])))
 
     def end(self, entry: OpenTierOp) -> None:
-        """All ranks have finished."""
+        """Settle an op that all ranks have finished."""
         pool, op = self._ops.pool, entry.tier_op
         moved = 0 if entry.error else entry.moved
         if op.direction == "put":

@@ -38,14 +38,14 @@ class TierSession(AttachedSession):
 
     @property
     def boot_id(self) -> str:
-        """Of every rank."""
+        """The same for every rank."""
         return _BOOT
 
     def join_namespace(self, name: str) -> Namespace:
         return self._joins
 
     def leave_namespace(self) -> None:
-        """It does not count."""
+        """Does nothing: the namespace does not count this session."""
 
     def set_registered(self, registered_slots: int, applied: int) -> None:
         """`set_memory` for every rank."""

@@ -33,7 +33,14 @@ class TierTraffic:
         """`replicated`: all ranks hold the same bytes, so one object for all of them is put, by rank 0. Ranks with
         memory of their own each fetch it."""
         self._session, self._pool = session, session.pool
-        self._most, self._replicated = most, replicated
+        self.most, self._replicated = most, replicated
+        self._is_closed = False
+
+    def close(self) -> bool:
+        """Begin no transfer any more; what is under way goes on. False if it was closed before."""
+        with self._pool.lock:
+            was_open, self._is_closed = not self._is_closed, True
+            return was_open
 
     @property
     def capacity_slots(self) -> int:
@@ -48,6 +55,11 @@ class TierTraffic:
             end = start + sum(map(len, namespace.keys.leading_runs(rest)))
             return Reach(end, end < len(keys) and keys[end] in namespace.pending_stores)
 
+    def visible(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key, whether it is visible."""
+        with self._pool.lock:
+            return [slot is not None for slot in self._session.namespace.keys.slots_of(keys)]
+
     def absent(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the keys that are neither visible nor being filled."""
         with self._pool.lock:
@@ -59,14 +71,15 @@ class TierTraffic:
             return [key for key, slot in zip(keys, slots, strict=True) if slot is None and key not in pending]
 
     def begin_put(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
-        """Put those of the keys that are visible. Keeps them from eviction until then; that counts as a use."""
+        """Put those of the keys that are visible. Keeps them from eviction until then, and makes them the last ones in
+        its order; a policy that tells new blocks from used ones does not count it as a use."""
         pool, session = self._pool, self._session
         with pool.lock:
-            if session.acceptance.load_refusal(pool.clock()):
+            if self._is_closed or session.acceptance.load_refusal(pool.clock()):
                 return []
             slots = session.visible_slots(keys)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            pool.index.hold([slot for _, slot in found])
+            pool.index.hold([slot for _, slot in found], is_put=True)
             return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])
 
     def out_of_reach(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -85,7 +98,7 @@ class TierTraffic:
         with pool.lock:
             on_the_way = sum(len(entry.held) for entry in session.ops if entry.op.direction == "put")
             missing = min(most, wanted_free - pool.slots.free - on_the_way)
-            if missing <= 0 or session.acceptance.load_refusal(pool.clock()):
+            if self._is_closed or missing <= 0 or session.acceptance.load_refusal(pool.clock()):
                 return []
             key_of = pool.index.slot_keys.key_of
             coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, missing)]
@@ -100,6 +113,8 @@ class TierTraffic:
         """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had.
         Each transfer becomes visible on its own, when all ranks have finished it."""
         with self._pool.lock:
+            if self._is_closed:
+                return []
             wanted, slots = place_fetch(self._session, keys)
             return self._start("fetch", fingerprint, wanted, slots)
 
@@ -112,7 +127,7 @@ class TierTraffic:
             ranks = {LAST_RANK}
         now = pool.clock()
         start = self._session.ops.start_tier
-        parts = [slice(first, first + self._most) for first in range(0, len(keys), self._most)]
+        parts = [slice(first, first + self.most) for first in range(0, len(keys), self.most)]
         return [start(direction, fingerprint, tuple(keys[part]), tuple(slots[part]), ranks, now) for part in parts]
 
     def cancel_fetches(self) -> int:

@@ -98,9 +98,10 @@ class Launcher(Protocol):
     are for the host's thread, which has made the device; on another they raise `CopyError` and do nothing."""
 
     def gather(self, blocks: Sequence[int]) -> Fence:
-        """Launch what reads the blocks of a store, and return the `after` of its `launch_store`. What does not fit into
-        memory in flight is launched later, by `launch`; until the ticket is `SOURCE_FREE` the blocks must not change.
-        Never waits. Raises `CopyError`, and then has launched nothing."""
+        """Begin to launch what reads the blocks of a store, and return the `after` of its `launch_store`: the first
+        blocks are copied while `launch` goes on, which the caller calls next. What does not fit into memory in flight
+        is launched later; until the ticket is `SOURCE_FREE` the blocks must not change. Never waits. Raises
+        `CopyError`, and then has launched nothing."""
 
     def launch(self) -> None:
         """Launch what has become possible: programs that write the blocks of staged loads, and the rest of gathers. The

@@ -1,4 +1,4 @@
-"""The memory of a pool's chunks: populated, registered, unregistered and given back one chunk at a time."""
+"""The memory of a pool's chunks: populated, registered, unregistered and given back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class ChunkMemory:
     """A region of address space, resident from its start to `resident_bytes`.
 
     Chunks are committed from the bottom up and decommitted from the top down. Each step either succeeds or is
-    undone completely. Not locked: the pinning thread calls it, and `close` follows the end of that thread.
+    undone completely. Not locked: the pinning thread calls it, `register` any thread, and `close` follows the end of
+    the pinning thread.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ChunkMemory:
         return bytes_by_node(self.address + start, end - start, _NODE_STEP)
 
     def register(self, chunk: Chunk) -> None:
-        """Pin a committed chunk; see `PacedRegistrar.register`."""
+        """Pin a committed chunk, on the calling thread."""
         self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
 
     def unregister(self, chunk: Chunk) -> None:

@@ -54,7 +54,7 @@ class Extent:
     """A memfd of `num_bytes`, a multiple of 2 MiB; those below `populated_bytes`, the watermark, may be shown to
     clients. The owner closes it, after the populator has let go of it (`Populator.discard`).
 
-    Any thread may read the properties; only the populator's writes them, but for `row`, which is the owner's.
+    Any thread may read the properties; only the populator's writes them, except `row`, which is the owner's.
     """
 
     def __init__(self, fd: int, num_bytes: int, huge_pages: HugePages, numa_node: int | None) -> None:

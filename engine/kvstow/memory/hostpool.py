@@ -75,8 +75,7 @@ class HostPool(SlotPool):
     def addresses(self, slots: Int64Array) -> Int64Array:
         return self.address + slots * self.slot_stride
 
-    def _next_chunk(self) -> Chunk | None:
-        covered = self._covered()
+    def _next_chunk(self, covered: int) -> Chunk | None:
         return None if covered >= self._target else self._grid.next_chunk(covered, self._target, self._pace.chunk_bytes)
 
     def _chunks_left(self) -> int:

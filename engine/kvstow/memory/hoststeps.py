@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from kvstow.errors import KvstowError, PinError
+from kvstow.errors import KvstowError
 from kvstow.memory.callbudget import CallBudget
+from kvstow.memory.callqueue import Call, CallQueue, MadeCall
 
 HostState = Literal["starting", "idle", "stepping", "waiting"]
 """`waiting`: the host has launched a step, and its device has not finished it."""
 
 IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for its device
 _LAUNCH_SECONDS = 0.25  # a step that takes longer to launch was abandoned
+_LOOK_SECONDS = 0.2  # until the pinning thread looks whether the host still makes steps; each look costs a handover
 
 
 class Work(Protocol):
@@ -24,40 +25,6 @@ class Work(Protocol):
         """Whether it is finished. Does not wait."""
 
 
-class _Offer:
-    """A call, made at most once, by the thread that claims it first. Waiting for it and ending it allocate nothing, so
-    they cannot fail once the call has been made."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self.seconds: float | None = None
-        """Duration of the call, if the host's thread made it."""
-        self._claim, self._done = threading.Lock(), threading.Lock()
-        self._done.acquire()
-        self.is_made = False
-        self.error: Exception | None = None
-
-    def claim(self) -> bool:
-        return self._claim.acquire(blocking=False)
-
-    def make(self) -> None:
-        """Called by the thread that has claimed it. Raises only what interrupts that thread, such as a signal handler's
-        exception."""
-        try:
-            self._call()
-        except Exception as error:  # noqa: BLE001 (raised by the thread that made the offer)
-            self.error = error
-        self.is_made = True
-
-    def end(self) -> None:
-        """Let `wait` return. Idempotent."""
-        if self._done.locked():
-            self._done.release()
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.acquire(timeout=seconds)
-
-
 class HostSteps:
     """Tracks what the host is doing, and lets its thread make calls that hold a lock of the driver.
 
@@ -65,11 +32,12 @@ class HostSteps:
     took 1.2 to 1.4 times as long. So while the host makes steps, its own thread makes the call, right after a launch.
     That costs the time of the call, or nothing if the host would have waited for its device.
 
-    How many calls it makes depends on what they cost its steps (`CallBudget`).
+    How many calls it makes depends on what they cost its steps (`CallBudget`). It makes them without waking the
+    pinning thread, which would cost it a handover of the interpreter, 0.5 to 0.9 ms, for each.
 
     The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
-    step that ends without `launched` had no work for the device. Without an offer each takes about a microsecond and no
-    lock. The pinning thread calls `run`, one call at a time; any thread may call everything else.
+    step that ends without `launched` had no work for the device. Without calls each takes about a microsecond and no
+    lock. The pinning thread calls `offer`, `withdraw`, `wait` and `run`; any thread may call everything else.
 
     A host that never begins a step counts as idle once it has started.
     """
@@ -86,13 +54,11 @@ class HostSteps:
         self._launched: float | None = None  # the last time; a call may follow
         self._idle_from: float | None = None  # after that call
         self._work: Work | None = None  # of the last step
-        self._budget = CallBudget()
+        self.looks = 0
+        """How often the pinning thread woke in `wait`."""
+        self.budget = CallBudget()
         self._expected = 0.0
-        self._offer: _Offer | None = None
-
-    def call_seconds(self, most: float) -> float:
-        """How long a call should take, at most `most`."""
-        return self._budget.call_seconds(most)
+        self._queue: CallQueue | None = None
 
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
@@ -101,24 +67,26 @@ class HostSteps:
         self._is_launching = True
 
     def launched(self, work: Work | None = None) -> None:
-        """The device has the step's work; `work` tells whether it has finished. Makes the offered call, if the steps
-        since the last call have paid for it. Raises nothing but a signal handler's exception, which interrupts the host
-        anyway."""
+        """The device has the step's work; `work` tells whether it has finished. Makes the next call that is offered, if
+        the steps since the last call have paid for it. Raises nothing but a signal handler's exception, which
+        interrupts the host anyway."""
         now = self._clock()
-        budget, expected, offer = self._budget, self._expected, self._offer
+        budget, expected, queue = self.budget, self._expected, self._queue
         if self._launched is not None:
             budget.end_step(now - self._launched, expected)
         self._launched, self._work = now, work
-        if offer is not None and not self._is_closed and budget.allows(expected):
+        if queue is not None and not self._is_closed and budget.allows(expected):
             try:
-                if offer.claim():
-                    offer.make()
+                if queue.claim():
+                    num_bytes = queue.make()
                     made = self._clock()
-                    offer.seconds = made - now
-                    budget.spend(offer.seconds)
+                    queue.by_host.append(MadeCall(num_bytes, made - now))
+                    budget.spend(made - now, expected)
                     now = made
-            finally:
-                offer.end()  # even if the host is interrupted: the pinning thread waits for this
+                    queue.done()
+            except BaseException:
+                queue.abandon()  # the pinning thread waits for this
+                raise
         self._is_launching = False
         self._idle_from = now
 
@@ -155,27 +123,48 @@ class HostSteps:
             self._work = None
         return False
 
-    def run(self, call: Callable[[], None], seconds: float) -> float | None:
+    def idle_seconds(self, now: float) -> float:
+        """How long ago its last step was launched; endless before the first."""
+        return float("inf") if self._idle_from is None else now - self._idle_from
+
+    def offer(self, queue: CallQueue, seconds: float) -> None:
+        """Let the host's thread make these calls, each expected to take `seconds`, until `withdraw`."""
+        self._expected = seconds
+        self._queue = queue
+
+    def withdraw(self) -> None:
+        """The host's thread begins no further call."""
+        self._queue = None
+
+    def wait(self, queue: CallQueue, wake_at: int) -> bool:
+        """Whether the host makes steps, so its thread makes the calls. If it does, returns once `wake_at` of them have
+        been made, the queue is held or over, or the host makes no more steps."""
+        if self.state(self._clock()) != "stepping":
+            return False
+        while not queue.has_reached(wake_at) and self.state(self._clock()) == "stepping":
+            queue.wait(wake_at, _LOOK_SECONDS)
+            self.looks += 1
+        return True
+
+    def run(self, call: Callable[[], None], num_bytes: int, seconds: float) -> float | None:
         """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
         after the call: its duration on the host's thread, or None. Raises what the call raised, and `PinError` if the
         host's thread was interrupted during it."""
-        offer = _Offer(call)
-        self._expected = seconds
-        self._offer = offer
+        queue = CallQueue()
+        queue.add([Call(call, num_bytes)])
+        self.offer(queue, seconds)
         try:
-            while self.state(self._clock()) == "stepping":
-                # A wait that ends without the call costs a host that computes in Python a handover of the interpreter.
-                if offer.wait(_LAUNCH_SECONDS if self._is_launching else IDLE_SECONDS):
-                    break
-            else:
-                if offer.claim():
-                    offer.make()
-                else:
-                    offer.wait(-1)
+            while not queue.is_over:
+                if self.wait(queue, 1):
+                    continue
+                if not queue.claim():
+                    break  # the host's thread makes it
+                try:
+                    queue.make()
+                finally:
+                    queue.done()
         finally:
-            self._offer = None
-        if not offer.is_made:
-            raise PinError("driver", "the host's thread was interrupted during a register call")
-        if offer.error is not None:
-            raise offer.error
-        return offer.seconds
+            self.withdraw()
+            queue.settle()
+        queue.raise_error()
+        return queue.by_host[0].seconds if queue.by_host else None

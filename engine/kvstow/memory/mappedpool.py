@@ -162,6 +162,7 @@ class MappedPool(SlotPool):
             for extent in self._arriving:
                 extent.is_revoked = True
             self._released.clear()
+            self._stop_growth()
             self._changed()
 
     def held_extents(self) -> list[HeldExtent]:
@@ -277,11 +278,11 @@ class MappedPool(SlotPool):
 
     # -- the pinning thread ---------------------------------------------------------------------------------
 
-    def _next_step(self) -> Callable[[], None] | None:
+    def _give_back_step(self) -> Callable[[], None] | None:
         for extent in (*self._extents, *self._arriving):
             if extent.is_revoked and (extent in self._arriving or self._covered() <= extent.first_slot):
                 return partial(self._retire, extent)
-        return super()._next_step()
+        return super()._give_back_step()
 
     def _retire(self, extent: _MappedExtent) -> None:
         """Nothing of the extent is registered any more."""
@@ -297,8 +298,7 @@ class MappedPool(SlotPool):
                 self._arrive(other)
             self._changed()
 
-    def _next_chunk(self) -> Chunk | None:
-        covered = self._covered()
+    def _next_chunk(self, covered: int) -> Chunk | None:
         extent = next((one for one in self._extents if one.first_slot <= covered < one.end_slot), None)
         if extent is None or not extent.is_granted or extent.is_revoked:
             return None
@@ -358,6 +358,8 @@ class MappedPool(SlotPool):
         self._usable_end = end
         revoked = [extent.first_slot for extent in self._extents if extent.is_revoked]
         self._kept_end = min(revoked, default=self.max_slots)
+        if self._kept_end < self._queue_end:
+            self._stop_growth()
         self._table = _AddressTable(self._extents, self._stride)
         self._state.notify_all()
 

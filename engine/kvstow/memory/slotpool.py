@@ -7,7 +7,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeGuard
 
@@ -16,14 +17,17 @@ import numpy.typing as npt
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
+from kvstow.memory.callqueue import Call, CallQueue
 from kvstow.memory.chunks import Chunk, PinnedChunks
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pace import Pace
-from kvstow.memory.pacedregistrar import PacedRegistrar
+from kvstow.memory.pacedregistrar import CallFigures, PacedRegistrar
 from kvstow.memory.pinning import PinProgress, Registrar
 from kvstow.memory.poolstatus import PoolState, PoolStatus
+from kvstow.memory.populating import Populating
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
+_REFILL = 3  # more chunks are populated when a third of those ahead are left: 160 ms of calls beside steps of 20 ms
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -51,8 +55,10 @@ class Hold:
 
 
 class PoolMemory(Protocol):
-    """Where the bytes of chunks are. Each step either succeeds or is undone completely. Called by the pinning thread;
-    `close` follows the end of that thread."""
+    """Where the bytes of chunks are. Each step either succeeds or is undone completely. Called by the pinning thread,
+    except `register` and `commit`, which may run beside each other: `register` on the host's thread, and `commit` on
+    one that populates, after a first time on the pinning thread. `close` follows the end of all. Chunks that follow
+    each other may be committed and decommitted as one."""
 
     resident_bytes: int
     numa_notice: str | None
@@ -66,7 +72,7 @@ class PoolMemory(Protocol):
         """A committed chunk's bytes by NUMA node."""
 
     def register(self, chunk: Chunk) -> None:
-        """See `PacedRegistrar.register`."""
+        """On the calling thread. Raises `PinError`; the chunk is then not pinned."""
 
     def unregister(self, chunk: Chunk) -> None:
         """Raises `PinError`; the chunk is then still pinned."""
@@ -85,10 +91,11 @@ class SlotPool(ABC):
     chunks, and never while it is held. A chunk that fails is undone completely and stops growth, not the pool; no error
     ends the pinning thread. After `close` nothing is left.
 
-    The pinning thread populates a chunk during the pause after the previous one. Then it registers the chunk with a
-    call whose size and time the `Pace` sets; while the host makes steps, the host's thread makes that call (`steps`).
-    It never populates and registers at the same time: register calls beside populating took up to 2.3 ms instead of 0.6
-    (p99), and others wait for them, for no higher rate.
+    The pinning thread populates chunks ahead, as many as the `Pace` says, several at once. It leaves their register
+    calls in a queue, from which the host's thread takes one after some of its steps (`steps`), and wakes when a third
+    of them are left: each time that it runs costs a host that computes in Python a handover of the interpreter. While
+    the host makes no steps, it makes the calls itself, with the pauses of the pace; then another thread populates. The
+    watermark rises each time that it has run.
 
     Assumes: a caller that copies to or from slots holds their memory (`hold`) from before the copy begins until the
     device no longer touches it. `close` waits for the last of them.
@@ -127,6 +134,8 @@ class SlotPool(ABC):
         self._progress = PinProgress(clock)
         self._clock = clock
         self._paused = self._closing = False
+        self._queue: CallQueue | None = None  # of the growth under way
+        self._queue_end = 0  # the slot up to which it grows so far
         self._listeners = Callbacks()
         self._thread: threading.Thread | None = None
 
@@ -134,7 +143,7 @@ class SlotPool(ABC):
 
     @abstractmethod
     def addresses(self, slots: Int64Array) -> Int64Array:
-        """Where pinned slots begin. Neighbouring slots lie `slot_stride` apart, but for those at the seam of two
+        """Where pinned slots begin. Neighbouring slots are `slot_stride` apart, except those at the seam of two
         registrations."""
 
     @property
@@ -143,8 +152,8 @@ class SlotPool(ABC):
         """Bytes from one slot to the next; more than `slot_bytes` only for sizes far from a page multiple."""
 
     @abstractmethod
-    def _next_chunk(self) -> Chunk | None:
-        """The chunk to pin next, if there is one. Under `_state`."""
+    def _next_chunk(self, covered: int) -> Chunk | None:
+        """The chunk to pin after the first `covered` slots, if there is one. Under `_state`."""
 
     @abstractmethod
     def _chunks_left(self) -> int:
@@ -195,12 +204,16 @@ class SlotPool(ABC):
                 self._failure = None
                 if self._covered() >= slots:
                     self._progress.end()
+                if slots < self._queue_end:
+                    self._stop_growth()
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
-        """Start no further chunk until unpaused; shrinking continues."""
+        """Start no further chunk until unpaused; shrinking continues. What is populated already stays so."""
         with self._state:
             self._paused = paused
+            if self._queue is not None:
+                self._queue.hold(paused)
             self._state.notify_all()
 
     def retry(self) -> None:
@@ -251,11 +264,16 @@ class SlotPool(ABC):
                 numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
             )
 
+    def take_call_figures(self) -> CallFigures:
+        """What the register calls took since the last time."""
+        return self._paced.take_figures()
+
     def close(self) -> None:
         """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""
         with self._state:
             self._closing = True
             self.steps.close()
+            self._stop_growth()
             self._state.notify_all()
             thread = self._thread
         if thread is not None:
@@ -303,29 +321,148 @@ class SlotPool(ABC):
     def _next_step(self) -> Callable[[], None] | None:
         if self._failure is not None:
             return None
-        if self._may_give_back(self._chunks):
-            return self._shrink
-        chunk = None if self._paused else self._next_chunk()
-        return None if chunk is None else partial(self._grow, chunk)
+        if (step := self._give_back_step()) is not None:
+            return step
+        return None if self._paused or self._next_chunk(self._covered()) is None else self._grow
 
-    def _grow(self, chunk: Chunk) -> None:
+    def _give_back_step(self) -> Callable[[], None] | None:
+        """What comes before growth. Under `_state`."""
+        return self._shrink if self._may_give_back(self._chunks) else None
+
+    def _grow(self) -> None:
+        """Pin chunk after chunk until none is left, or something else comes first."""
+        growth: list[PinnedChunks] = []  # what is pinned after each call of the queue
+        queue, populating = CallQueue(), Populating(partial(self._commit, is_optional=True))
         with self._state:
+            self._queue, queue.is_held = queue, self._paused
+            queue.is_stopped = self._closing
             self._progress.begin(self._covered() * self.slot_bytes)
-        self._memory.commit(chunk)
         try:
-            chunks = PinnedChunks.on(self._chunks, chunk, self._memory.bytes_by_node(chunk))
-            if not self._wait_for_turn():
-                return
-            self._memory.register(chunk)
-        except BaseException:
-            self._memory.decommit(chunk)
-            raise
+            while (wake_at := self._populate_ahead(queue, growth, populating)) is not None:
+                made = queue.made
+                self._paced.advance(queue, wake_at, partial(self._wait_for_turn, queue))
+                self._publish(queue, growth)
+                if not self._goes_on(queue, growth, populating):
+                    break
+                if queue.made > made:
+                    self._listeners.call()
+        finally:
+            self._end_growth(queue, growth, populating)
+        self._paced.withdraw(queue)
+        queue.raise_error()
+
+    def _populate_ahead(self, queue: CallQueue, growth: list[PinnedChunks], populating: Populating) -> int | None:
+        """Populate more chunks if few of those that are have yet to be registered: on this thread, or beside the
+        register calls of an idle host. Returns after how many calls it is to be called again; None if there is nothing
+        to register."""
+        most = self._pace.chunks_ahead
+        refill_at = most // _REFILL
+        while True:
+            self._add(populating.take(wait=queue.made == len(growth)), queue, growth)
+            pending = len(growth) - queue.made
+            is_idle = self.steps.state(self._clock()) == "idle"
+            if pending > (most - refill_at if is_idle else refill_at):
+                return len(growth) - refill_at
+            if populating.is_under_way:
+                return len(growth)
+            chunks = self._plan(queue, growth, most - pending)
+            if chunks and is_idle and pending:
+                populating.begin(chunks)
+                return len(growth)
+            if not chunks or not (chunks := self._commit(chunks, is_optional=pending > 0)):
+                return len(growth) if pending else None
+            self._add(chunks, queue, growth)
+            if not is_idle:
+                return len(growth) - refill_at
+
+    def _plan(self, queue: CallQueue, growth: list[PinnedChunks], most: int) -> list[Chunk]:
+        """Which chunks to populate next."""
+        top = growth[-1] if growth else self._chunks
         with self._state:
-            self._chunks = chunks
+            if self._paused or queue.is_over_for_good or self._give_back_step() is not None:
+                return []
+            # The first ones alone, so that some slots can be used soon.
+            chunks = self._next_chunks(top.last.end_slot if top else 0, min(max(1, len(growth)), most))
+            self._queue_end = chunks[-1].end_slot if chunks else self._queue_end
+            return chunks
+
+    def _add(self, chunks: Sequence[Chunk], queue: CallQueue, growth: list[PinnedChunks]) -> None:
+        """Let these, which are populated, be registered."""
+        if not chunks:
+            return
+        top, more = growth[-1] if growth else self._chunks, []
+        try:
+            for chunk in chunks:
+                top = PinnedChunks.on(top, chunk, self._memory.bytes_by_node(chunk))
+                more.append(top)
+            growth.extend(more)
+        except BaseException:
+            self._memory.decommit(_span(chunks))
+            raise
+        queue.add([Call(partial(self._memory.register, chunk), chunk.num_bytes) for chunk in chunks])
+
+    def _next_chunks(self, covered: int, number: int) -> list[Chunk]:
+        """As many that follow each other in memory. Under `_state`."""
+        chunks: list[Chunk] = []
+        while len(chunks) < number and (chunk := self._next_chunk(covered)) is not None:
+            if chunks and chunk.offset != chunks[-1].end_offset:
+                break
+            chunks.append(chunk)
+            covered = chunk.end_slot
+        return chunks
+
+    def _commit(self, chunks: Sequence[Chunk], *, is_optional: bool) -> list[Chunk]:
+        """Commit all of them, or else the first one; which of them it did. None only if `is_optional`: then there are
+        others to register before this must raise."""
+        for tried in (chunks, chunks[:1]):
+            try:
+                with self._paced.populating():
+                    self._memory.commit(_span(tried))
+            except PinError:
+                if len(tried) == 1 and not is_optional:
+                    raise
+            else:
+                return list(tried)
+        return []
+
+    def _publish(self, queue: CallQueue, growth: list[PinnedChunks]) -> None:
+        """Raise the watermark to what is registered."""
+        with self._state:
+            if not queue.made or self._chunks is growth[queue.made - 1]:
+                return
+            self._chunks = growth[queue.made - 1]
             self._progress.record(self._covered() * self.slot_bytes)
-            if self._next_chunk() is None:
+            if self._next_chunk(self._covered()) is None:
                 self._progress.end()
-        self._paced.record(chunk.num_bytes)
+
+    def _goes_on(self, queue: CallQueue, growth: list[PinnedChunks], populating: Populating) -> bool:
+        """Whether there is more to register. Waits while pinning is paused."""
+        with self._state:
+            if queue.made == len(growth) and not populating.is_under_way:
+                return not self._closing and not queue.is_over_for_good and self._next_step() == self._grow
+            while self._paused and not queue.is_over_for_good and self._give_back_step() is None:
+                self.steps.is_pinning = False
+                self._state.wait()
+            self.steps.is_pinning = not self._closing
+            return not queue.is_over_for_good and not self._paused
+
+    def _end_growth(self, queue: CallQueue, growth: list[PinnedChunks], populating: Populating) -> None:
+        """Keep what is registered, and give the rest back."""
+        made = queue.settle()
+        with self._state:
+            self._queue, self._queue_end = None, 0
+            self._publish(queue, growth)
+        rest = [chunks.last for chunks in growth[made:]]
+        try:
+            rest += populating.close()
+        finally:
+            for chunk in reversed(rest):  # one by one: they may lie in several extents
+                self._memory.decommit(chunk)
+
+    def _stop_growth(self) -> None:
+        """Register no further chunk of the growth under way, and give back those that are populated. Under `_state`."""
+        if self._queue is not None:
+            self._queue.stop()
 
     def _shrink(self) -> None:
         """Give the last chunk back, unless it is wanted or held by then."""
@@ -345,12 +482,15 @@ class SlotPool(ABC):
         self._memory.decommit(chunks.last)
         self._paced.record(chunks.last.num_bytes)
 
-    def _wait_for_turn(self) -> bool:
-        """Leave the driver's lock to others for as long as the pace says; False when the pool closes."""
+    def _wait_for_turn(self, queue: CallQueue | None = None) -> bool:
+        """Leave the driver's lock to others for as long as the pace says; False when the pool closes or the queue has
+        been stopped."""
         with self._state:
-            while not self._closing and (seconds := self._pace.delay(self._clock())) > 0:
+            while not (is_over := self._closing or (queue is not None and queue.is_over_for_good)):
+                if (seconds := self._pace.delay(self._clock())) <= 0:
+                    break
                 self._state.wait(seconds)
-            return not self._closing
+            return not is_over
 
     def _fail(self, reason: str, message: str) -> None:
         self._forget_limits()
@@ -377,3 +517,9 @@ class SlotPool(ABC):
         if self._failure is not None:
             return "failed" if self._failure.reason == _DEFECT else "degraded"
         return "ready" if self._pinned() >= self._target else "pinning"
+
+
+def _span(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks that follow each other in memory, as one."""
+    first, last = chunks[0], chunks[-1]
+    return replace(first, end_slot=last.end_slot, num_bytes=last.end_offset - first.offset)

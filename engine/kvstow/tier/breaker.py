@@ -1,4 +1,4 @@
-"""The circuit breaker: a store that does not work is left alone, but for a probe now and then."""
+"""The circuit breaker: a store that does not work gets nothing but a probe now and then."""
 
 from __future__ import annotations
 

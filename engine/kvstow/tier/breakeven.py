@@ -29,8 +29,8 @@ class Estimate(NamedTuple):
 class BreakEven:
     """Measures the store and the prefill, and decides. Not locked: one thread uses it.
 
-    With hysteresis: a store near the break-even does not go on and off with every request. While fetches do not pay
-    nothing would measure the store, so a few blocks are fetched now and then, for which no request waits.
+    The decision has hysteresis, so a store near break-even does not switch on and off with every request. While fetches
+    do not pay, nothing else measures the store, so a few blocks are fetched now and then, for which no request waits.
     """
 
     def __init__(
@@ -41,12 +41,19 @@ class BreakEven:
         self._slot_bytes, self._block_tokens, self._clock = slot_bytes, block_tokens, clock
         self._prefill_is_known = prefill_rate is not None
         self.prefill_rate = prefill_rate
+        self._prefill = RecentRate()
+        """One slow step among quick ones, as the first, in which kernels are compiled, must not make fetches pay."""
         self.rate = RecentRate()
         """Of fetches, on the slowest rank."""
         self.lookup_seconds: float | None = None
         self.pays = True
         self._probe_at = -inf
         self._probe_pause = FIRST_PROBE_SECONDS
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether `decide` may find that a fetch pays. Otherwise no request needs to wait for the store's answer."""
+        return self.pays and (self.rate.per_second is not None or self.compute_seconds(1) is None)
 
     def note_fetch(self, blocks: int, seconds: float) -> None:
         """So many blocks were fetched on every rank."""
@@ -58,12 +65,11 @@ class BreakEven:
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """The model has computed so many tokens of a prompt."""
-        if self._prefill_is_known or tokens <= 0 or seconds <= 0:
-            return
-        measured, known = tokens / seconds, self.prefill_rate
-        self.prefill_rate = measured if known is None else 1 / ((1 - _WEIGHT) / known + _WEIGHT / measured)
+        if not self._prefill_is_known:
+            self._prefill.observe(tokens, seconds)
+            self.prefill_rate = self._prefill.per_second
 
-    def compute_seconds(self, blocks: int) -> float | None:
+    def compute_seconds(self, blocks: float) -> float | None:
         """To compute so many blocks."""
         if self.prefill_rate is None or self._block_tokens is None:
             return None
@@ -74,7 +80,7 @@ class BreakEven:
         compute = self.compute_seconds(computed)
         if compute is None:
             return Estimate(None, None, True, "the prefill speed is not known")
-        rate = self.rate.bytes_per_second
+        rate = self.rate.per_second
         if rate is None:
             return Estimate(None, compute, False, "the store has not been measured yet")
         fetch = (self.lookup_seconds or 0.0) + (fetched + queued) * self._slot_bytes / rate

@@ -24,10 +24,10 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: FleetWeights) -> Fingerprint:
-    """`weights` stands for what `namespace` says of them, as that holds on its own node alone: the model's path, the
-    digest of its files' times, and the same of a drafter. The user of a pool does not count either.
+    """`weights` replaces what `namespace` says of them, which is valid on one node only: the model's path and the
+    digest of its files' times, and those of a drafter. The user of a pool does not count either.
 
-    The host minds epochs: a session that has been reset has no fingerprint until its new weights are named, and then
+    The host handles epochs: a session that has been reset has no fingerprint until its new weights are named, and then
     one with these.
     """
     if namespace.unshared:

@@ -81,6 +81,12 @@ class LookupTable:
             at += len(list(run))
         return Known(at, is_final=True)
 
+    def known(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """For each key, whether the store has it; None: nothing is known. O(keys)."""
+        now = self._clock()
+        answers = map(self._answers.get, keys)
+        return [None if answer is None or now >= answer.until else answer.is_present for answer in answers]
+
     def want(self, keys: Sequence[bytes], start: int) -> Inquiry:
         """Make the keys from `start` on part of the next question, unless they are known by then. O(1)."""
         inquiry = Inquiry(keys, start)
@@ -107,7 +113,7 @@ class LookupTable:
         self._note(keys, present, None)
 
     def forget(self) -> None:
-        """Keys have another meaning from now on. Who still wants to know asks again."""
+        """Forget all answers, because keys now mean other blocks. Requests that still want an answer ask again."""
         with self._lock:
             self._epoch += 1
             self._answers.clear()

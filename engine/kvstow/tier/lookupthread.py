@@ -22,7 +22,7 @@ _PROBE_KEY = bytes(34)
 
 
 class LookupResult(NamedTuple):
-    """How a question ended. `keys`: that the store was asked about; 0 if all were known by then. `error`: why the
+    """How a question ended. `keys`: how many the store was asked about; 0 if all were known by then. `error`: why the
     store gave no answer."""
 
     is_probe: bool

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvstow.keys import BlockKey
-
-_GROUP_BYTES = 2
+from kvstow.keys import GROUP_BYTES, BlockKey, group_of
 
 
 class ObjectName(NamedTuple):
@@ -24,9 +22,8 @@ class ObjectName(NamedTuple):
 
     def __str__(self) -> str:
         """The name in the store. All objects of a fingerprint begin with `fingerprint_prefix`."""
-        group = int.from_bytes(self.key[:_GROUP_BYTES], "big")
-        block_hash = self.key[_GROUP_BYTES:].hex()
-        return f"{fingerprint_prefix(self.fingerprint)}{group}:{block_hash}:{self.rank}of{self.num_ranks}"
+        block_hash = self.key[GROUP_BYTES:].hex()
+        return f"{fingerprint_prefix(self.fingerprint)}{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
 
 
 def names_of_rank(rank: int, num_ranks: int) -> Callable[[str, BlockKey], ObjectName]:

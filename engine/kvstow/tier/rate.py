@@ -1,4 +1,4 @@
-"""How fast a store is, as it was measured, and how long it may take."""
+"""How fast a store is, as measured, and how long a call may take."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _LONGEST_TIMEOUT = 30.0
 
 
 class RecentRate:
-    """Bytes per second, as the median of the last calls, each weighted with its bytes: one slow call among quick ones
-    says nothing, and nor do small calls, whose time is mostly latency. Not locked."""
+    """Bytes, or tokens, per second: the median of the last calls, each weighted with its amount. One slow call among
+    fast ones does not change it, and neither do small calls, whose time is mostly latency. Not locked."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        self.bytes_per_second: float | None = None
+        self.per_second: float | None = None
         """None before the first measurement."""
 
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        """A call has moved so many bytes."""
-        if num_bytes > 0 and seconds > 0:
-            self._calls.append((num_bytes / seconds, num_bytes))
-            self.bytes_per_second = self._median()
+    def observe(self, amount: int, seconds: float) -> None:
+        """A call has moved, or computed, so many."""
+        if amount > 0 and seconds > 0:
+            self._calls.append((amount / seconds, amount))
+            self.per_second = self._median()
 
     def _median(self) -> float:
-        """Half of the bytes were moved at this rate or a lower one."""
+        """Half of all was moved at this rate or a lower one."""
         slowest_first = sorted(self._calls)
-        up_to = accumulate(num_bytes for _, num_bytes in slowest_first)
-        half = sum(num_bytes for _, num_bytes in slowest_first) / 2
+        up_to = accumulate(amount for _, amount in slowest_first)
+        half = sum(amount for _, amount in slowest_first) / 2
         return next(rate for (rate, _), so_far in zip(slowest_first, up_to, strict=True) if so_far >= half)
 
 

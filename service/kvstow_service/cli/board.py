@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstow.stats import SLOT_STATES
-from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview
+from kvstow_api.overview import MemoryBar, Overview
+from kvstow_api.pooloverview import NOT_PINNED, Chart, PoolOverview
 from kvstow_api.poolrows import POOL_COLUMNS
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.tierrows import TIER_COLUMNS

@@ -12,7 +12,7 @@ import click
 from kvstow.stats import Histogram
 from kvstow.status import Readiness
 from kvstow_api.numberformat import duration, field_text
-from kvstow_api.views import StatsView
+from kvstow_api.views.server import StatsView
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, pairs, table
@@ -79,7 +79,7 @@ def session(connection: Connection, style: Format, session_id: str) -> None:
 @_noun("namespace")
 @click.argument("name")
 def namespace(connection: Connection, style: Format, name: str) -> None:
-    """What the keys of a pool's engines mean, and who shares blocks."""
+    """A namespace of a pool: model, weights, and which engines share its blocks."""
     from kvstow_api.client import calls
 
     with connection.client() as client:

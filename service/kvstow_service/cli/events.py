@@ -17,7 +17,7 @@ from kvstow_service.cli.poolflag import pool_flag
 
 if TYPE_CHECKING:
     from kvstow_api.client.eventstream import Subscription
-    from kvstow_api.views import EventView
+    from kvstow_api.views.events import EventView
 
 _RETRY_SECONDS = 1.0
 
@@ -36,8 +36,8 @@ def events(
 ) -> None:
     """Print events as they happen, until Ctrl-C.
 
-    Types: state, session, rank, operation, change, lost. Events of blocks, stored and removed, come only if --type
-    names them, and only of one pool: --pool where there are several.
+    Types: state, session, rank, tier, operation, change, lost. Events of blocks, stored and removed, come only if
+    --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
     from kvstow_api.client.eventstream import Subscription

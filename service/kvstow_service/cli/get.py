@@ -48,7 +48,7 @@ _NOUNS = (
     _Noun("servers", "server", "The server: state, memory, what uses it.", described=False),
     _Noun("pools", "pool", "Pools: state, memory, use, traffic."),
     _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
-    _Noun("namespaces", "namespace", "What keys mean: model, weights, and who shares blocks."),
+    _Noun("namespaces", "namespace", "Namespaces: model, weights, and which engines share blocks."),
     _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE), in_pool=True),
     _Noun(
@@ -149,7 +149,7 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
 
 
 def _note(view: Any, options: dict[str, Any]) -> str:
-    """What to say of a list that goes on, or is empty for a reason."""
+    """A note for a list that is cut off, or that is empty for a reason."""
     if getattr(view, "store", "") is None:
         return "no store is attached" + ("; `kvstow tier attach URL` attaches one" if view.attachable else "")
     is_cut = getattr(view, "next_page_token", None) is not None

@@ -20,7 +20,7 @@ from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
-    from kvstow_api.views import PlanView, PoolView
+    from kvstow_api.views.pools import PlanView, PoolView
 
 
 @click.command()
@@ -123,7 +123,7 @@ def set_values(
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
     from kvstow_api.client import calls
-    from kvstow_api.views import OperationView
+    from kvstow_api.views.operations import OperationView
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
@@ -159,7 +159,7 @@ def log_level(connection: Connection, level: str, logger: str, ttl: float | None
 
 def _parse(setting: str) -> tuple[str, Any]:
     """A value that is not JSON is a string."""
-    from kvstow_api.views import RuntimeConfig
+    from kvstow_api.views.settings import RuntimeConfig
 
     key, equals, text = setting.partition("=")
     if not key or not equals:

@@ -15,7 +15,8 @@ from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.poolflag import find_session
 
 if TYPE_CHECKING:
-    from kvstow_api.views import DetachView, PoolView, SessionView
+    from kvstow_api.views.pools import PoolView
+    from kvstow_api.views.sessions import DetachView, SessionView
 
 
 @click.command()

@@ -10,7 +10,7 @@ from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_api.views import SessionView
+    from kvstow_api.views.sessions import SessionView
 
 pool_flag = click.option("--pool", metavar="NAME", help="The pool; needed only where the server has several.")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstow_api.numberformat import counted, duration
-from kvstow_api.overview import bypass_words, bypassed, drain_words
+from kvstow_api.switches import bypass_words, bypassed, drain_words
 from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
@@ -24,7 +24,7 @@ _DRAINS = {
 }
 _POOL_DRAINS = {"all": "stop loads and stores", "stop-stores": "stop stores"}
 
-switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool; otherwise all, and those to come.")
+switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool. Default: all, and pools made later.")
 
 
 @click.command()

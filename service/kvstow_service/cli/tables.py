@@ -6,7 +6,10 @@ from kvstow.bytesize import format_size
 from kvstow.status import BlockStatus, RankStatus
 from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_text, moment, percent, rate
 from kvstow_api.overview import waits_for
-from kvstow_api.views import LogLevelView, OperationView, PoolView, TierClientView
+from kvstow_api.views.operations import OperationView
+from kvstow_api.views.pools import PoolView
+from kvstow_api.views.settings import LogLevelView
+from kvstow_api.views.tier import TierClientView
 from kvstow_service.cli.output import Column
 from kvstow_service.cli.serverlist import ServerRow
 

@@ -18,7 +18,8 @@ from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow.tier.writepolicy import WriteMode
-    from kvstow_api.views import OperationView, TierBypassView, TierPurgedView, TierView
+    from kvstow_api.views.operations import OperationView
+    from kvstow_api.views.tier import TierBypassView, TierPurgedView, TierView
 
 
 @click.group()
@@ -49,7 +50,7 @@ def attach(connection: Connection, url: str, write: WriteMode | None, style: For
 @format_flag
 @remote
 def detach(connection: Connection, style: Format) -> None:
-    """Use no store any more. What it has stays there.
+    """Stop using the store. What it has stays there.
 
     Waits until calls to the store that are under way have ended.
     """
@@ -103,7 +104,7 @@ def purge(connection: Connection, fingerprint: str, dry_run: bool, yes: bool, no
     All nodes that use the store lose them. `kvstow get tier -o wide` shows the fingerprints of this server.
     """
     from kvstow_api.client import calls
-    from kvstow_api.views import OperationView
+    from kvstow_api.views.operations import OperationView
 
     words = f"remove all objects of fingerprint {fingerprint} from the store, for all nodes that use it,"
     with connection.client() as client:

@@ -16,7 +16,7 @@ from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import ApiError, Client
-    from kvstow_api.views import ReadinessView
+    from kvstow_api.views.server import ReadinessView
 
 Condition = Literal["ready", "pinned", "drained"]
 
@@ -151,7 +151,7 @@ def _pinned(client: Client) -> _Status:
 
 def _drained(client: Client) -> _Status:
     from kvstow_api.client import calls
-    from kvstow_api.overview import drain_words
+    from kvstow_api.switches import drain_words
 
     drain = client.send(calls.drain_status())
     hint = "" if drain.active else "; `kvstow drain` starts that"

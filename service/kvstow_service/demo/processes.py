@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,12 @@ class Service:
             self._process.wait()
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
+
+    def left_behind(self) -> list[int]:
+        """Its processes, once they have had time to end by themselves."""
+        with suppress(DemoError):
+            wait_until(lambda: not self.processes(), "the end of all processes")
+        return self.processes()
 
     def processes(self) -> list[int]:
         """Processes on this machine whose command line names the folder of this demo's service."""

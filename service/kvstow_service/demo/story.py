@@ -156,7 +156,7 @@ class Story:
 
     def _stop(self) -> Iterator[Claim]:
         status = self._service.stop()
-        left = self._service.processes()
+        left = self._service.left_behind()
         yield Claim(
             "SIGTERM leaves nothing behind",
             f"exit status {status}, {len(left)} processes left",

@@ -1,6 +1,6 @@
-"""Adoption: a running service takes over a pool of the previous service, which the pool's engines have handed back.
+"""Adoption: a running service takes over a pool of the previous service that the pool's engines have handed back.
 
-This happens when service and keeper were killed together, as when a pod is replaced.
+This happens when the service and its keeper were killed together, as when a pod is replaced.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ class Adoption:
         server: AttachServer,
         on_failure: Callable[[str], object],
     ) -> None:
-        """`on_failure` is called if the service must end: a pool was taken over in part, so slots that processes of the
-        previous service still use may count as free. Its engines stay refused."""
+        """`on_failure` is called if the service must end because a pool was taken over only in part: slots that the
+        previous service's processes still use may count as free. The pool's engines stay refused."""
         self._keeper, self._memory, self._host, self._server = keeper, memory, host, server
         self._on_failure = on_failure
 
     def begin(self, pool: NodePool, handover: Handover, session_ids: Sequence[str]) -> None:
-        """On the attach server's thread. Owns the handover from now on."""
+        """Called on the attach server's thread. Owns the handover from now on."""
         for session_id in session_ids:
             self._server.end_session(session_id, _REASON)
         self._server.post(lambda: self._replace(pool, handover))
 
     def _replace(self, pool: NodePool, handover: Handover) -> None:
-        """On the attach server's thread. The sessions have ended, and none of them had memory."""
+        """Called on the attach server's thread. The sessions have ended, and none of them had memory."""
         self._host.drop_if_unused(pool)
         self._memory.run(lambda: self._carry_out(pool, handover))
 
     def _carry_out(self, pool: NodePool, handover: Handover) -> None:
-        """On the memory thread."""
+        """Called on the memory thread."""
         then: list[Callable[[], object]] = []
         recovery = NodeRecovery(self._keeper, self._memory, self._host, self._server)
         num_extents, is_adopted = handover.num_extents, False
         try:
-            kept = handover.take(pool.identity, self._memory.next_extent)
+            kept = handover.take(pool.identity, self._memory.pools.next_extent)
             is_adopted = self._adopt(recovery, kept, then)
         except Exception as error:
             if recovery.has_begun:
@@ -75,7 +75,7 @@ class Adoption:
         def end() -> None:
             for restore in then:
                 restore()
-            self._host.end_adoption(pool.identity, is_adopted=is_adopted)
+            self._host.handovers.end_adoption(pool.identity, is_adopted=is_adopted)
 
         self._server.post(end)
 

@@ -45,13 +45,13 @@ _MAX_CHECKED_SLOTS = 65_536  # the check holds a pool's lock for 1 us a slot
 class NodeSettings:
     """Sizes are in bytes, times in seconds.
 
-    `memory_bytes`: the budget over all pools and ranks, a multiple of 2 MiB, as is `extent_bytes`. `attach_group`: the
-    group that may write to the socket, besides the service's user. `populate_chunk_bytes` are populated at a time,
-    with pauses of `populate_pause`. `trust_eof`: a process whose end cannot be seen counts as ended this long after its
-    connection; None refuses such processes. `state`: the folder of the keeper, with which everything survives a crash
-    of this process; None for no keeper. `keep_timeout`: how long the keeper holds the memory without a service; None if
-    others start the keeper. `keep_on_stop`: leave the memory with the keeper in `close`, too. `tier`: the
-    store of the fleet tier from the start on; operators can attach one later.
+    `memory_bytes` is the budget over all pools and ranks. It is a multiple of 2 MiB, as is `extent_bytes`.
+    `attach_group` is the group that may write to the socket, in addition to the service's user. Memory is populated in
+    chunks of `populate_chunk_bytes`, with pauses of `populate_pause`. `trust_eof`: a process whose end cannot be seen
+    counts as ended this long after its connection has ended; None refuses such processes. `state` is the folder of the
+    keeper, with which everything survives a crash of this process; None for no keeper. `keep_timeout`: how long the
+    keeper holds the memory without a service; None if others start the keeper. `keep_on_stop`: leave the memory with
+    the keeper in `close`, too. `tier` is the store of the fleet tier at the start; operators can attach one later.
     """
 
     memory_bytes: int
@@ -73,8 +73,8 @@ class NodeSettings:
 class Node:
     """Owns the memory, the control plane, the attach socket and their threads.
 
-    `start` returns at once: engines are answered from then on, while memory is populated in the background. `close`
-    ends the threads and gives everything back; what engines have mapped is freed when they let go of it. Everything
+    `start` returns at once: from then on it answers engines, while memory is populated in the background. `close` ends
+    the threads and gives everything back. Memory that engines have mapped is freed when they let go of it. Everything
     else may be called from any thread and does not wait.
     """
 
@@ -86,8 +86,8 @@ class Node:
         on_failure: Callable[[str], object] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_failure` is called with a sentence when the service must end, as when a thread has ended by a defect.
-        Raises `ConfigError`, or `PinError` when there is no address space."""
+        """`on_failure` is called with a sentence when the service must end, as when a defect has ended a thread. Raises
+        `ConfigError`, or `PinError` if there is no address space."""
         self.settings = settings
         self._on_failure = on_failure
         self._clock = clock
@@ -109,24 +109,24 @@ class Node:
             self.memory, settings=settings.pools, share_across_uids=settings.share_across_uids, clock=clock
         )
         self.server: AttachServer
-        """From `start` on."""
+        """Set from `start` on."""
         self.tier = self.host.tier = NodeTier(
             self.memory, lambda action: self.server.post(action), self.host.attached_sessions, clock=clock
         )
         self._keeper: SurvivingMemory | None = None
         self._has_started = False
         self.integrity_problem: str | None = None
-        """What a check of the records has found; only a restart repairs it."""
+        """What a check of the records has found. Only a restart repairs it."""
         self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
 
     def start(self) -> None:
-        """Takes up what an earlier service has left: 2 s for a million blocks. Raises `ConflictError` if the socket
-        cannot be used, or `KeeperError`; then `close` gives back what was taken."""
+        """Recovers what an earlier service has left: 2 s for a million blocks. Raises `ConflictError` if the socket
+        cannot be used, or `KeeperError`; `close` then gives back what was taken."""
         raise_descriptor_limit()
         if self.settings.state is not None:
             self._keeper = SurvivingMemory(self.settings.state, self.settings.keep_timeout)
             self._running.callback(self._leave_keeper, self._keeper)
-            self.memory.use_keeper(self._keeper)
+            self.memory.pools.use_keeper(self._keeper)
         self._running.callback(self.memory.memory.close)
         self._running.callback(self.memory.close_records)
         socket = AttachSocket(self.settings.attach_socket, self.settings.attach_group)
@@ -139,16 +139,17 @@ class Node:
             clock=self._clock,
         )
         self._running.callback(self.server.close)
-        self._running.callback(self.memory.close)  # before the server, which sends what it has left
+        self._running.callback(self.memory.close)  # before the server, which sends the last messages
         if self._keeper is not None:
-            self.host.adopt = Adoption(self._keeper, self.memory, self.host, self.server, self._on_failure).begin
+            adoption = Adoption(self._keeper, self.memory, self.host, self.server, self._on_failure)
+            self.host.handovers.adopt = adoption.begin
             NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
         self._has_started = True
         self.populator.start()
         self.memory.start()
         self.server.start()
         self._running.callback(self._take_back)
-        self._running.callback(self.tier.host.end)  # first: the workers of its store have memory, too
+        self._running.callback(self.tier.host.end)  # first, because the workers of its store have memory, too
         if self.settings.tier is not None:
             self.tier.begin(self.settings.tier)
 
@@ -160,13 +161,13 @@ class Node:
 
     @property
     def _keeps(self) -> bool:
-        """The next service finds everything: after a failure too."""
+        """Whether the next service finds everything, even after a failure."""
         if self._keeper is None:
             return False
         return self.settings.keep_on_stop or not self._has_started or self.live_failure() is not None
 
     def _take_back(self) -> None:
-        """Ask the engines to let go of all memory, which they would hold for the next service otherwise."""
+        """Ask the engines to let go of all memory. Otherwise they would hold it for the next service."""
         if not self._keeps:
             for revoke_or_send in (self.memory.revoke_all, self.server.post):
                 done = threading.Event()
@@ -182,7 +183,7 @@ class Node:
     # -- for the admin process ------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Call it about once a second: transfers become stuck, refused memory is tried again, records are checked."""
+        """Call it about once a second. Marks transfers as stuck, retries refused memory, and checks records."""
         self.host.tick()
         self.server.post(self.host.send_settled)
         now = self._clock()
@@ -208,16 +209,16 @@ class Node:
             return status.error or "the thread that populates memory has ended"
         if self.memory.faults:
             return f"{self.memory.faults} changes of the node's memory failed by a defect; the log says which"
-        return next(iter(self.memory.failures), None)
+        return next(iter(self.memory.figures.failures), None)
 
     @property
     def keeper(self) -> SurvivingMemory | None:
-        """What survives a crash of this process; None without a state folder, and before `start`."""
+        """What survives a crash of this process. None without a state folder, and before `start`."""
         return self._keeper
 
     @property
     def rejected(self) -> dict[str, int]:
-        """Connections to the attach socket that were refused, or ended for what they sent, by each reason."""
+        """Connections to the attach socket that were refused, or ended because of what they sent, by reason."""
         return dict.fromkeys(REASONS, 0) | (dict(self.server.figures().refused) if self._has_started else {})
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
@@ -230,7 +231,7 @@ class Node:
         return self.server.detach(session_id, kill=kill)
 
     def _check_integrity(self) -> None:
-        """Of pools without sessions: nobody waits for their locks."""
+        """Check pools without sessions, because nobody waits for their locks."""
         self.memory.check_integrity()
         for pool in self.host.pools():
             if pool.num_sessions or pool.slots.in_service > _MAX_CHECKED_SLOTS:
@@ -243,7 +244,7 @@ class Node:
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as it may have: each extent is one, each engine several."""
+    """Raise this process's descriptor limit to its maximum: each extent takes one, each engine several."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

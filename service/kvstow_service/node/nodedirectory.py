@@ -11,7 +11,7 @@ from kvstow_service.node.pools.nodepool import NodePool
 
 
 class NodeDirectory:
-    """The `Directory` of a `Node`. `errors`: those of the host, by code, as far as no pool counts them."""
+    """The `Directory` of a `Node`. `errors` are those of the host that no pool counts, by code."""
 
     is_node = True
     take_report = None
@@ -56,12 +56,12 @@ class NodeDirectory:
             failure=node.memory_failure(),
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
-            recalled_bytes=memory.recalled_bytes,
-            notices=memory.notices,
+            recalled_bytes=memory.figures.recalled_bytes,
+            notices=memory.figures.notices,
             keeper=None if keeper is None else "connected" if keeper.notice is None else "gone",
             keeper_restarts=0 if keeper is None else keeper.restarts,
-            extents_kept=node.host.kept_extents,
-            extents_given_up=node.host.given_up_extents,
+            extents_kept=node.host.handovers.kept_extents,
+            extents_given_up=node.host.handovers.given_up_extents,
         )
 
     def count_error(self, code: str) -> None:

@@ -19,12 +19,12 @@ from kvstow.attach.calls import (
     Found,
     LoadBegun,
     Lookup,
+    LookupPrompt,
     Pending,
     Prefill,
     ResetDone,
     StoreBegun,
 )
-from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
@@ -36,12 +36,12 @@ from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession
 from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
+from kvstow_service.node.handovers import Handovers
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.pools.sharing import sharing_off
 from kvstow_service.node.pools.uniquenames import unique_name
-from kvstow_service.node.survival.handover import JOURNAL, Handover
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
@@ -51,18 +51,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvstow.node")
 
 SHARED_OWNER = (1 << 32) - 1
-"""The owner of memory that engines of all users share: the uid that no user can have."""
+"""The owner of memory that engines of all users share: a uid that no user can have."""
 
 
 class NodeHost:
     """The `SessionHost` of the attach server, over `SharedPool`s in the node's memory.
 
-    Calls of the wire come on the attach server's thread, and wait for nothing: what a pool does is O(blocks given)
-    under the pool's lock, and all that concerns memory is left to the `MemoryThread`. Everything else is for any
-    thread.
+    The attach server's thread makes the engines' calls, and none of them waits. What a pool does is O(blocks given)
+    under the pool's lock, and everything about memory is left to the `MemoryThread`. All other methods may be called
+    from any thread.
 
-    Locks, in this order: the host's own, for which pools and sessions there are; a pool's. Both are held for
-    microseconds, and none during a system call.
+    There are two kinds of locks, taken in this order: the host's own, which guards which pools and sessions exist, then
+    a pool's. Both are held for microseconds, and neither is held during a system call.
     """
 
     def __init__(
@@ -80,17 +80,7 @@ class NodeHost:
         self._share_across_uids = share_across_uids
         self._clock = clock
         self._lock = Lock()
-        self.kept_extents = 0
-        """Extents that engines have handed back, and that were granted to them again."""
-        self.given_up_extents = 0
-        """Extents that engines have handed back, and that belong to no pool of this service."""
-        self.adopt: Callable[[NodePool, Handover, Sequence[str]], object] | None = None
-        """Begins the adoption of a handover, for a pool that has no memory yet and its sessions, on the attach server's
-        thread. Calls `end_adoption` in the end. None without a state folder."""
-        self._handovers: dict[str, Handover] = {}
-        """By pool: what its engines have handed back so far."""
-        self._adopting: dict[PoolIdentity, bool] = {}
-        """True while an adoption runs. False if it has failed: pools of this layout are not adopted again."""
+        self.handovers = Handovers()
         self.tier: NodeTier | None = None
         """The fleet tier of the node; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
@@ -99,7 +89,7 @@ class NodeHost:
     # -- for any thread -------------------------------------------------------------------------------------
 
     def pools(self) -> list[NodePool]:
-        """The oldest first."""
+        """The pools, the oldest first."""
         with self._lock:
             return list(self._pools.values())
 
@@ -108,8 +98,8 @@ class NodeHost:
             return self._pools.get(name)
 
     def delete_pool(self, name: str) -> None:
-        """Forget a pool and all its blocks. Raises `NotFoundError`, or `ConflictError` while it has sessions, lost ones
-        included."""
+        """Forget a pool and all its blocks. Raises `NotFoundError`, or `ConflictError` while it has sessions, including
+        lost ones."""
         with self._lock:
             pool = self._pools.get(name)
             if pool is None:
@@ -120,15 +110,14 @@ class NodeHost:
             self._forget(pool)
 
     def drop_if_unused(self, pool: NodePool) -> None:
-        """Forget a pool without memory, unless it has sessions."""
+        """Forget the pool if it has no memory and no sessions."""
         with self._lock:
             if self._pools.get(pool.name) is pool and not pool.num_sessions:
                 self._forget(pool)
 
     def _forget(self, pool: NodePool) -> None:
         del self._pools[pool.name]
-        if (handover := self._handovers.pop(pool.name, None)) is not None:
-            handover.close()
+        self.handovers.forget(pool.name)
         with pool.lock:
             pool.closed = True
         if self.tier is None:
@@ -137,7 +126,7 @@ class NodeHost:
             self.tier.drop_pool(pool, partial(self._memory.remove_pool, pool))
 
     def sessions(self) -> list[HostedSession]:
-        """The oldest first, lost ones included."""
+        """The sessions, the oldest first, including lost ones."""
         with self._lock:
             sessions = list(self._sessions.values())
         return [session.view() for session in sessions]
@@ -146,14 +135,13 @@ class NodeHost:
         return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
 
     def tick(self) -> None:
-        """Let time pass in all pools: see `Pool.tick`."""
+        """Advance time in all pools: see `Pool.tick`."""
         for pool in self.pools():
             pool.tick()
 
     def close(self) -> None:
-        """Nothing is served from now on. After the threads have ended; idempotent."""
-        for handover in self._handovers.values():
-            handover.close()
+        """Stop serving. Call after the threads have ended. Idempotent."""
+        self.handovers.close()
         for pool in self.pools():
             with pool.lock:
                 pool.closed = True
@@ -169,7 +157,7 @@ class NodeHost:
         return pool
 
     def restore_session(self, record: WorkerRecord) -> None:
-        """A lost session, which its pool has recovered, after one of its workers."""
+        """Restore a lost session, which its pool has recovered, from the record of one of its workers."""
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
@@ -185,8 +173,8 @@ class NodeHost:
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
         identity, namespace = self._identities(hello, peer)
-        if self._adopting.get(identity):
-            raise AttachRefusedError("adopting", "the service takes up the memory of the one before it: try again soon")
+        if self.handovers.is_adopting(identity):
+            raise AttachRefusedError("adopting", "the service takes over memory of the previous one: try again soon")
         pool = self._enter_pool(identity, namespace.model)
         try:
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
@@ -207,34 +195,22 @@ class NodeHost:
         self._start_if_ready(session)
 
     def _start_if_ready(self, session: NodeSession) -> None:
-        """Once all ranks are there, as only then the devices' NUMA nodes are known, and have handed back what they
-        have of the service before."""
+        """Start the session once the workers of all ranks have attached and have handed back what they hold from the
+        previous service. Only then are the NUMA nodes of their devices known."""
         if not session.is_complete or session.awaited_extents:
             return
-        pool = session.pool
-        handover = self._handovers.pop(pool.name, None)
-        may_be_adopted, pool.may_be_adopted = pool.may_be_adopted, False
-        if handover is not None and may_be_adopted and self.adopt is not None:
-            self._adopting[pool.identity] = True
-            self.adopt(pool, handover, [one.session_id for one in self._sessions.values() if one.pool is pool])
-            return
-        self._memory.start_session(session)
-
-    def end_adoption(self, identity: PoolIdentity, *, is_adopted: bool) -> None:
-        """Engines of this layout may attach again: to the adopted pool or, if that has failed, to a new pool."""
-        if is_adopted:
-            del self._adopting[identity]
-        else:
-            self._adopting[identity] = False
+        session_ids = [one.session_id for one in self._sessions.values() if one.pool is session.pool]
+        if not self.handovers.begin_adoption(session.pool, session_ids):
+            self._memory.start_session(session)
 
     def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
-        """What the kernel says of the user counts, not the hello."""
+        """Both identities. The user is the one that the kernel reports, not the hello."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
         return replace(hello.pool, uid=None if self._share_across_uids else peer.uid), hello.namespace
 
     def _enter_pool(self, identity: PoolIdentity, model: str) -> NodePool:
-        """The pool of this identity, with one more session."""
+        """The pool of this identity, which counts one more session."""
         with self._lock:
             pool = next((one for one in self._pools.values() if one.identity == identity), None)
             if pool is not None:
@@ -246,7 +222,7 @@ class NodeHost:
         owner = SHARED_OWNER if identity.uid is None else identity.uid
         self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
         pool.num_sessions = 1
-        pool.may_be_adopted = self.adopt is not None and identity not in self._adopting
+        pool.may_be_adopted = self.handovers.may_adopt(identity)
         with self._lock:  # no other thread adds pools
             self._pools[name] = pool
             self._memory.add_pool(pool, owner)
@@ -280,7 +256,7 @@ class NodeHost:
         return [session for session in self._sessions.values() if not session.control.is_lost]
 
     def _enter_tier(self, session: NodeSession) -> None:
-        """Its namespace may have blocks in the fleet tier."""
+        """Enter the session in the fleet tier, which may have blocks of its namespace."""
         if self.tier is not None:
             self.tier.enter(session)
 
@@ -293,6 +269,9 @@ class NodeHost:
 
     def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
         return self._sessions[session_id].lookup(call, later)
+
+    def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
+        return self._sessions[session_id].lookup_prompt(call, later)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
         self._sessions[session_id].release(lease_ids)
@@ -346,30 +325,15 @@ class NodeHost:
         self._memory.release(session.client(rank), extent_ids)
 
     def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """Grants again the extents that the pool already has. If the pool has no memory yet, and one of its workers has
-        returned the journal of the previous service, all extents are kept until the pool is adopted: see `Adoption`.
-        Other memory is given up: nobody knows who else may still write to it."""
+        """Which of the extents of an earlier service the worker keeps: see `Handovers.put_extents`."""
         session = self._sessions[session_id]
-        handover = self._handovers.get(session.pool.name)
-        if handover is not None and session.pool.may_be_adopted:
-            handover.put_extents(fds)
-            kept = [extent.extent_id for extent in extents]
-        else:
-            try:
-                kept = [
-                    extent.extent_id
-                    for extent, fd in zip(extents, fds, strict=False)
-                    if self._memory.has_placed(session.pool, rank, fd)
-                ]
-            finally:
-                close_fds(fds)
-            self.kept_extents += len(kept)
+        has_placed = partial(self._memory.has_placed, session.pool, rank)
+        kept = self.handovers.put_extents(session.pool, extents, fds, has_placed)
         if session.awaited_extents.get(rank, 0) > len(fds):
             session.awaited_extents[rank] -= len(fds)
         elif session.awaited_extents.pop(rank, None) is not None:
             self._start_if_ready(session)
         if len(kept) < len(fds):
-            self.given_up_extents += len(fds) - len(kept)
             logger.info(
                 "%s has %d extents of an earlier service, which are given up",
                 session.client(rank),
@@ -378,11 +342,7 @@ class NodeHost:
         return kept
 
     def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
-        pool = self._sessions[session_id].pool
-        if not pool.may_be_adopted or (JOURNAL not in names and pool.name not in self._handovers):
-            close_fds(fds)
-            return
-        self._handovers.setdefault(pool.name, Handover()).put_deposits(names, fds)
+        self.handovers.put_deposits(self._sessions[session_id].pool, names, fds)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""
@@ -394,7 +354,7 @@ class NodeHost:
         self._memory.look_again()
 
     def send_settled(self) -> None:
-        """Send what has become final without a call of the engine, as for stuck transfers."""
+        """Send results that became final without a call of the engine, such as results of stuck transfers."""
         for session in list(self._sessions.values()):
             session.send_settled()
 
@@ -410,7 +370,7 @@ class NodeHost:
 
     def session_over(self, session_id: str) -> None:
         session = self._sessions[session_id]
-        for rank in range(len(session.ranks)):  # also those whose descriptors were never sent
+        for rank in range(len(session.ranks)):  # also those that were never sent descriptors
             self._end_client(session, rank)
         with self._lock:  # at once: a pool without sessions may be deleted
             del self._sessions[session_id]
@@ -426,10 +386,10 @@ class NodeHost:
 
 
 class _NoLink:
-    """The link of a session of the service before: it has no connections."""
+    """The link of a session of the previous service, which has no connections."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Dropped."""
+        """Does nothing: the message is dropped."""

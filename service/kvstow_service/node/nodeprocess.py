@@ -35,10 +35,10 @@ _DRAIN_POLL_SECONDS = 0.02
 
 
 def run_service(settings: Settings) -> int:
-    """Serve until a signal or a failure; returns the exit status.
+    """Serve until a signal or a failure. Returns the exit status.
 
     Owns the process's signals and its loggers; call it on the main thread. Raises `ConfigError` or another
-    `KvstowError` for what keeps it from starting; by then everything it had taken is given back.
+    `KvstowError` if it cannot start. It has then given back everything that it had taken.
     """
     configure_logs(settings.log_format, settings.log_level)
     with ExitStack() as running:
@@ -66,7 +66,7 @@ def run_service(settings: Settings) -> int:
             orphaned_memory=_orphaned_memory,
         )
         server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
-        server.start()  # first: it answers while the node takes up what an earlier service has left
+        server.start()  # first, so that it answers while the node recovers what an earlier service has left
         running.callback(server.stop)
         start.run()
         ticker.start()
@@ -81,7 +81,7 @@ def run_service(settings: Settings) -> int:
 
 
 class _Start:
-    """The start of the node, as health checks see it: with a million blocks to take up, it takes seconds."""
+    """The start of the node, as health checks see it. It takes seconds if there are a million blocks to recover."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -103,7 +103,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What follows from the settings on this machine."""
+    """The consequences of the settings on this machine."""
 
     address: TcpAddress
     admin: AdminOptions
@@ -112,7 +112,7 @@ class _Plan:
 
 
 def _check(settings: Settings) -> _Plan:
-    """Refuse what can be refused before anything is taken."""
+    """Check the settings, and refuse what can be refused before anything is taken."""
     address = TcpAddress.resolve(settings.host, settings.port)
     admin = settings.admin_options(address.host)
     tls = None if admin.tls is None else ServerTls(admin.tls)
@@ -149,8 +149,8 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
 def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
     """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
 
-    Shared memory in use counts as available here: it may be what an earlier service has left with its engines or its
-    keeper, who hand it back. The populator checks each step against what is available then.
+    Shared memory in use counts as available here: an earlier service may have left it with its engines or its keeper,
+    who hand it back. The populator checks each step against the memory that is available then.
     """
     if shortage := limits.shortage(num_bytes, beside_shared=True):
         raise InsufficientMemoryError(f"--memory {format_size(num_bytes)} cannot fit: {shortage.message}")
@@ -162,12 +162,12 @@ _PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
-    """For every reader of /v1/info: paths of this machine stay out."""
+    """For every reader of /v1/info, so it leaves out paths of this machine."""
     return settings.model_dump(mode="json", exclude=_PATHS)
 
 
 def _orphaned_memory() -> list[OrphanedMemory]:
-    """What no service on this machine uses, as far as this one sees."""
+    """Memory that no service on this machine uses, as far as this service can see."""
     return [OrphanedMemory(one.sentence, one.added_bytes) for one in find_orphaned_memory(running_services())]
 
 

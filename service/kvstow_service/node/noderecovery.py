@@ -1,4 +1,4 @@
-"""Recovery of a node: a service takes up what the one before has left with the keeper, or with engines."""
+"""Recovery of a node: a service takes over what the previous one has left with the keeper, or with engines."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger("kvstow.node")
 
 
 class _Worker(NamedTuple):
-    """One that may still use the memory."""
+    """A worker that may still use the memory."""
 
     record: WorkerRecord
     pidfd: int | None
 
 
 class NodeRecovery:
-    """Used once: by `run`, before any thread of the node has started, or by `adopt`."""
+    """Used once: by `run` before any thread of the node has started, or by `adopt`."""
 
     def __init__(self, keeper: SurvivingMemory, memory: MemoryThread, host: NodeHost, server: AttachServer) -> None:
         self._keeper, self._memory, self._host, self._server = keeper, memory, host, server
@@ -47,21 +47,21 @@ class NodeRecovery:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a pool that was taken up, at least in part."""
+        """Whether a pool was recovered, at least in part."""
         return bool(self._pools)
 
     def run(self) -> int:
-        """Returns the number of blocks. What cannot be used is dropped, with a line in the log. 2 s for a million
-        blocks. Raises `KeeperError`."""
+        """Recover from the keeper. Returns the number of blocks. What cannot be used is dropped, with a line in the
+        log. 2 s for a million blocks. Raises `KeeperError`."""
         begun = time.monotonic()
         kept = self._keeper.take_all()
         self._take(kept, JOURNAL_PREFIX, self._take_journal)
         self._take_extents(kept)
         self._take(kept, WORKER_PREFIX, self._take_worker)
-        self._drop({name: held for name, held in kept.items() if not name.startswith(_KNOWN)}, "nothing is known of it")
+        self._drop({name: held for name, held in kept.items() if not name.startswith(_KNOWN)}, "its kind is unknown")
         self._memory.run_pending()
         num_blocks = sum(self._recover_pool(*found) for found in self._pools.values())
-        self._memory.keep_journals([pool for pool, _ in self._pools.values()])
+        self._memory.pools.keep_journals([pool for pool, _ in self._pools.values()])
         self._restore_sessions(lambda restore: restore())
         if self._pools:
             seconds = time.monotonic() - begun
@@ -69,9 +69,9 @@ class NodeRecovery:
         return num_blocks
 
     def adopt(self, kept: dict[str, Held], later: Callable[[Callable[[], object]], object]) -> bool:
-        """Take up a pool that engines have handed back, while the node runs: on the thread of its memory. Takes over
-        the descriptors. The previous service's sessions are restored by the calls that `later` gets, on the attach
-        server's thread. Returns whether there is such a pool now."""
+        """Recover a pool that engines have handed back while the node runs, on the memory thread. Takes ownership of
+        the descriptors. `later` gets the calls that restore the previous service's sessions, and runs them on the
+        attach server's thread. Returns whether the pool now exists."""
         begun = time.monotonic()
         self._take(kept, JOURNAL_PREFIX, self._take_journal)
         if not self._pools:
@@ -81,10 +81,10 @@ class NodeRecovery:
             return False
         extents = self._take_extents(kept)
         self._take(kept, WORKER_PREFIX, self._take_worker)
-        self._memory.settle_restored()
+        self._memory.pools.settle_restored()
         num_blocks = sum(self._recover_pool(*found) for found in self._pools.values())
         pools = [pool for pool, _ in self._pools.values()]
-        self._memory.keep_restored([worker.record for worker in self._workers], extents, pools)
+        self._memory.pools.keep_restored([worker.record for worker in self._workers], extents, pools)
         self._restore_sessions(later)
         seconds = time.monotonic() - begun
         logger.info("%d blocks that engines have handed back were recovered in %.2f s", num_blocks, seconds)
@@ -92,7 +92,7 @@ class NodeRecovery:
 
     def _take_extents(self, kept: dict[str, Held]) -> list[int]:
         extents = {name: held for name, held in kept.items() if name.startswith(EXTENT_PREFIX)}
-        return self._memory.restore_extents(extents, self._pools)
+        return self._memory.pools.restore_extents(extents, self._pools)
 
     def _take(self, kept: dict[str, Held], prefix: str, take: Callable[[Held], None]) -> None:
         for name, held in kept.items():
@@ -122,7 +122,7 @@ class NodeRecovery:
             journal.close()
             raise
         pool = self._host.restore_pool(record, known)
-        self._memory.restore_pool(pool, record, journal)
+        self._memory.pools.restore_pool(pool, record, journal)
         self._pools[pool.name] = (pool, journal)
         os.close(held.fd)
 
@@ -131,9 +131,9 @@ class NodeRecovery:
         if record.pool not in self._pools:
             raise NotFoundError(f"there is no pool {record.pool}")
         worker = _Worker(record, held.fd if record.has_pidfd else None)
-        self._memory.restore_worker(record, held.fd)
+        self._memory.pools.restore_worker(record, held.fd)
         if worker.pidfd is not None and select.select([worker.pidfd], [], [], 0)[0]:
-            self._memory.end_client(record.client)  # it has died meanwhile
+            self._memory.end_client(record.client)  # it has ended meanwhile
         else:
             self._workers.append(worker)
 

@@ -38,7 +38,7 @@ from kvstow_service.process.logformat import LogFormat, LogLevel
 
 
 def _written(text: str) -> Any:
-    """A default in the form users write; it is parsed like any other value."""
+    """A default in the form that users write. It is parsed like any other value."""
     return text
 
 
@@ -48,7 +48,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     memory: PositiveSize = Field(
-        description="Host memory of this node for all engines and their ranks together, in whole 2 MiB. Required."
+        description="Host memory of this node for all engines and their ranks together, rounded down to a multiple of "
+        "2 MiB. Required."
     )
     attach_socket: Path | None = Field(
         None,
@@ -83,7 +84,7 @@ class Settings(BaseModel):
     )
     tier: str | None = Field(
         None,
-        description="Store that nodes share for what outgrows this one's memory: mooncake://MASTER:PORT or "
+        description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT or "
         "redis://HOST:PORT. Docs: tier.md.",
     )
     tier_write: WriteMode | None = Field(
@@ -98,7 +99,8 @@ class Settings(BaseModel):
         "reserved (reserved).",
     )
     pin_chunk: PositiveSize = Field(
-        _written("64MiB"), description="Pace of populating: memory populated per step, in whole 2 MiB, at most 64MiB."
+        _written("64MiB"),
+        description="Pace of populating: memory populated per step, a multiple of 2 MiB, at most 64MiB.",
     )
     pin_pause: Duration = Field(_written("2ms"), description="Pace of populating: pause between two steps.")
     policy: Policy = Field("lru", description=f"Eviction policy: {' or '.join(POLICIES)}.")
@@ -144,7 +146,7 @@ class Settings(BaseModel):
         return self
 
     def _conflicts(self) -> Iterator[tuple[str, str]]:
-        """The setting at fault, and the end of a sentence that begins with it and its value."""
+        """The setting at fault, and the end of a sentence that begins with the setting and its value."""
         if self.memory < UNIT_BYTES:
             yield "memory", "is less than 2 MiB, the smallest unit of memory that a pool can get"
         if self.extent_size % UNIT_BYTES:
@@ -184,7 +186,7 @@ class Settings(BaseModel):
 
     @property
     def budget_bytes(self) -> int:
-        """`memory` in whole 2 MiB, never more than it."""
+        """`memory` rounded down to whole 2 MiB units."""
         return self.memory - self.memory % UNIT_BYTES
 
 
@@ -196,8 +198,8 @@ class _Given(NamedTuple):
 
 
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], config: Path | None = None) -> Settings:
-    """Settings from `flags` (by field name; None means not given), `environ` and the file `config` or, if that is
-    None, the one that `KVSTOW_CONFIG` names. An empty variable counts as not given.
+    """Settings from `flags` (by field name; None means not given), `environ` and the file `config`. If `config` is
+    None, the file is the one that `KVSTOW_CONFIG` names. An empty variable counts as not given.
 
     Raises an `ExceptionGroup` with one `ConfigError` for each wrong key or value, under the name that the user gave it.
     """
@@ -242,7 +244,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
 
 
 def _refuse_unknown(keys: Mapping[str, str], allowed: list[str]) -> None:
-    """`keys`: those that are given, by the name under which they are."""
+    """`keys`: the keys that are given, by the name under which the user gave them."""
     problems = [
         SettingError(label, None, f"is no longer a setting: {REMOVED_SETTINGS[key]}")
         if key in REMOVED_SETTINGS

@@ -64,7 +64,7 @@ def _policy(value: object) -> str:
 
 
 def _reads(parse: Any) -> BeforeValidator:
-    """`parse` as a validator of pydantic's; its `ConfigError` says what is allowed."""
+    """`parse` as a validator for pydantic. Its `ConfigError` says what is allowed."""
 
     def validate(value: object) -> object:
         try:

@@ -15,6 +15,7 @@ from kvstow.attach.ticket import SessionTicket
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
+from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.shapes import Shape
@@ -44,12 +45,17 @@ def namespace_identity() -> NamespaceIdentity:
     return NamespaceIdentity(model=_MODEL, weights_id=_CONTENT, weights_source="configured", hash_probe=_SCHEMA)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _FoundLease:
+    offload: AttachedOffload
     answer: Answer[Hits]
+    has_waited: bool = False
 
     @property
     def done(self) -> bool:
+        if self.answer.is_pending and not self.has_waited:
+            self.has_waited = True
+            self.offload.waits += 1
         return self.answer.done
 
     @property
@@ -68,7 +74,12 @@ class AttachedOffload:
         self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
     ) -> None:
         self.engine = AttachedEngine(
-            path, engine=engine, pool=pool, namespace=namespace_identity(), wanted_bytes=wanted_bytes
+            path,
+            engine=engine,
+            pool=pool,
+            namespace=namespace_identity(),
+            fleet_weights=named_weights(_CONTENT, _MODEL),
+            wanted_bytes=wanted_bytes,
         )
         self._ranks = ranks
         self._joined: SessionTicket | None = None
@@ -77,6 +88,9 @@ class AttachedOffload:
         self._looked_at: float | None = None
         self.seconds_without = 0.0
         """How long there was no session, from the first step on."""
+        self.waits = 0
+        """Look-ups that the service has answered later, because the fleet tier might have more, or a rank was still
+        registering what was found."""
 
     def step(self) -> None:
         self.engine.step()
@@ -109,10 +123,10 @@ class AttachedOffload:
         self.engine.close()
 
     def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        return _FoundLease(self.engine.find(keys, hold=Hold.LEADING))
+        return _FoundLease(self, self.engine.find(keys, hold=Hold.LEADING))
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        return _FoundLease(self.engine.find(keys, hold=Hold.ALL, count=False))
+        return _FoundLease(self, self.engine.find(keys, hold=Hold.ALL, count=False))
 
     def release(self, held: Awaited[Lease]) -> None:
         assert isinstance(held, _FoundLease)

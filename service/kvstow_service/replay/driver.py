@@ -1,8 +1,9 @@
 """Feeds a trace through the control plane by the calls that an inference connector makes, in steps like a scheduler's.
 
 Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. While it
-waits for an answer of the control plane, the others go on. Every loaded byte is verified, and freed blocks are
-overwritten, so that a store that reads its blocks after it said `source_free` and a load that writes nothing are seen.
+waits for an answer of the control plane, the others continue. Every loaded byte is verified, and freed blocks are
+overwritten, so that the replay notices a store that reads its blocks after `source_free`, and a load that writes
+nothing.
 
 Threads. `run` drives everything on the caller's thread and is the only consumer of the settled ops and of the workers'
 completions meanwhile. `result` and the stop event may be used from any thread.
@@ -13,19 +14,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
-from kvstow.messages import Completion, Op, StepPlan
+from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
+from kvstow_service.replay.copytally import CopyTally
 from kvstow_service.replay.kv import FreeBlocks, KVCache
 from kvstow_service.replay.offload import Offload
 from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.rankworkers import RankWorker, RankWorkers
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.trace import TraceRequest
 
@@ -35,22 +36,9 @@ _WAIT = 0.05  # the longest that the loop is blind to a stop or to another rank
 _T = TypeVar("_T")
 
 
-class RankWorker(Protocol):
-    """What the replay needs of a rank's worker."""
-
-    @property
-    def boot_id(self) -> str: ...
-
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
-
-    def take_completions(self) -> list[Completion]: ...
-
-    def wait_completions(self, timeout: float) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The model has computed a request's blocks when `moment` has come."""
+    """The model has computed a request's blocks at `moment`."""
 
     moment: float
     value: None = None
@@ -86,14 +74,6 @@ class _Job:
     started: float = 0.0
 
 
-@dataclass(slots=True)
-class _Moved:
-    """Bytes that the ranks have copied for an op, and how long that took, added up."""
-
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
 class ReplayDriver:
     """One replay of `requests` over the ranks of one engine.
 
@@ -117,7 +97,7 @@ class ReplayDriver:
     ) -> None:
         check_fits(requests, kv_blocks)
         self._offload = offload
-        self._workers = workers
+        self._workers = RankWorkers(workers, kv)
         self._kv = kv
         self._requests = requests
         self._options = options
@@ -130,12 +110,8 @@ class ReplayDriver:
         """Those that wait for an answer, in the order of their questions."""
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
-        self._outstanding: list[set[int]] = [set() for _ in workers]
-        self._moved: dict[int, _Moved] = {}
-        """By loads that some rank has not finished."""
-        self._unverified: deque[tuple[int, int, float]] = deque()
-        """Blocks, bytes and seconds of loads that are being verified, in order."""
         self._tally = Tally()
+        self._copies = CopyTally(self._tally)
         self._model_is_free = 0.0
         """When the model has computed what it has been given."""
         self._started = self._ended = 0.0
@@ -209,25 +185,19 @@ class ReplayDriver:
         return has_moved
 
     def _submit_step(self) -> None:
-        if not self._plan:
-            return
-        plan = StepPlan(tuple(self._plan))
-        self._plan.clear()
-        for rank, (worker, outstanding) in enumerate(zip(self._workers, self._outstanding, strict=True)):
-            outstanding.update(op.op_id for op in plan.ops)
-            worker.submit(plan, self._kv.fence(rank))
+        if self._plan:
+            self._workers.submit(self._plan)
+            self._plan.clear()
 
     def _collect(self) -> bool:
         """Whether any op became final or freed its blocks, on all ranks."""
-        for rank, worker in enumerate(self._workers):
-            completions = worker.take_completions()
-            if completions:
-                self._account(rank, completions)
-                self._offload.complete(rank, worker.boot_id, completions)
+        for rank, boot_id, completions in self._workers.take_completions():
+            self._count_copies(completions)
+            self._offload.complete(rank, boot_id, completions)
         settled = self._offload.take_settled()
         for entry in settled:
             self._advance(entry)
-        self._take_verifications()
+        self._copies.end_verifying(self._kv.take_verifications())
         return bool(settled)
 
     def _wait(self, stop: threading.Event) -> None:
@@ -238,10 +208,8 @@ class ReplayDriver:
         if self._wait_for_news is not None:
             self._wait_for_news(timeout)
             return
-        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
-            if outstanding:
-                worker.wait_completions(timeout)
-                return
+        if self._workers.wait(timeout):
+            return
         if stop.is_set():
             time.sleep(_WAIT)  # nothing runs on a rank: the engine itself has to give an op up
         else:
@@ -291,7 +259,7 @@ class ReplayDriver:
         self._ask(job, answer, self._load_begun)
 
     def _load_begun(self, job: _Job, op: Op | None) -> None:
-        """Without an op the lease broke in between: its blocks are misses then."""
+        """Without an op, the lease was broken in between, and its blocks count as misses."""
         if op is None:
             self._release(job)
             self._store(job)
@@ -345,27 +313,14 @@ class ReplayDriver:
             self._finish(job)
 
     def _loaded(self, job: _Job, settled: Settled) -> None:
-        moved = self._moved.pop(settled.op_id, _Moved())
         if settled.mark == "done":
-            self._unverified.append((job.loaded, moved.num_bytes, moved.seconds))
+            self._copies.begin_verifying(settled.op_id, job.loaded)
             self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
             return
         _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
-        self._tally.failed_loads += job.loaded
+        self._copies.fail_load(settled.op_id, job.loaded)
         job.loaded = 0
         self._release(job)
-
-    def _take_verifications(self) -> None:
-        """What was loaded counts once it is verified, so that the figures match at any time."""
-        for found in self._kv.take_verifications():
-            blocks, num_bytes, seconds = self._unverified.popleft()
-            self._tally.loaded_blocks += blocks
-            self._tally.loaded_bytes += num_bytes
-            self._tally.load_seconds += seconds
-            self._tally.verified_bytes += found.num_bytes
-            if found.mismatches:
-                self._tally.count_mismatches(found.mismatches)
-                _log.error("%d blocks loaded wrong; the first: %s", len(found.mismatches), self._tally.first_mismatches)
 
     def _stored(self, settled: Settled) -> None:
         if settled.mark == "done":
@@ -404,21 +359,10 @@ class ReplayDriver:
 
     # Figures.
 
-    def _account(self, rank: int, completions: list[Completion]) -> None:
-        tally = self._tally
+    def _count_copies(self, completions: list[Completion]) -> None:
         for completion in completions:
-            if completion.mark == "source_free":
-                continue
-            self._outstanding[rank].discard(completion.op_id)
-            if completion.mark == "failed" or completion.op_id not in self._ops:
-                continue
-            if self._ops[completion.op_id][0].direction == "load":
-                moved = self._moved.setdefault(completion.op_id, _Moved())
-                moved.num_bytes += completion.num_bytes
-                moved.seconds += completion.seconds
-            else:
-                tally.stored_bytes += completion.num_bytes
-                tally.store_seconds += completion.seconds
+            if completion.mark == "done" and completion.op_id in self._ops:
+                self._copies.add(completion, self._ops[completion.op_id][0].direction)
 
     def _count_drops(self, outcomes: dict[str, int]) -> None:
         for outcome, count in outcomes.items():

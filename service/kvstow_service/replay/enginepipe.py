@@ -39,6 +39,7 @@ class Finish(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far this life of an engine is. `sessions`: how often it has attached; `problem`: why it is not attached now;
+    `waits`: look-ups that the service has answered later, as one with a fleet tier does;
     `position` counts in the requests that it was given."""
 
     tally: Tally
@@ -48,4 +49,5 @@ class Progress:
     sessions: int
     seconds_without: float
     problem: str | None
+    waits: int
     is_last: bool = False

@@ -99,6 +99,7 @@ class Engine:
             sessions=engine.num_sessions,
             seconds_without=offload.seconds_without,
             problem=engine.problem,
+            waits=offload.waits,
             is_last=is_last,
         )
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 
 from kvstow.config import EngineConfig
-from kvstow.control.fleettier import TierSettings
+from kvstow.control.tiersettings import TierSettings
 from kvstow.tier.store import TierStore
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_service.replay.driver import ReplayDriver, check_fits
@@ -93,11 +93,12 @@ def _together(figures: Sequence[PoolFigures]) -> PoolFigures:
 
 
 def _sum(tiers: Sequence[TierStatus]) -> TierStatus:
-    """The first one's, with the counters and queues of all."""
+    """That of the node that has fetched most, with the counters and queues of all."""
+    busiest = max(tiers, key=lambda one: one.counters.fetched_blocks)
     names = [field.name for field in fields(TierCounters)]
     counters = TierCounters(*[sum(getattr(one.counters, name) for one in tiers) for name in names])
     queues = ("putting_blocks", "fetching_blocks", "waiting_blocks", "dropped_blocks", "opened")
-    return replace(tiers[0], counters=counters, **{name: sum(getattr(one, name) for one in tiers) for name in queues})
+    return replace(busiest, counters=counters, **{name: sum(getattr(one, name) for one in tiers) for name in queues})
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class Life:
 @dataclass(frozen=True, slots=True)
 class EngineResult:
     """What one engine found in all its lives. `sessions`: how often it attached; `seconds_without`: how long it was not
-    attached while it ran; `problem`: why not, if it was not at the end."""
+    attached while it ran; `problem`: why not, if it was not at the end; `waits`: look-ups that the service has answered
+    later, because its fleet tier might have more, or a rank was still registering what was found."""
 
     name: str
     result: ReplayResult
@@ -45,6 +46,7 @@ class EngineResult:
     sessions: int
     seconds_without: float
     problem: str | None
+    waits: int
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +56,7 @@ class EngineResult:
             "restarts": len(self.lives) - 1,
             "seconds_without_service": self.seconds_without,
             "problem": self.problem,
+            "waits": self.waits,
             "lives": [asdict(life) for life in self.lives],
         }
 
@@ -70,9 +73,13 @@ class AttachedResult:
         """Whether every loaded byte was right."""
         return self.total.ok
 
+    @property
+    def waits(self) -> int:
+        return sum(engine.waits for engine in self.engines)
+
     def to_json(self) -> dict[str, Any]:
         engines = [engine.to_json() for engine in self.engines]
-        sums = {name: sum(engine[name] for engine in engines) for name in ("sessions", "restarts")}
+        sums = {name: sum(engine[name] for engine in engines) for name in ("sessions", "restarts", "waits")}
         return {**self.total.to_json(), **sums, "engines": engines}
 
 
@@ -201,6 +208,7 @@ class _Engine:
             sum(life.sessions for life in lives),
             sum(life.seconds_without for life in lives),
             lives[-1].problem if lives else None,
+            sum(life.waits for life in lives),
         )
 
 

@@ -12,10 +12,10 @@ from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 class ReplayOptions:
     """How a trace is replayed.
 
-    `concurrency`: requests in flight at once; with 1 each is stored before the next looks up. `rate`: requests
-    that start per second. `time_scale`: start them by their timestamps, this many times as fast as recorded.
-    With neither they start as fast as possible. `drain_seconds`: how long a stop waits for what is in flight.
-    `prefill_rate`: tokens per second that the model computes, of one request after the other; None: in no time.
+    `concurrency`: requests in flight at once; with 1 each is stored before the next looks up. `rate`: requests that
+    start per second. `time_scale`: start them by their timestamps, this many times as fast as recorded. With neither
+    they start as fast as possible. `drain_seconds`: how long a stop waits for what is in flight. `prefill_rate`: tokens
+    per second that the model computes, one request at a time; None: no limit.
     """
 
     concurrency: int = 1

@@ -15,10 +15,10 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.kv import KVCache, LocalKV, NoKV
 from kvstow_service.replay.place import ON_CPU, Place
 from kvstow_service.replay.ranks import LocalRank, build_ranks
+from kvstow_service.replay.rankworkers import RankWorker
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01

@@ -45,9 +45,17 @@ def summary_rows(result: ReplayResult) -> list[Row]:
 def attached_rows(result: AttachedResult) -> list[Row]:
     """The engines together, and a line for each where there are several or one was started again."""
     rows = summary_rows(result.total)
+    rows.append(("tier", _tier_of_node(result.waits)))
     if len(result.engines) == 1 and len(result.engines[0].lives) == 1:
         return rows
     return rows + [(engine.name, _engine(engine)) for engine in result.engines]
+
+
+def _tier_of_node(waits: int) -> str:
+    """The service alone knows what was fetched: several engines wait for the same blocks."""
+    if waits:
+        return f"{waits:,} look-ups waited for the service; `kvstow get tier` shows what was fetched and put"
+    return "no look-up waited for the service: it has no fleet tier, or fetches do not pay; see `kvstow get tier`"
 
 
 def _engine(engine: EngineResult) -> str:

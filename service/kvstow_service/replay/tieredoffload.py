@@ -11,7 +11,9 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
+from kvstow.control.tierwait import TierWait
 from kvstow.keys import BlockKey
 from kvstow.messages import TierCompletion
 from kvstow.results import Awaited, Given, Lease
@@ -19,7 +21,7 @@ from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import LookupClient, TransferClient
 from kvstow_api.tiercontrol import TierClient
-from kvstow_api.views import POOL_NAME
+from kvstow_api.views.pools import POOL_NAME
 from kvstow_service.replay.offload import EmbeddedOffload, PoolFigures
 from kvstow_service.replay.ranks import LocalRank
 from kvstow_service.replay.shapes import Shape
@@ -31,7 +33,7 @@ _CONTENT = "blake2b-1"
 """Changes with `kvstow_service.replay.pattern`."""
 _CONNECT_SECONDS = 30.0
 _POLL = 0.01
-_TURN = 0.0005  # how often the copies are looked at while the tier is waited for
+_TURN = 0.0005  # how often the tier is looked at while a copy is waited for
 
 
 def fingerprint_of(shape: Shape, num_ranks: int) -> str:
@@ -167,8 +169,13 @@ class TieredOffload(EmbeddedOffload):
         deadline = time.monotonic() + seconds
         if self._advance():
             return
-        while not self._news.wait(max(0.0, min(_TURN, deadline - time.monotonic()))):
-            if any(rank.worker.wait_completions(0.0) for rank in self._ranks) or time.monotonic() >= deadline:
+        workers = [rank.worker for rank in self._ranks]
+        while not any(worker.wait_completions(0.0) for worker in workers):
+            left = deadline - time.monotonic()
+            copying = next((worker for worker in workers if worker.pending_ops), None)
+            if left <= 0 or self._news.wait(left if copying is None else 0.0):
+                return
+            if copying is not None and copying.wait_completions(min(_TURN, left)):
                 return
 
     def settle(self, stop: threading.Event) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 
 import xxhash
 
@@ -20,7 +21,7 @@ _BODY_BYTES = HEADER_BYTES - 8
 
 def pack_header(fingerprint: str, name: str, slot: memoryview) -> bytes:
     """The header of `slot`, put under `name`. Takes 40 us for each MiB."""
-    fields = (MAGIC, _digest(fingerprint), _digest(name), len(slot), xxhash.xxh3_64_intdigest(slot))
+    fields = (MAGIC, _digest_again(fingerprint), _digest(name), len(slot), xxhash.xxh3_64_intdigest(slot))
     body = _HEADER.pack(*fields, 0)[:_BODY_BYTES]
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
@@ -32,7 +33,7 @@ def find_mismatch(header: bytes, fingerprint: str, name: str, slot: memoryview) 
         return "magic"
     if of_header != xxhash.xxh3_64_intdigest(header[:_BODY_BYTES]):
         return "header"
-    if of_fingerprint != _digest(fingerprint):
+    if of_fingerprint != _digest_again(fingerprint):
         return "fingerprint"
     if of_name != _digest(name):
         return "name"
@@ -43,3 +44,9 @@ def find_mismatch(header: bytes, fingerprint: str, name: str, slot: memoryview) 
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+@lru_cache(maxsize=64)
+def _digest_again(text: str) -> bytes:
+    """`_digest`, of one of a few texts."""
+    return _digest(text)

@@ -4,16 +4,13 @@ writes memory itself."""
 from __future__ import annotations
 
 import ctypes
-import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from kvstow.errors import MissingPackageError, TierTimeoutError, TierUnavailableError
+from kvstow.errors import MissingPackageError, TierUnavailableError
 from kvstow.tier.objectname import ObjectName, fingerprint_prefix
 from kvstow.tier.store import (
     ClientHealth,
@@ -27,10 +24,8 @@ from kvstow.tier.store import (
     count_gets,
     count_puts,
 )
+from kvstow_service.tiers.redislane import RedisCall, RedisLane, Refused
 from kvstow_service.tiers.redislocation import RedisLocation
-
-if TYPE_CHECKING:
-    from redis.connection import Connection
 
 _NAMES_IN_REQUEST = 500
 _BYTES_IN_REQUEST = 8 << 20  # values of one request and its answers, which are in memory twice
@@ -55,112 +50,12 @@ class RedisStore:
         return RedisLookups(self._location)
 
 
-class _Refused(NamedTuple):
-    """What the server said instead of an answer."""
-
-    text: str
-    is_full: bool
-
-
-class _Lane:
-    """A connection for one kind of call, one call at a time. It is made by the first call, and made anew after a call
-    that failed."""
-
-    def __init__(self, location: RedisLocation) -> None:
-        self._location = location
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._is_closed = False
-        self.problem = ""
-        """Why the last call failed; empty if it did not, or if there was none."""
-        self.connects = self.timeouts = 0
-
-    @contextmanager
-    def call(self, timeout: float) -> Iterator[_Call]:
-        """Raises `TierUnavailableError`."""
-        end = time.monotonic() + timeout
-        with self._lock:
-            if self._is_closed:
-                raise TierUnavailableError("the client was closed")
-            from redis.exceptions import RedisError
-            from redis.exceptions import TimeoutError as RedisTimeoutError
-
-            try:
-                yield _Call(self._connected(end), end)
-            except (RedisTimeoutError, TimeoutError):
-                self.timeouts += 1
-                self._drop(f"{self._location} did not answer for {timeout:.3g} s")
-                raise TierTimeoutError(self.problem) from None
-            except (RedisError, OSError) as error:
-                self._drop(f"{self._location}: {error}")
-                raise TierUnavailableError(self.problem) from None
-            except TierUnavailableError as error:  # answers may be left, which are not those of the next call
-                self._drop(str(error))
-                raise
-
-    def is_in_use(self) -> bool:
-        return self._lock.locked()
-
-    def close(self) -> None:
-        """Ends the call under way, and waits until it has ended. Idempotent."""
-        self._is_closed = True
-        connection = self._connection
-        if connection is not None and (end := _socket_of(connection)) is not None:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            self._drop("it was closed")
-
-    def _connected(self, end: float) -> Connection:
-        if self._connection is None:
-            self._connection = _connect(self._location, max(0.001, end - time.monotonic()))
-            self._connection.connect()
-            self.connects += 1
-            self.problem = ""
-        return self._connection
-
-    def _drop(self, problem: str) -> None:
-        self.problem = problem
-        if self._connection is not None:
-            self._connection.disconnect()
-            self._connection = None
-
-
-class _Call:
-    """Requests of one call, which end at the same time."""
-
-    def __init__(self, connection: Connection, end: float) -> None:
-        self._connection, self._end = connection, end
-
-    def ask(self, commands: Sequence[Sequence[Any]]) -> Iterator[Any]:
-        """Send all commands, and take an answer for each."""
-        from redis.exceptions import OutOfMemoryError, ResponseError
-
-        self._limit()
-        self._connection.send_packed_command(self._connection.pack_commands(commands))
-        for _ in commands:
-            self._limit()
-            try:
-                yield self._connection.read_response()
-            except ResponseError as error:
-                yield _Refused(str(error), isinstance(error, OutOfMemoryError))
-
-    def _limit(self) -> None:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        end = _socket_of(self._connection)
-        if end is None:
-            raise ConnectionError("the connection was closed")
-        end.settimeout(left)
-
-
 class _Client:
     """What both clients are: a lane for each kind of call, and counters. They count as connected until a call fails:
     nobody is to wait for a connection that the first call makes."""
 
     def __init__(self, location: RedisLocation, num_lanes: int) -> None:
-        self._lanes = [_Lane(location) for _ in range(num_lanes)]
+        self._lanes = [RedisLane(location) for _ in range(num_lanes)]
         self._counts = ClientStats()
         self._counting = threading.Lock()
         self._is_closed = False
@@ -219,7 +114,7 @@ class RedisTransfers(_Client):
                     slot, name = _slot(one), str(one.name)
                     commands.append(("SET", name, pack_header(one.name.fingerprint, name, slot) + bytes(slot), "NX"))
                 for answer in call.ask(commands):
-                    if isinstance(answer, _Refused):
+                    if isinstance(answer, Refused):
                         refused = answer.text
                         statuses.append("full" if answer.is_full else "failed")
                     else:
@@ -236,7 +131,7 @@ class RedisTransfers(_Client):
         with self._gets.call(timeout) as call:
             for part in _parts(objects):
                 for one, answer in zip(part, call.ask([("GET", str(one.name)) for one in part]), strict=True):
-                    if isinstance(answer, _Refused):
+                    if isinstance(answer, Refused):
                         refused = answer.text
                     statuses.append(_take(one, answer))
             wrong = [str(one.name) for one, status in zip(objects, statuses, strict=True) if status == "corrupt"]
@@ -285,13 +180,13 @@ class RedisLookups(_Client):
                     return count
 
 
-def _unlink(call: _Call, names: Sequence[str | bytes]) -> int:
+def _unlink(call: RedisCall, names: Sequence[str | bytes]) -> int:
     (answer,) = call.ask([("UNLINK", *names)])
     return int(_answer(answer))
 
 
 def _answer(answer: Any) -> Any:
-    if isinstance(answer, _Refused):
+    if isinstance(answer, Refused):
         raise TierUnavailableError(f"Redis refuses to answer: {answer.text}")
     return answer
 
@@ -300,7 +195,7 @@ def _take(one: SlotObject, answer: Any) -> GetStatus:
     """Verify a value, and copy it into its slot."""
     from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch
 
-    if isinstance(answer, _Refused):
+    if isinstance(answer, Refused):
         return "failed"
     if answer is None:
         return "missing"
@@ -332,35 +227,3 @@ def _parts(objects: Sequence[SlotObject]) -> Iterator[list[SlotObject]]:
 
 def _escaped(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in text)
-
-
-def _connect(location: RedisLocation, timeout: float) -> Connection:
-    from redis.backoff import NoBackoff
-    from redis.connection import Connection, SSLConnection
-    from redis.retry import Retry
-
-    options: dict[str, Any] = {
-        "host": location.host,
-        "port": location.port,
-        "username": location.user,
-        "password": location.password(),
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "socket_keepalive": True,
-        "retry": Retry(NoBackoff(), 0),  # a call that failed is the engine's to repeat
-        "protocol": 2,
-    }
-    if not location.is_tls:
-        return Connection(**options)
-    files = {
-        "ssl_ca_certs": location.ca_file,
-        "ssl_certfile": location.certificate_file,
-        "ssl_keyfile": location.key_file,
-    }
-    return SSLConnection(**options, **{name: str(path) for name, path in files.items() if path is not None})
-
-
-def _socket_of(connection: Connection) -> socket.socket | None:
-    """redis-py has no other way to change the timeout of a connection that is in use, or to wake its reader."""
-    found: socket.socket | None = connection._sock
-    return found

@@ -11,7 +11,8 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from kvstow.control.administration import check_ttl
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, MissingPackageError, NotFoundError
 from kvstow.tier.store import TierStore
 from kvstow.tier.writepolicy import WriteMode

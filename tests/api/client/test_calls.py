@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator
 from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, get_args, get_origin, get_type_hints
 
 import httpx
@@ -12,32 +15,20 @@ from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
+from kvstow_api import client
 from kvstow_api.client import ApiError, AsyncClient, Call, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
 from kvstow_api.history import HistoryView
 from kvstow_api.routes import ROUTERS
-from kvstow_api.views import (
-    BlocksView,
-    ConfigView,
-    DoctorView,
-    InfoView,
-    LogLevelsView,
-    LogLevelView,
-    NamespacesView,
-    OperationsView,
-    OperationView,
-    PinningView,
-    PlanView,
-    PoolsView,
-    PoolView,
-    RanksView,
-    ReadinessView,
-    RemovedView,
-    SessionsView,
-    StatsView,
-    TierView,
-    TransfersView,
-)
+from kvstow_api.views.doctor import DoctorView
+from kvstow_api.views.operations import OperationsView, OperationView
+from kvstow_api.views.pools import BlocksView, PinningView, PlanView, PoolsView, PoolView, RemovedView
+from kvstow_api.views.ranks import RanksView
+from kvstow_api.views.server import InfoView, ReadinessView, StatsView
+from kvstow_api.views.sessions import NamespacesView, SessionsView
+from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
+from kvstow_api.views.tier import TierView
+from kvstow_api.views.transfers import TransfersView
 
 pytestmark = pytest.mark.anyio
 
@@ -128,6 +119,17 @@ def check_types(view: Any) -> None:
         elif isinstance(hint, type):
             assert isinstance(value, hint), (type(view), field.name)
             check_types(value)
+
+
+def test_calls_has_those_of_every_resource() -> None:
+    modules = [import_module(f"{client.__name__}.{found.name}") for found in iter_modules(client.__path__)]
+    made = {
+        name
+        for module in modules
+        for name, value in inspect.getmembers(module, inspect.isfunction)
+        if value.__module__ == module.__name__ and str(inspect.signature(value).return_annotation).startswith("Call[")
+    }
+    assert made - {"get", "work"} == {name for name in calls.__all__ if name.islower()}
 
 
 async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -20,15 +19,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def host(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[TieredHost]:
-    made = TieredHost(engine, clock)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-async def tiered(launch: Launch, engine: OffloadEngine, host: TieredHost) -> httpx.AsyncClient:
-    return await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=host.control))
+async def tiered(launch: Launch, engine: OffloadEngine, tiered_host: TieredHost) -> httpx.AsyncClient:
+    return await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
 
 
 async def read(client: httpx.AsyncClient) -> Any:
@@ -56,6 +48,25 @@ async def test_a_host_that_cannot_have_a_tier_says_so(client: httpx.AsyncClient)
         answer = await client.request(method, f"/v1/tier/{path}", json=body)
         assert answer.status_code == 409, path
         assert answer.json()["detail"] == "this host cannot have a fleet tier"
+
+
+async def test_readiness_names_the_tier_and_does_not_depend_on_it(
+    tiered: httpx.AsyncClient, tiered_host: TieredHost
+) -> None:
+    async def readiness(query: str = "") -> Any:
+        answer = await tiered.get(f"/v1/readiness{query}")
+        assert answer.status_code == 200
+        return answer.json()
+
+    before = await readiness()
+    assert before["tiers"] == []
+    tier = tiered_host.begin()
+    on = {"pool": "host", "namespace": "a1", "state": "on", "reason": ""}
+    assert (await readiness())["tiers"] == (await readiness("?pool=host"))["tiers"] == [on]
+    tier.reset("new weights")
+    found = await readiness()
+    assert found["tiers"] == [on | {"state": "off", "reason": "new weights"}]
+    assert (found["state"], found["reason"]) == (before["state"], before["reason"])
 
 
 async def test_a_store_is_attached_and_detached(tiered: httpx.AsyncClient) -> None:
@@ -97,11 +108,11 @@ async def test_a_password_that_was_given_by_mistake_is_not_in_the_audit_log(
     assert "secret" not in caplog.text
 
 
-async def test_the_figures_of_each_pool(tiered: httpx.AsyncClient, host: TieredHost) -> None:
-    tier = host.begin("mooncake://10.0.0.1:50051")
+async def test_the_figures_of_each_pool(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
+    tier = tiered_host.begin("mooncake://10.0.0.1:50051")
     tier.break_even.note_fetch(100, 0.5)
-    host.stats = ClientStats(put_bytes=5, get_bytes=7, corrupt_objects=2, timeouts=3, restarts=4)
-    host.health = ClientHealth("failed", "the memory cannot be registered")
+    tiered_host.stats = ClientStats(put_bytes=5, get_bytes=7, corrupt_objects=2, timeouts=3, restarts=4)
+    tiered_host.health = ClientHealth("failed", "the memory cannot be registered")
     (item,) = (await read(tiered))["items"]
     assert item["fetch_bytes_per_second"] == 100 * 4096 / 0.5
     assert (item["lookup_seconds"], item["breaker"]) == (None, "closed")
@@ -121,8 +132,8 @@ async def test_the_figures_of_each_pool(tiered: httpx.AsyncClient, host: TieredH
     ]
 
 
-async def test_a_bypass_has_an_end(tiered: httpx.AsyncClient, host: TieredHost, clock: FakeClock) -> None:
-    host.begin()
+async def test_a_bypass_has_an_end(tiered: httpx.AsyncClient, tiered_host: TieredHost, clock: FakeClock) -> None:
+    tiered_host.begin()
     answer = await tiered.put("/v1/tier/bypass", json={"bypassed": True, "ttl_seconds": 60})
     assert answer.json() == {"bypassed": True, "ttl_seconds_left": 60.0}
     view = await read(tiered)
@@ -134,8 +145,8 @@ async def test_a_bypass_has_an_end(tiered: httpx.AsyncClient, host: TieredHost, 
     assert (view["bypass"]["bypassed"], view["items"][0]["state"]) == (False, "on")
 
 
-async def test_one_pool_is_bypassed(tiered: httpx.AsyncClient, host: TieredHost) -> None:
-    host.begin()
+async def test_one_pool_is_bypassed(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
+    tiered_host.begin()
     answer = await tiered.put("/v1/tier/bypass?pool=host", json={"bypassed": True})
     assert answer.json() == {"bypassed": False, "ttl_seconds_left": None}, "that is of the whole host"
     assert (await read(tiered))["items"][0]["bypass"] == {"bypassed": True, "ttl_seconds_left": None}
@@ -144,14 +155,14 @@ async def test_one_pool_is_bypassed(tiered: httpx.AsyncClient, host: TieredHost)
     assert (await tiered.put("/v1/tier/bypass?pool=other", json={"bypassed": True})).status_code == 404
 
 
-async def test_the_objects_of_one_fingerprint_are_purged(tiered: httpx.AsyncClient, host: TieredHost) -> None:
-    host.begin()
-    host.fill("f", 3)
-    host.fill("g", 2)
+async def test_the_objects_of_one_fingerprint_are_purged(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
+    tiered_host.begin()
+    tiered_host.fill("f", 3)
+    tiered_host.fill("g", 2)
     answer = await tiered.post("/v1/tier/purge?wait=30", json={"fingerprint": "f"})
     assert answer.status_code == 200, answer.text
     assert answer.json() == {"fingerprint": "f", "objects": 3}
-    assert host.store.num_objects == 2
+    assert tiered_host.store.num_objects == 2
     (operation,) = (await tiered.get("/v1/operations?kind=tier-purge")).json()["items"]
     assert operation["progress"] == {"done": 3, "total": 0, "unit": "objects"}
     assert (operation["state"], operation["result"], operation["pool"]) == ("succeeded", None, "")
@@ -160,9 +171,9 @@ async def test_the_objects_of_one_fingerprint_are_purged(tiered: httpx.AsyncClie
         assert refused.status_code == 422, fingerprint
 
 
-async def test_a_purge_that_is_sent_again_is_not_done_again(tiered: httpx.AsyncClient, host: TieredHost) -> None:
-    host.begin()
-    host.fill("f", 3)
+async def test_a_purge_that_is_sent_again_is_not_done_again(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
+    tiered_host.begin()
+    tiered_host.fill("f", 3)
     headers = {"Idempotency-Key": "k1"}
     answers = [
         await tiered.post("/v1/tier/purge?wait=30", json={"fingerprint": "f"}, headers=headers) for _ in range(2)
@@ -172,12 +183,12 @@ async def test_a_purge_that_is_sent_again_is_not_done_again(tiered: httpx.AsyncC
 
 
 async def test_a_store_that_is_down_fails_the_purge(
-    tiered: httpx.AsyncClient, host: TieredHost, monkeypatch: pytest.MonkeyPatch
+    tiered: httpx.AsyncClient, tiered_host: TieredHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: MemoryLookups, fingerprint: str, timeout: float) -> int:
         raise TierUnavailableError(f"no answer in {timeout:g} s")
 
-    host.begin()
+    tiered_host.begin()
     monkeypatch.setattr(MemoryLookups, "purge", fail)
     answer = await tiered.post("/v1/tier/purge?wait=30", json={"fingerprint": "f"})
     assert answer.status_code == 503
@@ -185,8 +196,8 @@ async def test_a_store_that_is_down_fails_the_purge(
     assert answer.json()["detail"] == "no answer in 600 s"
 
 
-async def test_weights_are_named_after_a_reset(tiered: httpx.AsyncClient, host: TieredHost) -> None:
-    tier = host.begin()
+async def test_weights_are_named_after_a_reset(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
+    tier = tiered_host.begin()
     early = await tiered.post("/v1/tier/weights", json={"weights_id": "w2"})
     assert early.status_code == 409
     tier.reset()
@@ -199,8 +210,8 @@ async def test_weights_are_named_after_a_reset(tiered: httpx.AsyncClient, host: 
     assert (await tiered.post("/v1/tier/weights?pool=no", json={"weights_id": "w"})).status_code == 404
 
 
-async def test_changes_are_in_the_events(tiered: httpx.AsyncClient, host: TieredHost) -> None:
-    host.begin()
+async def test_changes_are_in_the_events(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
+    tiered_host.begin()
     await tiered.put("/v1/tier/bypass", json={"bypassed": True})
     transport: Any = tiered._transport
     entries, _ = transport.app.state.kvstow.journal.after(0)
@@ -208,12 +219,12 @@ async def test_changes_are_in_the_events(tiered: httpx.AsyncClient, host: Tiered
 
 
 async def test_changing_the_tier_needs_an_admin(
-    launch: Launch, engine: OffloadEngine, host: TieredHost, tmp_path: Any
+    launch: Launch, engine: OffloadEngine, tiered_host: TieredHost, tmp_path: Any
 ) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("admin-token-of-some-length\n")
     tokens.chmod(0o600)
-    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=host.control), token_file=tokens)
+    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=tiered_host.control), token_file=tokens)
     assert (await client.get("/v1/tier")).status_code == 200
     for method, path in (
         ("POST", "attach"), ("POST", "detach"), ("PUT", "bypass"), ("POST", "purge"), ("POST", "weights"),

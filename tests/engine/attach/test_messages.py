@@ -61,6 +61,7 @@ MESSAGES: list[Any] = [
     Found(0, ()),
     calls.Pending(),
     calls.Prefill(4096, 0.25),
+    calls.LookupPrompt([b"12", b"\0\0"]),
     calls.Release((1, 2**63)),
     calls.BeginLoad(9, 2, 3, "request-ä"),
     calls.LoadBegun(2**40, (5, 4, 3)),

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.openop import OpenOp
+from kvstow.control.openop import OpenOp, OpenTierOp
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import Pool
+from kvstow.control.tierops import TierLedger
 from kvstow.messages import Completion
 
 
@@ -38,3 +39,21 @@ def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
         accept(self, entry, rank, completion)
 
     patch.setattr(OpsInFlight, "_accept", end_at_first_completion)
+
+
+def rank_0_puts_first(patch: pytest.MonkeyPatch) -> None:
+    def plan_all(self: TierLedger, entry: OpenTierOp) -> None:
+        entry.waits_for_others = False
+        self.plans.extend((rank, entry.tier_op) for rank in sorted(entry.pending))
+
+    patch.setattr(TierLedger, "begin", plan_all)
+
+
+def short_ranks_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    accept = TierLedger.accept
+
+    def believe_all(self: TierLedger, entry: OpenTierOp, completion: Completion) -> None:
+        accept(self, entry, completion)
+        entry.moved = len(entry.tier_op.slots)
+
+    patch.setattr(TierLedger, "accept", believe_all)

@@ -12,12 +12,13 @@ from tests.engine.conftest import Eventually
 
 from kvstow.control.arc import ArcPolicy
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
 from kvstow.control.index import Index
 from kvstow.control.keymap import KeyMap
 from kvstow.control.pendingstores import PendingStores
 from kvstow.control.protections import Protections
 from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.control.tiersettings import TierSettings
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow.testing.tier import ControlledStore

@@ -15,7 +15,8 @@ from tests.engine.control.conftest import MakeEngine
 from tests.engine.control.tiernode import Objects, TierNode
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.messages import Mark, TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
@@ -201,6 +202,7 @@ def fetches_always_pay(patch: pytest.MonkeyPatch) -> None:
         return estimate
 
     patch.setattr(BreakEven, "decide", always)
+    patch.setattr(BreakEven, "may_pay", True)
 
 
 def test_without_break_even_a_slow_store_costs_time(

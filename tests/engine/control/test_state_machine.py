@@ -338,7 +338,7 @@ TestTraffic.settings = settings(max_examples=250, stateful_step_count=80, deadli
 
 
 def without_leases(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "hold", lambda self, slots: None)
+    patch.setattr(Index, "hold", lambda self, slots, is_put=False: None)
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 

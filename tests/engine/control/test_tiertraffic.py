@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 from tests.engine.control.conftest import MakeEngine
-from tests.engine.control.mutants import first_rank_decides
+from tests.engine.control.mutants import first_rank_decides, rank_0_puts_first, short_ranks_do_not_count
 from tests.engine.control.tiernode import Objects, TierNode, in_store
 
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
-from kvstow.control.openop import OpenTierOp
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.tierops import TierLedger
-from kvstow.messages import Completion, TierOp
+from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks
 
@@ -92,6 +91,38 @@ def test_a_short_rank_cuts_the_tail_of_a_fetch(make_node: MakeNode, objects: Obj
     assert slots_of(node) == {"free": 6, "cached": 2}
 
 
+def test_the_worst_rank_says_what_the_store_could_not_do(make_node: MakeNode, objects: Objects) -> None:
+    node = make_node(ranks=2)
+    in_store(objects, KEYS, 2)
+    op = only(node.fetch(KEYS[:4]))
+    node.deliver()
+    for rank, failed in ((1, 3), (0, 0)):
+        node.move(rank, op, 4 - failed)
+        done = TierCompletion(op.op_id, "done", moved=4 - failed, failed=failed, full=bool(failed))
+        node.engine.complete(rank, node.ranks[rank].boot_id, [done])
+    (settled,) = node.tier.take_settled()
+    assert (settled.moved, settled.failed, settled.full) == (1, 3, True)
+
+
+def test_blocks_beyond_what_a_session_has_registered_are_not_put(clock: FakeClock) -> None:
+    pool = SharedPool(EngineConfig(slot_bytes=64, capacity_slots=8), clock=clock)
+    pool.add_extent(8)
+    pool.set_populated(8)
+    session = AttachedSession(pool, 1, "engine", "model")
+    rank = FakeRank(session, 0, {})
+    rank.pin(8)
+    node = TierNode(session, [rank], {})
+    node.store(KEYS)
+    session.watermark = 4
+    slots = session.namespace.keys.slots_of(KEYS)
+    beyond = [key for key, slot in zip(KEYS, slots, strict=True) if slot is not None and slot >= 4]
+    assert len(beyond) == 4
+    assert node.tier.out_of_reach(KEYS) == beyond
+    (op,) = node.tier.put_coldest("f", 8, (), most=8)
+    assert set(op.keys) == set(KEYS) - set(beyond)
+    node.run_all()
+
+
 def test_a_rank_that_fails_makes_a_miss_of_the_fetch(make_node: MakeNode, objects: Objects) -> None:
     node = make_node()
     in_store(objects, KEYS[:2], 3)
@@ -105,6 +136,38 @@ def test_a_rank_that_fails_makes_a_miss_of_the_fetch(make_node: MakeNode, object
     assert slots_of(node) == {"free": 8}
     settled = node.tier.take_settled()
     assert [(one.moved, one.error) for one in settled] == [(0, "rank 1: injected")]
+
+
+MORE = [bytes([0, 1, number]) for number in range(4)]
+
+
+def test_a_put_is_no_use_of_blocks_that_nobody_has_used(make_node: MakeNode) -> None:
+    """Else all that is written through to the store would count as used, and a scan would displace used blocks."""
+    node = make_node(policy="arc")
+    node.store(KEYS[:2])
+    assert node.loaded(KEYS[:2]) == 2
+    node.store(KEYS[2:6])
+    node.put(KEYS[2:6])
+    node.run_all()
+    node.store(MORE)
+    assert node.engine.lookup(KEYS[:2]) == 2, "the used blocks make room for new ones"
+    assert slots_of(node) == {"cached": 8}
+
+
+@pytest.mark.parametrize("use", ["load", "store"])
+def test_blocks_that_are_used_during_their_put_are_used_blocks(make_node: MakeNode, use: str) -> None:
+    node = make_node(policy="arc")
+    node.store(KEYS[:2])
+    node.put(KEYS[:2])
+    if use == "load":
+        assert node.loaded(KEYS[:2]) == 2
+    else:
+        assert node.engine.begin_store(KEYS[:2], [1, 2]).op is None, "another request has computed them, too"
+    node.run_all()
+    node.store(KEYS[2:6])
+    node.store(MORE)
+    assert node.engine.lookup(KEYS[:2]) == 2
+    assert slots_of(node) == {"cached": 8}
 
 
 def test_rank_0_puts_last_and_only_what_all_others_have_put(make_node: MakeNode, objects: Objects) -> None:
@@ -314,6 +377,7 @@ def test_a_store_that_hangs_stops_no_load_or_store(make_node: MakeNode, clock: F
     assert node.loaded(KEYS[4:]) == 2
     node.run(0, put)
     node.run(0, fetch)
+    assert [one.direction for one in node.tier.take_settled()] == ["put"], "the fetch has ended for the host"
     assert engine.lookup(KEYS[2:]) == 0, "an abandoned fetch stays invisible"
     assert slots_of(node) == {"free": 4, "cached": 4}
 
@@ -462,28 +526,8 @@ def test_with_all_safeguards_nothing_goes_wrong() -> None:
     run_schedules(300)
 
 
-def rank_0_is_first(patch: pytest.MonkeyPatch) -> None:
-    """That another rank's object is there is only checked in `test_rank_0_puts_last...`: here it shows in the plans."""
-
-    def plan_all(self: TierLedger, entry: OpenTierOp) -> None:
-        entry.waits_for_others = False
-        self.plans.extend((rank, entry.tier_op) for rank in sorted(entry.pending))
-
-    patch.setattr(TierLedger, "begin", plan_all)
-
-
-def short_ranks_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    accept = TierLedger.accept
-
-    def believe_all(self: TierLedger, entry: OpenTierOp, completion: Completion) -> None:
-        accept(self, entry, completion)
-        entry.moved = len(entry.tier_op.slots)
-
-    patch.setattr(TierLedger, "accept", believe_all)
-
-
 def puts_hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "hold", lambda self, slots: None)
+    patch.setattr(Index, "hold", lambda self, slots, is_put=False: None)
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 
@@ -501,7 +545,7 @@ def test_taking_out_a_safeguard_is_noticed(
 
 
 def test_a_put_of_rank_0_before_the_others_is_noticed(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_0_is_first(monkeypatch)
+    rank_0_puts_first(monkeypatch)
     node = make_node()
     node.store(KEYS[:3])
     node.put(KEYS[:3])

@@ -18,6 +18,8 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConflictError, CopyError, InvalidRequestError, PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
+from kvstow.memory import pace
+from kvstow.memory.extentmapping import ExtentMapping
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pace import FixedPace
@@ -418,3 +420,106 @@ def test_copies_reach_every_extent(make_pool: MakePool, extents: Extents, eventu
     for pages, expected in zip(kv, before, strict=True):
         assert (pages[back] == expected[blocks]).all()
     device.close()
+
+
+class Stepping:
+    """A pool with one extent, whose host makes steps. The pinning thread has mapped several chunks of it. Only a few
+    are registered, because this thread is the host's."""
+
+    def __init__(self, extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
+            monkeypatch.setattr(pace, name, 2 * MIB)
+        self.clock, self.registrar = FakeClock(), FakeRegistrar()
+        self.pool = MappedPool(64 << 10, self.registrar, clock=self.clock, cpu_clock=self.clock)
+        self.fd = extents.create(64 * MIB)
+        self.step()
+        self.pool.start()
+        grant(self.pool, self.fd)
+        eventually(lambda: mapped_bytes() == 16 * MIB)
+        eventually(lambda: self.step() and self.pool.pinned_slots)
+
+    def step(self) -> bool:
+        self.pool.steps.begin()
+        self.clock.advance(0.010)
+        self.pool.steps.launched()
+        self.pool.steps.end()
+        return True
+
+
+def test_an_extent_that_is_revoked_while_its_chunks_are_registered_goes_at_once(
+    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping = Stepping(extents, eventually, monkeypatch)
+    try:
+        calls = stepping.registrar.calls
+        stepping.pool.revoke([1])
+        eventually(lambda: stepping.step() and stepping.pool.take_released() == [1])
+        assert (stepping.registrar.calls, stepping.registrar.registered, mapped_bytes()) == (calls, {}, 0)
+    finally:
+        stepping.pool.close()
+
+
+def test_a_new_session_ends_the_growth_of_the_one_before_and_registers_the_rest_once_granted(
+    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping = Stepping(extents, eventually, monkeypatch)
+    try:
+        calls = stepping.registrar.calls
+        stepping.pool.begin_session()
+        for _ in range(50):
+            stepping.step()
+        eventually(lambda: mapped_bytes() == calls * 2 * MIB)
+        assert stepping.registrar.calls == calls
+        stepping.pool.keep([1])
+        grant(stepping.pool, stepping.fd)
+        eventually(lambda: stepping.step() and stepping.pool.pinned_slots == 1024)
+        assert stepping.registrar.calls == 32
+    finally:
+        stepping.pool.close()
+
+
+def test_chunks_of_two_extents_that_were_populated_in_vain_are_given_back(
+    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
+        monkeypatch.setattr(pace, name, 2 * MIB)
+    clock = FakeClock()
+    pool = MappedPool(64 << 10, FakeRegistrar(), clock=clock, cpu_clock=clock)
+    try:
+        pool.steps.begin()  # nobody makes the calls
+        for number in range(2):
+            grant(pool, extents.create(4 * MIB), first=64 * number, extent_id=number)
+        pool.start()
+        eventually(lambda: pool.status().resident_bytes == 8 * MIB)
+        pool.begin_session()
+        eventually(lambda: pool.status().resident_bytes == 0)
+        assert mapped_bytes() == 0
+    finally:
+        pool.close()
+
+
+def test_beside_an_idle_host_another_thread_maps_memory_than_the_one_that_registers_it(
+    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that attaches registers what the service has kept, with nothing else to do."""
+    chunk, mapping, threads = 2 * MIB, ExtentMapping.map, list[str]()
+    for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
+        monkeypatch.setattr(pace, name, chunk)
+
+    def noted(extent: ExtentMapping, start: int, end: int) -> None:
+        threads.append(threading.current_thread().name)
+        mapping(extent, start, end)
+
+    monkeypatch.setattr(ExtentMapping, "map", noted)
+    pool = MappedPool(64 << 10, FakeRegistrar(), cpu_clock=FakeClock())
+    try:
+        grant(pool, extents.create(chunk))
+        grant(pool, extents.create(19 * chunk), first=32, extent_id=2)
+        pool.start()
+        eventually(lambda: pool.pinned_slots == 20 * 32)
+        assert pool.registered_slots() == [(1, 32), (2, 19 * 32)]
+        assert mapped_bytes() == pool.status().resident_bytes == 20 * chunk
+        assert threads[0] == "kvstow-pin", "so that the first slots can be used soon"
+        assert any(name.startswith("kvstow-ahead") for name in threads)
+    finally:
+        pool.close()

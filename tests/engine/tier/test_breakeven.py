@@ -37,6 +37,16 @@ def test_no_request_waits_for_a_store_that_was_not_measured(even: BreakEven) -> 
     assert "not been measured" in estimate.reason
 
 
+def test_a_fetch_may_pay_once_the_store_was_measured(even: BreakEven, clock: FakeClock) -> None:
+    assert BreakEven(SLOT, TOKENS, clock).may_pay, "the prefill speed is unknown"
+    assert not even.may_pay
+    measure(even, 20_000)
+    assert even.may_pay
+    measure(even, 1_000)
+    assert not even.decide(5, 5, 0).pays
+    assert not even.may_pay
+
+
 def test_the_decision_compares_times(even: BreakEven) -> None:
     measure(even, 20_000)
     estimate = even.decide(5, 5, 0)
@@ -70,7 +80,18 @@ def test_the_prefill_speed_is_measured_unless_it_is_known(clock: FakeClock, even
         assert one.compute_seconds(5) == pytest.approx(0.5)
     measured.note_prefill(0, 0.5)
     measured.note_prefill(100, 0.5)
-    assert 0.4 < (measured.compute_seconds(5) or 0) < 0.5
+    assert measured.compute_seconds(5) == pytest.approx(0.25)
+
+
+def test_one_slow_step_makes_no_fetch_pay(clock: FakeClock) -> None:
+    even = BreakEven(SLOT, TOKENS, clock)
+    even.note_prefill(100, 100.0)  # the first one: kernels are compiled
+    measure(even, 9_000)
+    for _ in range(4):
+        even.note_prefill(100, 1.0)
+    assert not even.decide(5, 5, 0).pays
+    even.note_prefill(100, 100.0)
+    assert not even.decide(5, 5, 0).pays
 
 
 def test_the_store_is_measured_now_and_then_while_no_fetch_pays(even: BreakEven, clock: FakeClock) -> None:

@@ -132,3 +132,13 @@ def test_old_answers_make_room(table: LookupTable, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvstow.tier.lookups._MAX_ANSWERS", 2)
     table.note([b"a", b"b", b"a", b"c"], present=True)
     assert presence(table, [b"a", b"b", b"c"]) == [True, None, True]
+
+
+def test_what_the_store_has_is_believed_for_5_s() -> None:
+    clock = FakeClock()
+    table = LookupTable(clock)
+    table.note([b"k"], present=True)
+    clock.advance(4.9)
+    assert table.known([b"k"]) == [True]
+    clock.advance(0.1)
+    assert table.known([b"k"]) == [None]

@@ -16,16 +16,16 @@ def test_the_average_follows_the_times_of_the_calls() -> None:
 
 def test_the_recent_rate_is_that_of_most_bytes() -> None:
     recent = RecentRate()
-    assert recent.bytes_per_second is None
+    assert recent.per_second is None
     recent.observe(0, 1.0)
-    assert recent.bytes_per_second is None
+    assert recent.per_second is None
     recent.observe(1000, 1.0)
     for _ in range(8):
         recent.observe(10, 1.0)  # small ones, which take as long
-        assert recent.bytes_per_second == 1000
+        assert recent.per_second == 1000
     for _ in range(9):
         recent.observe(500, 1.0)
-    assert recent.bytes_per_second == 500
+    assert recent.per_second == 500
 
 
 def test_empty_calls_measure_nothing() -> None:

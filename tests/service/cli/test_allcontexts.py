@@ -51,7 +51,6 @@ class Mute:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._is_slow, self._ended = is_slow, threading.Event()
-        self.asked = 0
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -61,7 +60,6 @@ class Mute:
                 connected, _ = self._listener.accept()
             except OSError:
                 return
-            self.asked += 1
             thread = threading.Thread(target=self._answer, args=(connected,))
             self._threads.append(thread)
             thread.start()
@@ -153,11 +151,14 @@ def test_a_server_that_does_not_answer_in_time_holds_nobody_up(
     run: Any, two: Any, name_servers: Any, mute: Mute
 ) -> None:
     name_servers(mute=mute.url)
-    outcome = run(*GET, "pools", "--request-timeout", "2s")
-    assert outcome.exit_code == 6
+    for timeout in ("1s", "4s", "16s", "64s"):  # a slow machine may need more than one second for the others
+        outcome = run(*GET, "pools", "--request-timeout", timeout)
+        assert outcome.exit_code == 6
+        assert f"context mute ({mute.url}): " in outcome.stderr
+        assert "did not answer" in outcome.stderr
+        if "context east" not in outcome.stderr and "context west" not in outcome.stderr:
+            break
     assert [row["CONTEXT"] for row in rows_of(outcome.stdout)] == ["east", "west"]
-    assert f"context mute ({mute.url}): " in outcome.stderr
-    assert "did not answer" in outcome.stderr
 
 
 def test_servers_are_asked_at_the_same_time() -> None:
@@ -170,10 +171,11 @@ def test_servers_are_asked_at_the_same_time() -> None:
 
 
 def test_a_server_that_hangs_is_not_asked_again_before_it_has_answered() -> None:
-    asked, released = list[int](), threading.Event()
+    asked, is_asked, released = list[int](), threading.Event(), threading.Event()
 
     def hang(client: Any) -> str:
         asked.append(1)
+        is_asked.set()
         released.wait(60)
         return "late"
 
@@ -181,10 +183,12 @@ def test_a_server_that_hangs_is_not_asked_again_before_it_has_answered() -> None
     for _ in range(3):
         answers = servers.ask(hang)
         assert [str(one.error) for one in answers.failures] == ["it did not answer within 0.05 s"]
+        assert is_asked.wait(60), "its thread may begin after the deadline"
     assert asked == [1]
     released.set()
-    deadline = time.monotonic() + 30
-    while not servers.ask(lambda client: "now").views:
+    deadline = time.monotonic() + 60
+    while asked == [1]:
+        servers.ask(lambda client: asked.append(2))
         assert time.monotonic() < deadline
 
 

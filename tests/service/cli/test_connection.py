@@ -10,7 +10,7 @@ import trustme
 
 from kvstow.errors import ConfigError
 from kvstow_api.client import ApiError
-from kvstow_api.views import ProblemView
+from kvstow_api.views.problems import ProblemView
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.contexts import Context, ContextFile

@@ -13,7 +13,7 @@ import yaml
 from tests.service.cli.terminal import Terminal
 
 from kvstow_api.client import ApiError
-from kvstow_api.views import ProblemView
+from kvstow_api.views.problems import ProblemView
 from kvstow_service.cli.get import _watch
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]

@@ -102,7 +102,7 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--pool-slots", "0"), "capacity_slots is 0"),
+        (("--pool-slots", "0"), "'--pool-slots': 0 is not in the range x>=1"),
         (("--slot-size", "lots"), "--slot-size is 'lots'"),
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
         (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: --slot-size or --shape"),
@@ -111,9 +111,12 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--device", "jax", "--copy-strategy", "staged"), "--copy-strategy is 'staged'; allowed: auto, as jax"),
         (("--copy-strategy", "best"), "--copy-strategy is 'best'; allowed: auto or staged or direct"),
         (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
-        (("--concurrency", "0"), "concurrency is 0"),
-        (("--rate", "-1"), "rate is -1.0"),
+        (("--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
+        (("--rate", "-1"), "'--rate': -1.0 is not in the range x>0"),
         (("--kv-blocks", "2"), "the KV cache 2; allowed"),
+        (("--kv-blocks", "0"), "'--kv-blocks': 0 is not in the range x>=1"),
+        (("--ranks", "0"), "'--ranks': 0 is not in the range x>=1"),
+        (("--device", "cuda"), "--device cuda cannot be used with --no-data: nothing is copied"),
         (("--rate", "1", "--time-scale", "1"), "not both"),
         (("--engines", "2"), "--engines 2 needs --attach"),
         (("--attach", "unix:/run/kvstow.sock"), "--no-data cannot be used with --attach"),
@@ -123,7 +126,7 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--nodes", "2", "--concurrency", "2"), "--concurrency 2 cannot be used with --nodes"),
         (("--routing", "random"), "--routing random needs --nodes"),
         (("--tier-write", "back"), "--tier-write back needs --tier"),
-        (("--prefill-rate", "0"), "prefill_rate is 0.0; allowed: more than 0"),
+        (("--prefill-rate", "0"), "'--prefill-rate': 0.0 is not in the range x>0"),
     ],
 )
 def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
@@ -182,10 +185,10 @@ def test_the_summary_says_what_the_tier_did(trace: str) -> None:
         (("--attach", "/run/kvstow.sock"), "--attach is '/run/kvstow.sock'; allowed: unix:PATH or unix:///PATH"),
         (("--attach", "unix://host/path"), "--attach is 'unix://host/path'; allowed: unix:PATH or unix:///PATH"),
         (("--attach", "unix:/a", "--policy", "arc"), "--policy arc cannot be used with --attach: the pool is the serv"),
-        (("--attach", "unix:/a", "--pool-slots", "0"), "capacity_slots is 0"),
+        (("--attach", "unix:/a", "--pool-slots", "0"), "'--pool-slots': 0 is not in the range x>=1"),
         (("--attach", "unix:/a", "--kv-blocks", "2"), "the KV cache 2; allowed"),
         (("--attach", "unix:/a", "--device", "jax"), "--device jax cannot be used with --attach: engines on JAX embed"),
-        (("--attach", "unix:/a", "--concurrency", "0"), "concurrency is 0"),
+        (("--attach", "unix:/a", "--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
     ],
 )
 def test_invalid_options_of_an_attached_replay_start_nothing(

@@ -14,7 +14,7 @@ import yaml
 from tests.service.cli.terminal import Terminal
 
 from kvstow_api.history import FIGURES, METRICS, HistoryView, NowView, SampleView, lines_of, now_of
-from kvstow_api.views import DoctorView, FindingView
+from kvstow_api.views.doctor import DoctorView, FindingView
 from kvstow_service.cli.plot import METRICS as OFFERED
 from kvstow_service.cli.sparkline import sparkline, squeeze
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 from tests.service.node.fakehost import FakeHost
+from tests.service.node.hostbench import HostBench
 
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import AttachConnection
@@ -173,3 +174,27 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
 @pytest.fixture
 def node(make_node: MakeNode) -> Node:
     return make_node()
+
+
+MakeBench = Callable[..., HostBench]
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
+    """Benches that are closed at the end; none leaves a descriptor open."""
+    before = len(os.listdir("/proc/self/fd"))
+    made: list[HostBench] = []
+
+    def make(**options: Any) -> HostBench:
+        made.append(HostBench(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def bench(make_bench: MakeBench) -> HostBench:
+    return make_bench()

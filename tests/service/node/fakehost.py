@@ -16,6 +16,7 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
+    LookupPrompt,
     Pending,
     Prefill,
     ResetDone,
@@ -87,6 +88,9 @@ class FakeHost:
             self.held.append(lambda: later(self._found(session_id, call)))
             return Pending()
         return self._found(session_id, call)
+
+    def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
+        return self.lookup(session_id, Lookup(call.keys, Hold.NOTHING), later)
 
     def answer_held(self) -> None:
         """On the server's thread, the newest first."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.service.node.rawengine import HELLO, SLOT_BYTES, key_of
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -40,6 +40,10 @@ from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 
 EXTENT = 2 << 20
 ROW_SLOTS = EXTENT // SLOT_BYTES
+ONE_RANK = replace(HELLO, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
+ONE_RANK_OTHER = replace(
+    ONE_RANK, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1, kv_cache_dtype="fp8")
+)
 
 
 @dataclass
@@ -275,3 +279,14 @@ class HostBench:
     def close(self) -> None:
         self.memory.close()
         self.memory.memory.close()
+
+
+def grown(bench: HostBench, hello: Any = ONE_RANK, rows: int = 4, **fields: Any) -> Engine:
+    """An engine whose pool is full."""
+    engine = bench.start(hello, **fields)
+    for start in range(0, rows * ROW_SLOTS, 8):
+        engine.store(*range(start, start + 8))
+        bench.run()
+        engine.register()
+    assert len(engine.pool.extents) >= rows
+    return engine

@@ -133,9 +133,9 @@ def test_every_block_is_found_again_and_has_its_bytes(pod: Pod) -> None:
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
     assert pod.pool().facade.stats().stores["stored"] == 0
     assert {os.fstat(fd).st_ino for worker in engine.workers for fd in worker.fds.values()} == inodes
-    pod.eventually(lambda: node.memory.allocated_bytes == EXTENTS * EXTENT_BYTES, "never a second pool")
+    pod.eventually(lambda: node.memory.figures.allocated_bytes == EXTENTS * EXTENT_BYTES, "never a second pool")
     pod.eventually(lambda: not pod.is_waiting())
-    assert (node.host.given_up_extents, node.memory.faults, node.memory.failures) == (0, 0, ())
+    assert (node.host.handovers.given_up_extents, node.memory.faults, node.memory.figures.failures) == (0, 0, ())
     engine.store_all([key_of(number) for number in range(100, 300)])  # it grows and evicts as usual
     pod.pool().check_integrity()
     infos = KeeperClient.look(pod.state).infos
@@ -203,7 +203,7 @@ def is_given_up(pod: Pod) -> bool:
     assert [call.answer(AdoptedExtents).extent_ids for call in calls] == [(), ()]
     heir.store_all(KEYS[:2])
     given_up = sum(len(worker.fds) for worker in pod.engine.workers)
-    return pod.node.host.given_up_extents == given_up and found(heir) == 2
+    return pod.node.host.handovers.given_up_extents == given_up and found(heir) == 2
 
 
 def test_a_pool_that_is_taken_over_in_part_ends_the_service_and_gets_no_engine(
@@ -264,7 +264,7 @@ def test_without_the_journal_memory_is_given_up_and_a_new_pool_begins(pod: Pod) 
     for worker, old in zip(heir.workers, pod.engine.workers, strict=True):
         worker.hand_back(old)
     heir.store_all(KEYS[:2])
-    assert pod.node.host.given_up_extents == sum(len(old.fds) for old in pod.engine.workers)
+    assert pod.node.host.handovers.given_up_extents == sum(len(old.fds) for old in pod.engine.workers)
 
 
 def test_with_its_first_extent_a_worker_has_a_roster_that_names_it_and_the_extent(pod: Pod) -> None:

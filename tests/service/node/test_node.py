@@ -159,7 +159,7 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
         engine.store_all([key_of(number) for number in range((rows - 1) * ROW_SLOTS + 1)])
     engine.store_all([key_of(number) for number in range(3 * ROW_SLOTS + 1, 6 * ROW_SLOTS)])
     assert len(pool.extents) == 4, "two ranks"
-    assert node.memory.spare_bytes == 0
+    assert node.memory.figures.spare_bytes == 0
     assert pool.facade.stats().evicted_for_capacity == 2 * ROW_SLOTS
 
 
@@ -167,7 +167,7 @@ def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engine
     node = make_node(extents=8)
     first = engines(node)
     first.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
-    first.wait_for(lambda: node.memory.spare_bytes == 0)
+    first.wait_for(lambda: node.memory.figures.spare_bytes == 0)
     second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
     keys = [key_of(number) for number in range(ROW_SLOTS)]
 
@@ -188,7 +188,7 @@ def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: Ma
     directory = NodeDirectory(node)
     first = engines(node)
     first.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
-    first.wait_for(lambda: node.memory.spare_bytes == 0)
+    first.wait_for(lambda: node.memory.figures.spare_bytes == 0)
     total = 8 * EXTENT
     (pool,) = directory.pools()
     assert (pool.granted_bytes, pool.due_bytes, directory.memory().granted_bytes) == (total, total, total)
@@ -265,7 +265,7 @@ def test_an_operator_ends_a_session(
     eventually(lambda: not directory.sessions())
     directory.delete_pool(pool.name)
     assert directory.pools() == []
-    eventually(lambda: node.memory.spare_bytes == 8 * EXTENT)
+    eventually(lambda: node.memory.figures.spare_bytes == 8 * EXTENT)
 
 
 def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, engines: Engines) -> None:

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ import trustme
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow_service.admin.server import _EmbeddedUvicorn
+from kvstow_service.node import nodeprocess
 from kvstow_service.node.node import Node
 from kvstow_service.node.nodeprocess import node_settings, public_settings, require_memory, run_service
 from kvstow_service.node.settings import Settings, load_settings
@@ -209,6 +211,45 @@ def test_a_signal_drains_while_both_servers_answer(base: dict[str, Any], eventua
     watcher.join()
     assert watcher.done.is_set()
     assert states == ["draining"]
+
+
+class _Draining:
+    """Stands for time, and for the switches of a node whose two transfers end at a time."""
+
+    def __init__(self, end: float) -> None:
+        self._end, self.now = end, 0.0
+        self.orders: list[tuple[str, float]] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def drain(self, mode: str, deadline: float) -> None:
+        self.orders.append((mode, deadline))
+
+    @property
+    def drain_status(self) -> Any:
+        return SimpleNamespace(drained=self.now >= self._end, pending_transfers=2)
+
+
+@pytest.mark.parametrize(("end", "seconds", "said"), [(3.0, 3.0, []), (100.0, 7.0, ["2 transfers did not end in 5 s"])])
+def test_a_drain_ends_with_the_last_transfer_or_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    base: dict[str, Any],
+    end: float,
+    seconds: float,
+    said: list[str],
+) -> None:
+    settings = Settings(**{**base, "shutdown_delay": "2s", "drain_deadline": "5s"})
+    draining = _Draining(end)
+    monkeypatch.setattr(nodeprocess, "time", draining)
+    nodeprocess._drain(cast("Any", SimpleNamespace(switches=draining)), settings)
+    assert draining.orders == [("all", 5.0)]
+    assert draining.now == pytest.approx(seconds, abs=0.2)
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 class _Visitor(Watcher):

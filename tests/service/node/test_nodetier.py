@@ -14,12 +14,14 @@ import pytest
 from tests.service.conftest import Eventually
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 
-from kvstow.attach.calls import Found, Lookup, Prefill, Reset, ResetDone
+from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
 from kvstow.attach.kinds import VersionRange
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.errors import ConfigError, ConflictError, TierUnavailableError
+from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledLookups, ControlledStore, ControlledTransfers, Gate
 from kvstow.tier.fingerprint import TIER_FAILED
@@ -82,7 +84,7 @@ def make_node(tmp_path: Path, store: ControlledStore, monkeypatch: pytest.Monkey
     """Nodes that use the store, and wait for it as long as it takes. They are closed at the end; none leaves a
     descriptor open."""
     patient = partial(TierSettings, deadline=60.0, lookup_wait=60.0)
-    monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
+    monkeypatch.setattr("kvstow_service.node.tier.openstore.TierSettings", patient)
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
     before = len(os.listdir("/proc/self/fd"))
@@ -194,6 +196,40 @@ def test_an_answer_that_takes_time_delays_no_other_one(
     assert call.is_pending
 
 
+WINDOW = replace(POOL.groups[0], kind="window a", window=40)
+WINDOWED = replace(NAMED, pool=replace(POOL, groups=(*POOL.groups, WINDOW)))
+"""A window of two blocks and a half."""
+
+
+def test_of_several_groups_what_a_hit_needs_is_fetched(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    full = [make_key(0, key_of(number)[2:]) for number in range(8)]
+    window = [make_key(3, key_of(number)[2:]) for number in range(8)]  # groups of scratch have numbers, too
+    elsewhere = engines(make_node(), WINDOWED)
+    elsewhere.store_until_found(full + window[:6])
+    elsewhere.wait_for(lambda: store.num_objects == 28)
+    engine = engines(make_node(), WINDOWED)
+    calls = [engine.scheduler.call(LookupPrompt(full + window))]
+
+    def is_fetched() -> bool:
+        if calls[-1].done and not calls[-1].answer(Found).runs:
+            calls.append(engine.scheduler.call(LookupPrompt(full + window)))
+        return calls[-1].done
+
+    engine.wait_for(is_fetched)
+    assert calls[-1].is_pending
+    assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
+    lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
+    assert lease.leading == 9
+    engine.release(lease.lease_id)
+    assert engine.lookup(full + window, Hold.NOTHING).runs == ((0, 6), (11, 3)), "it does not wait for the store"
+    batches = len(store.batches)
+    call = engine.scheduler.call(LookupPrompt(full[:6] + window[:6]))
+    engine.wait_for(lambda: call.done)
+    assert len(store.batches) == batches, "no hit can be longer"
+
+
 def test_an_engine_that_knows_no_late_answers_gets_none(
     make_node: MakeNode, engines: Engines, store: ControlledStore
 ) -> None:
@@ -243,7 +279,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
     assert [one.sessions for one in node.host.namespaces()] == [0]
     eventually(lambda: node.memory.memory.budget.fair_shares() == {}, "the end of what was asked for")
     node.host.delete_pool(pool.name)
-    eventually(lambda: node.memory.spare_bytes == node.memory.total_bytes, "the pool's memory")
+    eventually(lambda: node.memory.figures.spare_bytes == node.memory.total_bytes, "the pool's memory")
     assert node.memory.faults == 0
     eventually(lambda: not node.tier.closing_pools, "the pool's name")
 
@@ -280,7 +316,7 @@ def test_after_a_reset_nothing_is_put_or_fetched_until_the_weights_have_a_name(
         (HELLO, "weights_unknown"),
         (replace(NAMED, namespace=replace(NAMESPACE, unshared="hashes_not_reproducible: ...")), "hashes_not_repro"),
         (replace(NAMED, namespace=replace(NAMESPACE, epoch=7)), "weights_changed"),
-        (replace(NAMED, pool=replace(POOL, groups=(replace(POOL.groups[0], kind="window", window=8),))), "KV groups"),
+        (replace(NAMED, pool=replace(POOL, groups=(replace(POOL.groups[0], kind="torus"),))), "KV groups"),
     ],
 )
 def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
@@ -298,9 +334,9 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
 
 
-def test_no_name_switches_on_a_tier_for_kv_groups_that_it_cannot_fetch(make_node: MakeNode, engines: Engines) -> None:
+def test_no_name_switches_on_a_tier_for_kv_groups_that_it_does_not_know(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
-    group = replace(POOL.groups[0], kind="window", window=8)
+    group = replace(POOL.groups[0], kind="torus")
     engine = engines(node, replace(NAMED, pool=replace(POOL, groups=(group,))))
     engine.wait_for(lambda: node.tier.host.tiers())
     with pytest.raises(ConflictError, match="KV groups"):
@@ -329,6 +365,7 @@ def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_atta
     with pytest.raises(ConflictError, match="tier_failed"):
         node.tier.host.name_weights(only_pool(node).name, None, "v2")
     engine.store_until_found(keys_of(0, 4))
+    assert tier_of(node)._early is None, "what is stored is kept for nobody"
     node.tier.host.detach()
     assert node.tier.host.tiers() == []
     monkeypatch.setattr(tierhost, "open_store", lambda url, **_: ControlledStore())
@@ -396,6 +433,29 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
     assert pool_tier.has_ended.wait(30)
     eventually(lambda: pool.facade.stats().faults.errors["host"] == 1, "the count of errors")
     eventually(lambda: not [session for session in pool.attached() if not session.is_engine], "the tier's sessions")
+
+
+def test_memory_that_cannot_be_mapped_is_shown_and_costs_hits_alone(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(MappedRank, "add", fail)
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    assert engine.load(keys_of(0, 4)) == 4
+
+    def failures() -> list[str]:
+        clients = [client for one in node.tier.host.tiers() for client in one.clients]
+        return [f"{one.purpose}: {one.health.reason}" for one in clients if one.health.state == "failed"]
+
+    engine.wait_for(failures)
+    assert failures()[0].startswith(f"transfers of pool {only_pool(node).name}: memory of rank ")
+    assert "could not be mapped: injected" in failures()[0]
+    engine.wait_for(lambda: only_pool(node).facade.stats().faults.errors["host"])
+    assert store.num_objects == 0
 
 
 def test_the_speed_of_prefill_comes_from_the_engines(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -16,13 +15,6 @@ from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 OTHER = replace(HELLO, namespace=replace(NAMESPACE, weights_id="others"))
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[HostBench]:
-    bench = HostBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 def change(kind: Literal["stored", "removed"], *numbers: int) -> BlockChange:

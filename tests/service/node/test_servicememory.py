@@ -49,6 +49,7 @@ def journal_bytes(pid: int) -> int:
 def test_a_million_cached_slots_take_at_most_320_bytes_each(service: RealService, tmp_path: Path) -> None:
     """RssAnon and the journal of the index, besides 120 MiB for the service itself."""
     (tmp_path / "state").mkdir(mode=0o700)
+    service.running.callback(end_keeper, tmp_path / "state")
     service.serve("--memory", "64MiB", "--extent-size", "2MiB", "--state", str(tmp_path / "state"))
     pid = service.process.pid
     before = anonymous_bytes(pid)

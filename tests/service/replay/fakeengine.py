@@ -22,7 +22,7 @@ def progress(spec: EngineSpec, finished: int, in_flight: tuple[int, ...], *, is_
     """`finished` counts from the first request that is not in flight."""
     tally = Tally(requests=finished, blocks=sum(len(one.hash_ids) for one in spec.requests), first_blocks=7)
     position = Position(in_flight, finished + len(in_flight))
-    return Progress(tally, position, 1.0, 100, 1, 0.0, None, is_last)
+    return Progress(tally, position, 1.0, 100, 1, 0.0, None, 0, is_last)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 
 from kvstow.config import EngineConfig
-from kvstow.control.fleettier import TierSettings
+from kvstow.control.tiersettings import TierSettings
 from kvstow.stats import SlotCounts
 from kvstow.tier.store import TierStore
 from kvstow_service.replay.driver import blocks_needed

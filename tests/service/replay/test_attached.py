@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstow.control.tiersettings import TierSettings
+from kvstow.tier.memorystore import MemoryStore
+from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.enginepipe import EngineSpec
@@ -21,7 +25,9 @@ from kvstow_service.replay.launcher import AttachedResult, Launcher
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.summary import attached_rows
 from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.tiers.tierhost import TierChoice
 
 pytestmark = pytest.mark.process
 
@@ -35,16 +41,23 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tier: TierChoice | None = None
         self._running = ExitStack()
         self.node: Node
 
     def start(self) -> None:
-        self.node = Node(NodeSettings(memory_bytes=64 * MIB, attach_socket=self.path, extent_bytes=16 * MIB))
+        self.node = Node(
+            NodeSettings(memory_bytes=64 * MIB, attach_socket=self.path, extent_bytes=16 * MIB, tier=self.tier)
+        )
         self.node.start()
         self._running.callback(self.node.close)
 
     def stop(self) -> None:
         self._running.close()
+
+    def tier_status(self) -> TierStatus:
+        (tier,) = self.node.tier.host.tiers()
+        return tier.status
 
     @property
     def used_slots(self) -> int:
@@ -115,6 +128,25 @@ def test_an_engine_finds_what_another_has_stored_and_shares_its_memory(
     assert 0 < service.used_slots <= 1.05 * alone
     assert both.total.stored_blocks == 0
     assert [engine.result.requests for engine in both.engines] == [60, 60]
+
+
+def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
+    service: Service, requests: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = partial(TierSettings, deadline=DEADLINE_SECONDS, lookup_wait=DEADLINE_SECONDS)
+    monkeypatch.setattr("kvstow_service.node.tier.openstore.TierSettings", patient)
+    service.tier = TierChoice("memory:", MemoryStore(), "through")
+    service.start()
+    first = run(spec(service, requests))
+    eventually(lambda: service.tier_status().counters.put_blocks == first.total.stored_blocks)
+    service.stop()
+    service.start()
+    second = run(spec(service, requests))
+    assert_verified(second)
+    assert second.total.block_hit_rate > first.total.block_hit_rate
+    assert service.tier_status().counters.fetched_blocks > 0
+    assert second.waits > 0
+    assert dict(attached_rows(second))["tier"].startswith(f"{second.waits} look-ups waited for the service")
 
 
 def test_an_engine_that_is_killed_comes_back_to_a_hot_cache(service: Service, requests: list[TraceRequest]) -> None:

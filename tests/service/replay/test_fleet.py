@@ -15,8 +15,10 @@ from kvstow.testing.tier import ControlledStore
 from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import GetStatus, PutStatus
+from kvstow.tier.tierstatus import TierCounters
 from kvstow.tier.writepolicy import WriteMode
-from kvstow_service.replay.fleet import Fleet
+from kvstow_service.replay.fleet import Fleet, _together
+from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.router import Router, Routing
 from kvstow_service.replay.tieredoffload import TieredOffload
 from kvstow_service.replay.trace import TraceRequest, read_trace
@@ -41,6 +43,15 @@ def test_with_an_endless_tier_every_node_finds_what_any_has_stored(
     assert result.hit_blocks == hits_of_an_endless_tier(requests)
     assert result.tier is not None
     assert result.tier.counters.fetched_blocks > 0
+
+
+def test_the_last_decision_is_that_of_the_node_that_has_fetched_most(requests: list[TraceRequest]) -> None:
+    tier = replay(requests, MemoryStore()).tier
+    assert tier is not None
+    idle = replace(tier, decision="none", counters=TierCounters())
+    together = _together([PoolFigures(1, "lru", 0, one) for one in (idle, tier)]).tier
+    assert together is not None
+    assert (together.decision, together.counters) == (tier.decision, tier.counters)
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the production trace is not beside the checkout")

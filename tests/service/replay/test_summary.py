@@ -1,11 +1,14 @@
 import io
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from kvstow_service.replay.kv import Mismatch
+from kvstow_service.replay.launcher import AttachedResult, EngineResult
 from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.result import ReplayResult, Tally
-from kvstow_service.replay.summary import print_rows, summary_rows
+from kvstow_service.replay.summary import attached_rows, print_rows, summary_rows
 
 
 def freeze(tally: Tally) -> ReplayResult:
@@ -21,6 +24,16 @@ def test_trouble_is_spelled_out() -> None:
     assert rows["abandoned"] == "2 requests"
     assert rows["mismatches"] == "1 blocks"
     assert rows["wrong bytes"] == "key 01 in block 7, region 3 of rank 1"
+
+
+@pytest.mark.parametrize(
+    ("waits", "line"), [(0, "no look-up waited for the service: it has no"), (1200, "1,200 look-ups waited for the")]
+)
+def test_an_attached_replay_says_whether_it_met_a_fleet_tier(waits: int, line: str) -> None:
+    engine = EngineResult("replay-1", freeze(Tally()), (), 1, 0.0, None, waits)
+    result = AttachedResult(freeze(Tally()), (replace(engine, waits=0), engine))
+    assert result.to_json()["waits"] == waits
+    assert dict(attached_rows(result))["tier"].startswith(line)
 
 
 def test_a_rate_is_shown_only_where_bytes_were_moved() -> None:

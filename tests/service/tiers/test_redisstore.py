@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -17,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.engine.tier.storecontract import SLOT, TIMEOUT, Slots, StoreContract
 from tests.service.conftest import Eventually
+from tests.service.tiers.redisserver import Server
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
@@ -38,60 +35,12 @@ pytestmark = [
 
 SHORT = 1.0
 PASSWORD = "correct horse"
-_ports = count(46_379)
 
 ACCESS_LIST = f"""
 user default off
 user kvstow on >{PASSWORD.replace(" ", "_")} ~kvs1:* +set +get +exists +unlink +scan
 user reader on >{PASSWORD.replace(" ", "_")} ~kvs1:* +get +exists
 """
-
-
-class Server:
-    """Starts at once, without files of its own."""
-
-    def __init__(self, folder: Path, *options: str, tls_folder: Path | None = None) -> None:
-        self.port = next(_ports)
-        self._log = (folder / "log").open("ab")
-        ports = ["--port", str(self.port)]
-        if tls_folder is not None:
-            files = {"cert": "server.pem", "key": "server.key", "ca-cert": "ca.pem"}
-            named = (text for name, file in files.items() for text in (f"--tls-{name}-file", str(tls_folder / file)))
-            ports = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no", *named]
-        self.process = subprocess.Popen(
-            ["redis-server", "--bind", "127.0.0.1", *ports, "--save", "", "--appendonly", "no", *options],
-            cwd=folder,
-            stdout=self._log,
-            stderr=self._log,
-        )
-
-    def is_listening(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def stop(self) -> None:
-        """Returns when all its threads have stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._log.close()
-
-
-@pytest.fixture
-def serve(tmp_path_factory: pytest.TempPathFactory, eventually: Eventually) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def start(*options: str, tls_folder: Path | None = None) -> Server:
-        servers.append(Server(tmp_path_factory.mktemp("redis"), *options, tls_folder=tls_folder))
-        eventually(servers[-1].is_listening, "redis-server")
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 class TestRedisStore(StoreContract):

@@ -6,7 +6,8 @@ from typing import cast
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.stats import SlotCounts
 from kvstow.testing.rank import make_ranks

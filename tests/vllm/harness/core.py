@@ -64,7 +64,8 @@ class EngineCore:
         self._runner = Runner(self.sequences, [rank.cache for rank in ranks], report)
         self._setup, self._stream = setup, stream
         self._in_flight: deque[InFlight] = deque()
-        metadata = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in ranks}
+        places = {rank: (rank.rank, 0) if setup.stages else (0, rank.rank) for rank in ranks}
+        metadata = {place: rank.connector.get_handshake_metadata() for rank, place in places.items()}
         self.connector.set_xfer_handshake_metadata_pp_aware(metadata)
 
     @property

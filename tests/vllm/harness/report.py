@@ -11,7 +11,8 @@ _MOST_LINES = 20
 @dataclass
 class Report:
     """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
-    computed from their last token on, all of them being loaded."""
+    computed from their last token on, all of them being loaded. Of the fleet tier: `put_blocks`, `fetched_blocks`, and
+    `short_blocks`, which a fetch did not bring."""
 
     steps: int = 0
     finished: int = 0
@@ -26,6 +27,9 @@ class Report:
     loaded_blocks: int = 0
     whole_hits: int = 0
     stored_blocks: int = 0
+    put_blocks: int = 0
+    fetched_blocks: int = 0
+    short_blocks: int = 0
     problems: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:

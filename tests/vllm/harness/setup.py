@@ -61,9 +61,10 @@ class Setup:
     `attached`: to a node service whose answers come `answers` steps later, one of these at random. `layers`: two
     of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32 tokens; two
     of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a window of
-    512; one of full attention, and scratch. `drafts`: tokens that are proposed, and partly rejected, in each decode
-    step. `step_blocks`: how many the connector offers to its pool in a step. `hooks`: the order in which that version
-    of vLLM calls the worker's hooks.
+    512; one of full attention, and scratch. `stages`: the ranks are stages of a pipeline. `replicated`: all ranks have
+    the same KV. `tier`: there is a fleet tier, whose store forgets `forget_rate` of the objects of each rank.
+    `drafts`: tokens that are proposed, and partly rejected, in each decode step. `step_blocks`: how many the connector
+    offers to its pool in a step. `hooks`: the order in which that version of vLLM calls the worker's hooks.
     """
 
     name: str
@@ -73,6 +74,10 @@ class Setup:
     answers: tuple[int, ...] = (0, 1, 1, 1, 3)
     lazy: bool = False
     ranks: int = 1
+    stages: bool = False
+    replicated: bool = False
+    tier: bool = False
+    forget_rate: float = 0.0
     drafts: int = 0
     hooks: Hooks = "0.32"
     layout: str = "LBHNC"
@@ -109,9 +114,10 @@ class Geometry(NamedTuple):
 
 
 def make_vllm_config(setup: Setup, connector_module: str, extra: dict[str, Any]) -> VllmConfig:
-    """Of an engine with `setup.ranks` tensor-parallel ranks. On a CPU vLLM refuses asynchronous scheduling, and drafts
+    """Of an engine with `setup.ranks` ranks. On a CPU vLLM refuses asynchronous scheduling, and drafts
     beside it; so both are put in afterwards."""
-    parallel = ParallelConfig(tensor_parallel_size=setup.ranks, distributed_executor_backend="mp")
+    size = "pipeline_parallel_size" if setup.stages else "tensor_parallel_size"
+    parallel = ParallelConfig(**{size: setup.ranks}, distributed_executor_backend="mp")
     config = VllmConfig(
         model_config=_model(setup.max_model_len),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),

@@ -17,8 +17,8 @@ from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight
 from kvstow.devices.jax.loadbuffers import load_buffers
 from kvstow.devices.jax.loads import Loads, LoadTicket
-from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all
-from kvstow.devices.jax.rangecopier import RangeCopier
+from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all, copies_rows, small_pieces
+from kvstow.devices.jax.rangecopier import PAST_CACHE_BYTES, RangeCopier, cached_copy_bytes
 from kvstow.devices.jax.shards import ShardedKV
 from kvstow.devices.jax.stores import Gather, Stores, StoreTicket
 from kvstow.errors import ConfigError, CopyError
@@ -27,6 +27,7 @@ from kvstow.memory.slotpool import SlotPool
 HostMemory = Literal["auto", "plain", "pinned"]
 HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
 _LOAD_BUFFERS = 4  # of the largest size: one is filled, one is on the link, and the others wait for the host
+_PIECE_BYTES, _ROWS_PIECE_BYTES = 64 << 20, 16 << 20
 _ADVANCE_SECONDS = 2e-3  # small pieces are copied within; longer would delay the polls
 
 logger = logging.getLogger("kvstow.jax")
@@ -38,20 +39,23 @@ class JaxOptions:
 
     `host_memory`: "pinned" copies through JAX's pinned memory, "plain" through memory that devices and host share, as
     on the CPU; "auto" decides by the platform. `piece_bytes`: one program and one transfer to each device move at most
-    this much of an op; at least one block. `bytes_in_flight`: what the stores of a rank hold at once, on its devices
-    and in pinned memory, and what its loads hold; at least one piece each. A store beyond it waits, and needs its
-    blocks until then. `copy_threads`: how many threads copy between pinned memory and the pool.
+    this much of an op; at least one block. By default 64 MiB; 16 MiB on the CPU, where pieces are gathered while others
+    are copied, and are in a cache then. `bytes_in_flight`: what the stores of a rank hold at once, on its devices and
+    in pinned memory, and what its loads hold; at least one piece each. A store beyond it waits, and needs its blocks
+    until then. `copy_threads`: how many threads copy between pinned memory and the pool; 3 of 4 CPUs by default,
+    12 at most (one thread reaches a tenth of a fast link).
     """
 
     host_memory: HostMemory = "auto"
-    piece_bytes: int = 64 << 20
+    piece_bytes: int | None = None
     bytes_in_flight: int = 512 << 20
-    copy_threads: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    copy_threads: int = field(default_factory=lambda: max(1, min(12, (os.cpu_count() or 1) * 3 // 4)))
 
     def __post_init__(self) -> None:
         if self.host_memory not in HOST_MEMORY:
             raise ConfigError("host_memory", self.host_memory, " or ".join(HOST_MEMORY))
-        for key in ("piece_bytes", "bytes_in_flight", "copy_threads"):
+        keys = ["bytes_in_flight", "copy_threads"] + ["piece_bytes"] * (self.piece_bytes is not None)
+        for key in keys:
             value = getattr(self, key)
             if type(value) is not int or value < 1:
                 raise ConfigError(key, value, "a whole number, 1 or more")
@@ -93,14 +97,18 @@ class JaxDevice:
         self._launching = threading.Lock()
         self._stopped: CopyError | None = None
         pinned = options.host_memory == "pinned" or (options.host_memory == "auto" and platform != "cpu")
-        buckets = buckets_up_to(min(max(1, options.piece_bytes // slot_bytes), kv.num_blocks))
+        by_rows = copies_rows(kv)
+        piece_bytes = options.piece_bytes or (_ROWS_PIECE_BYTES if by_rows and not pinned else _PIECE_BYTES)
+        buckets = buckets_up_to(min(max(1, piece_bytes // slot_bytes), kv.num_blocks), pads_free=by_rows)
         self._most = buckets[-1]
-        programs = _compiled(kv, buckets, packed=pinned)
+        programs = _compiled(kv, buckets)
         num_largest = max(2, min(_LOAD_BUFFERS, options.bytes_in_flight // (self._most * slot_bytes)))
-        sizes = [*buckets[:-1], *[self._most] * num_largest]
-        buffers, self.notice = load_buffers(kv.devices, sizes, programs[0].widths, kv.dtype, pinned=pinned)
+        sizes = sorted([*buckets[:-1], *small_pieces(self._most)[:1], *[self._most] * num_largest])
+        buffers, self.notice = load_buffers(kv.devices, sizes, programs[0].width, kv.dtype, pinned=pinned)
         if self.notice is not None:
             logger.warning("%s", self.notice)
+        if pinned:
+            _log_cached_copies(kv.part_bytes)
         self._copier = RangeCopier(options.copy_threads)
         parts = kv, cell, programs, self._copier
         self._stores = Stores(*parts, buckets, BytesInFlight(options.bytes_in_flight), pinned=pinned)
@@ -198,10 +206,22 @@ class JaxDevice:
             )
 
 
-def _compiled(kv: ShardedKV, buckets: Sequence[int], *, packed: bool) -> list[DevicePrograms]:
+def _log_cached_copies(part_bytes: int) -> None:
+    """`part_bytes`: what a thread copies at once."""
+    cached = cached_copy_bytes()
+    if cached is not None and PAST_CACHE_BYTES <= part_bytes < cached:
+        logger.info(
+            "glibc copies up to %d bytes through the CPU's cache; stores and loads may be faster with "
+            "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=%d in the environment that this process starts with",
+            cached,
+            PAST_CACHE_BYTES,
+        )
+
+
+def _compiled(kv: ShardedKV, buckets: Sequence[int]) -> list[DevicePrograms]:
     """The programs of each device."""
     started = time.perf_counter()
-    programs = [DevicePrograms(kv, device, buckets, packed=packed) for device in kv.devices]
+    programs = [DevicePrograms(kv, device, buckets) for device in kv.devices]
     compile_all(programs, buckets, os.cpu_count() or 1)
     took = time.perf_counter() - started
     logger.info("compiled %d programs for each of %d devices in %.1f s", 2 * len(buckets), len(programs), took)

@@ -17,7 +17,7 @@ from kvstow.devices.base import TicketState
 from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight, Held
 from kvstow.devices.jax.loadbuffers import LoadBuffer
-from kvstow.devices.jax.programs import DevicePrograms
+from kvstow.devices.jax.programs import DevicePrograms, pieces_of
 from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
 from kvstow.devices.jax.shards import ShardedKV, Shards
 from kvstow.errors import CopyError
@@ -30,8 +30,8 @@ class LoadTicket:
     """A `Ticket`; `Loads.advance` moves it on. `slots`: their addresses. `most`: blocks in a piece."""
 
     def __init__(self, blocks: Sequence[int], slots: Sequence[int], most: int) -> None:
-        starts = range(0, len(blocks), most)
-        self.unstaged = deque((blocks[start : start + most], slots[start : start + most]) for start in starts)
+        pieces = [slice(piece.start, piece.stop) for piece in pieces_of(len(blocks), most)]
+        self.unstaged = deque((blocks[piece], slots[piece]) for piece in reversed(pieces))  # ends with small ones
         self.num_pieces = len(self.unstaged)
         self.num_filling = self.num_launched = self.num_written = 0
         self.error: BaseException | None = None
@@ -61,12 +61,12 @@ class LoadPiece:
 
     def __init__(self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, job: CopyJob, held: Held) -> None:
         self.ticket, self.blocks, self.buffers, self.job = ticket, blocks, buffers, job
-        self.arrays: list[list[jax.Array]] = []
+        self.arrays: list[jax.Array] = []
         self.witnesses: list[jax.Array] = []
         self._held = held
 
     def is_uploaded(self) -> bool:
-        return all(array.is_ready() for arrays in self.arrays for array in arrays)
+        return all(array.is_ready() for array in self.arrays)
 
     def is_written(self) -> bool:
         return all(witness.is_ready() for witness in self.witnesses)
@@ -98,14 +98,21 @@ class Loads:
 
     def launch(self) -> None:
         """Launch the scatters of all pieces that are staged, in the order of the plans."""
-        while self._staged:
-            piece = self._staged.popleft()
-            piece.ticket.num_launched += 1
-            if self.lost is not None:
-                piece.ticket.fail(self.lost)
-            if piece.ticket.error is None:
-                self._scatter(piece)
-            self._launched.append(piece)
+        if not self._staged:
+            return
+        arrays = self._cell.take()
+        split: list[Shards] = []
+        try:
+            while self._staged:
+                piece = self._staged.popleft()
+                piece.ticket.num_launched += 1
+                if self.lost is not None:
+                    piece.ticket.fail(self.lost)
+                if piece.ticket.error is None:
+                    self._scatter(piece, arrays, split)
+                self._launched.append(piece)
+        finally:
+            self._cell.put(self._rejoined(split, arrays))
 
     def queue(self, ticket: LoadTicket) -> None:
         self._tickets.append(ticket)
@@ -135,8 +142,8 @@ class Loads:
         """Wait for the programs and transfers under way: they use the buffers and write the blocks. The copier has been
         closed: nothing reads the pool's slots."""
         for piece in (*self._uploading, *self._staged, *self._launched):
-            for arrays in (*piece.arrays, piece.witnesses):
-                _wait(arrays)
+            _wait(piece.arrays)
+            _wait(piece.witnesses)
         for pieces in (self._filling, self._uploading, self._staged, self._launched):
             pieces.clear()
         self._tickets.clear()
@@ -175,16 +182,15 @@ class Loads:
         if piece.ticket.error is None:
             self._uploading.append(piece)
         else:
-            _wait([array for arrays in piece.arrays for array in arrays])
+            _wait(piece.arrays)
             self._free(piece.buffers)
 
     def _ranges(self, buffers: Buffers, slots: Sequence[int]) -> list[Range]:
         ranges: list[Range] = []
+        size = self._kv.part_bytes
         for device, buffer in enumerate(buffers):
-            sources = [slot + device * self._kv.part_bytes for slot in slots]
-            for target, size in zip(buffer.addresses, buffer.row_bytes, strict=True):
-                ranges += [Range(target + row * size, source, size) for row, source in enumerate(sources)]
-                sources = [source + size for source in sources]
+            part = device * size
+            ranges += [Range(buffer.address + row * size, slot + part, size) for row, slot in enumerate(slots)]
         return ranges
 
     def _end_upload(self, piece: LoadPiece) -> None:
@@ -210,33 +216,31 @@ class Loads:
         self._buffers.append(buffers)
         self._buffers.sort(key=lambda free: free[0].bucket)
 
-    def _scatter(self, piece: LoadPiece) -> None:
-        """Write the blocks of a piece on all devices. After an error the KV cache is as before, or lost."""
-        arrays = self._cell.take()
-        current: Sequence[jax.Array] = arrays
+    def _scatter(self, piece: LoadPiece, arrays: Sequence[jax.Array], split: list[Shards]) -> None:
+        """Write the blocks of a piece on all devices. `split`: `arrays` by device, filled by the first piece; the
+        memory of those that are written passes to new ones. After an error each device has its part of the KV cache,
+        with the blocks written or not, or the cache is lost."""
         try:
-            split = self._kv.split(arrays)
-            try:
-                for device, program in enumerate(self._programs):
-                    written, witness = program.scatter(split[device], piece.blocks, piece.arrays[device])
-                    split[device] = written
-                    piece.witnesses.append(witness)
-            finally:
-                if any(array.is_deleted() for array in arrays):
-                    current = self._rejoined(split, arrays)
+            split[:] = split or self._kv.split(arrays)
+            for device, program in enumerate(self._programs):
+                split[device], witness = program.scatter(split[device], piece.blocks, piece.arrays[device])
+                piece.witnesses.append(witness)
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             piece.ticket.fail(error)
-        finally:
-            self._cell.put(current)
+            if (deleted := _first_deleted(split)) is not None:
+                device = self._kv.devices[deleted]
+                self.lost = CopyError(f"the KV cache is lost: a program failed after {device} had given it the memory")
 
     def _rejoined(self, split: Sequence[Shards], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The arrays of the parts that there are. Some devices may have written theirs, and others failed before."""
-        deleted = [device for device, shards in enumerate(split) if any(shard.is_deleted() for shard in shards)]
-        if deleted:
-            device = self._kv.devices[deleted[0]]
-            self.lost = CopyError(f"the KV cache is lost: a program failed after {device} had given it the memory")
-            return arrays
-        return self._kv.join(split)
+        """The arrays after scatters: new ones if there were any, unless the cache is lost."""
+        if split and _first_deleted(split) is None and any(array.is_deleted() for array in arrays):
+            return self._kv.join(split)
+        return arrays
+
+
+def _first_deleted(split: Sequence[Shards]) -> int | None:
+    """The first device that has lost a part."""
+    return next((number for number, shards in enumerate(split) if any(part.is_deleted() for part in shards)), None)
 
 
 def _wait(arrays: Sequence[jax.Array]) -> None:

@@ -20,12 +20,15 @@ from jax.sharding import SingleDeviceSharding
 from kvstow.devices.jax.shards import ShardedKV, Shards
 
 MAX_BUCKETS = 8  # per direction
+_RAMPED = 8  # blocks
 
 
-def buckets_up_to(num_blocks: int) -> tuple[int, ...]:
-    """The numbers of blocks to compile for, ascending: powers of two, the largest at most `num_blocks`."""
+def buckets_up_to(num_blocks: int, *, pads_free: bool = False) -> tuple[int, ...]:
+    """The numbers of blocks to compile for, ascending: powers of two, the largest at most `num_blocks`. Every other one
+    if padding takes a program no time (`pads_free`)."""
     largest = num_blocks.bit_length() - 1
-    return tuple(1 << power for power in range(max(0, largest - MAX_BUCKETS + 1), largest + 1))
+    powers = range(largest, max(-1, largest - MAX_BUCKETS), -2 if pads_free else -1)
+    return tuple(1 << power for power in reversed(powers))
 
 
 def bucket_of(buckets: Sequence[int], num_blocks: int) -> int:
@@ -33,70 +36,89 @@ def bucket_of(buckets: Sequence[int], num_blocks: int) -> int:
     return next(bucket for bucket in buckets if bucket >= num_blocks)
 
 
+def small_pieces(most: int) -> list[int]:
+    """Blocks in the first pieces of a long op, before those of `most`."""
+    return [most // 4, most // 4, most // 2] if most >= _RAMPED else []
+
+
+def pieces_of(num_blocks: int, most: int) -> list[range]:
+    """The pieces of an op, each of up to `most` blocks. The first ones of a long op are smaller: what comes after the
+    first stage then begins a millisecond or two earlier."""
+    sizes = small_pieces(most) if num_blocks > most else []
+    left = num_blocks - sum(sizes)
+    sizes += [most] * (left // most) + [left % most] * bool(left % most)
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
 class DevicePrograms:
     """The programs of one device. `gather` and `scatter` launch them without waiting, on the host's thread.
 
-    The blocks travel as *columns*: arrays `[bucket, elements]`. Packed there is one of them, with the pages of all
-    layers in a row: one transfer. Else there is one for each layer, which spares the CPU a copy.
+    The blocks travel as *rows*: an array `[bucket, width]` with the pages of all layers of a block in a row.
 
-    On the CPU gathers write to columns of earlier ones: new memory would take four times as long as the copies, because
+    On the CPU gathers write to rows of earlier ones: new memory would take four times as long as the copies, because
     the kernel has to clear it.
     """
 
-    def __init__(self, kv: ShardedKV, device: jax.Device, buckets: Sequence[int], *, packed: bool) -> None:
+    def __init__(self, kv: ShardedKV, device: jax.Device, buckets: Sequence[int]) -> None:
         """Compiles nothing; `compile_all` does."""
         self.device = device
-        self._kv, self._buckets, self._packed = kv, buckets, packed
+        self._kv, self._buckets = kv, buckets
         self._on_cpu = device.platform == "cpu"
-        self.reuses_columns = self._on_cpu and not _is_small_float(kv.dtype)
+        self.reuses_rows = copies_rows(kv)
         self._gathers: dict[int, jax.stages.Compiled] = {}
         self._scatters: dict[int, jax.stages.Compiled] = {}
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Elements of one block in each column."""
-        return (sum(self._kv.page_elements),) if self._packed else self._kv.page_elements
+    def width(self) -> int:
+        """Elements of one block."""
+        return sum(self._kv.page_elements)
 
-    def gather(self, shards: Shards, blocks: Sequence[int], columns: Sequence[jax.Array] = ()) -> list[jax.Array]:
-        """The columns of these blocks. Any program that is launched later may overwrite the blocks. `columns`: of an
+    def gather(self, shards: Shards, blocks: Sequence[int], reused: jax.Array | None = None) -> jax.Array:
+        """The rows of these blocks. Any program that is launched later may overwrite the blocks. `reused`: rows of an
         earlier gather of this bucket, which nothing uses any more; they are deleted. Without them, or where
-        `reuses_columns` is not set, in new memory of the device."""
+        `reuses_rows` is not set, in new memory of the device."""
         bucket = bucket_of(self._buckets, len(blocks))
-        if not self.reuses_columns:
-            return list(self._gathers[bucket](shards, _padded(blocks, bucket, blocks[0]), []))
-        indices = _padded(blocks, bucket, self._kv.num_blocks)
-        return list(self._gathers[bucket](shards, indices, list(columns) or self._new_columns(bucket)))
+        rows: jax.Array
+        if self.reuses_rows:
+            indices = _padded(blocks, bucket, self._kv.num_blocks)
+            rows = self._gathers[bucket](shards, indices, self._new_rows(bucket) if reused is None else reused)
+        else:
+            rows = self._gathers[bucket](shards, _padded(blocks, bucket, blocks[0]), None)
+        return rows
 
-    def scatter(self, shards: Shards, blocks: Sequence[int], columns: Sequence[jax.Array]) -> tuple[Shards, jax.Array]:
+    def scatter(self, shards: Shards, blocks: Sequence[int], rows: jax.Array) -> tuple[Shards, jax.Array]:
         """New arrays with these blocks written, in the memory of `shards`, which are deleted; and the witness: a small
         array of its own, ready when the blocks are written. (The new arrays cannot say so: the next step deletes them.)
         """
-        bucket = columns[0].shape[0]
+        bucket = rows.shape[0]
         indices = _padded(blocks, bucket, self._kv.num_blocks)
-        written, witness = self._scatters[bucket](shards, indices, list(columns))
+        written, witness = self._scatters[bucket](shards, indices, rows)
         return list(written), witness
 
     def _compile_gather(self, bucket: int) -> None:
-        shards, indices, columns = self._arguments(bucket)
-        reused = columns if self.reuses_columns else []
-        self._gathers[bucket] = _GATHER.lower(shards, indices, reused, packed=self._packed).compile()
+        shards, indices, rows = self._arguments(bucket)
+        self._gathers[bucket] = _GATHER.lower(shards, indices, rows if self.reuses_rows else None).compile()
 
     def _compile_scatter(self, bucket: int) -> None:
-        lowered = _SCATTER.lower(*self._arguments(bucket), packed=self._packed, row_by_row=self._on_cpu)
-        self._scatters[bucket] = lowered.compile()
+        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), row_by_row=self._on_cpu).compile()
 
-    def _new_columns(self, bucket: int) -> list[jax.Array]:
+    def _new_rows(self, bucket: int) -> jax.Array:
         """Memory that is not JAX's own: the gather makes a copy of it, which is."""
-        columns = [np.zeros((bucket, width), self._kv.dtype) for width in self.widths]
-        return list(jax.device_put(columns, SingleDeviceSharding(self.device)))
+        rows = np.zeros((bucket, self.width), self._kv.dtype)
+        return jax.device_put(rows, SingleDeviceSharding(self.device))
 
-    def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
+    def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self.device))
 
         shards = [argument(part, self._kv.dtype) for part in self._kv.parts]
-        columns = [argument((bucket, width), self._kv.dtype) for width in self.widths]
-        return shards, argument((bucket,), np.dtype(np.int32)), columns
+        return shards, argument((bucket,), np.dtype(np.int32)), argument((bucket, self.width), self._kv.dtype)
+
+
+def copies_rows(kv: ShardedKV) -> bool:
+    """Whether programs are loops of copies, which end before the padding: on the CPU, unless XLA converts whole arrays
+    there to copy a page of them (bfloat16 with JAX 0.10, and floats of 8 bits)."""
+    return kv.devices[0].platform == "cpu" and kv.dtype.isbuiltin == 1
 
 
 def compile_all(programs: Sequence[DevicePrograms], buckets: Sequence[int], threads: int) -> None:
@@ -120,65 +142,54 @@ def _padded(blocks: Sequence[int], bucket: int, padding: int) -> np.ndarray:
     return indices
 
 
-def _is_small_float(dtype: np.dtype) -> bool:
-    """XLA on the CPU converts whole arrays of them to copy a page (JAX 0.10; 0.11 does so with 8 bits)."""
-    return dtype.itemsize < 4 and not np.issubdtype(dtype, np.integer)
-
-
-def _gather(shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool) -> list[jax.Array]:
-    """`columns`: to be written, or none."""
-    if columns:
-        return _read_rows(shards, indices, columns, packed=packed)
+def _gather(shards: list[jax.Array], indices: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """`rows`: to be written, if given."""
+    if rows is not None:
+        return _read_rows(shards, indices, rows)
     pages = [jnp.take(shard, indices, axis=0, mode="clip").reshape(len(indices), -1) for shard in shards]
-    return [jnp.concatenate(pages, axis=1)] if packed else pages
+    return jnp.concatenate(pages, axis=1)
 
 
 def _scatter(
-    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool, row_by_row: bool
+    shards: list[jax.Array], indices: jax.Array, rows: jax.Array, *, row_by_row: bool
 ) -> tuple[list[jax.Array], jax.Array]:
     """`row_by_row`: for XLA on the CPU, which scatters pages of 64 KiB at 3 % of the speed of a loop of copies, and
     gathers them at a sixth."""
     if row_by_row:
-        written = _write_rows(shards, indices, columns, packed=packed)
+        written = _write_rows(shards, indices, rows)
     else:
         written = [
-            shard.at[indices].set(columns[column][:, start:end].reshape(len(indices), *shard.shape[1:]), mode="drop")
-            for shard, (column, start, end) in zip(shards, _places(shards, packed), strict=True)
+            shard.at[indices].set(rows[:, start:end].reshape(len(indices), *shard.shape[1:]), mode="drop")
+            for shard, (start, end) in zip(shards, _places(shards), strict=True)
         ]
     return written, jnp.stack([shard[(0,) * shard.ndim] for shard in written])
 
 
-def _places(shards: Sequence[jax.Array], packed: bool) -> list[tuple[int, int, int]]:
-    """Where the pages of each layer are: the column, and from where to where in it."""
+def _places(shards: Sequence[jax.Array]) -> list[tuple[int, int]]:
+    """From where to where in a row the page of each layer is."""
     widths = [math.prod(shard.shape[1:]) for shard in shards]
-    if packed:
-        return [(0, start, end) for start, end in pairwise(accumulate(widths, initial=0))]
-    return [(number, 0, width) for number, width in enumerate(widths)]
+    return list(pairwise(accumulate(widths, initial=0)))
 
 
 # Loops of copies, page by page. Padding is at the end of `indices`.
 
 
-def _read_rows(
-    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool
-) -> list[jax.Array]:
-    def read(row: jax.Array, columns: list[jax.Array]) -> list[jax.Array]:
-        columns = list(columns)
-        for shard, (column, start, _) in zip(shards, _places(shards, packed), strict=True):
+def _read_rows(shards: list[jax.Array], indices: jax.Array, rows: jax.Array) -> jax.Array:
+    def read(row: jax.Array, rows: jax.Array) -> jax.Array:
+        for shard, (start, _) in zip(shards, _places(shards), strict=True):
             page = jax.lax.dynamic_index_in_dim(shard, indices[row], keepdims=True).reshape(1, -1)
-            columns[column] = jax.lax.dynamic_update_slice(columns[column], page, (row, np.int32(start)))
-        return columns
+            rows = jax.lax.dynamic_update_slice(rows, page, (row, np.int32(start)))
+        return rows
 
-    return list(jax.lax.fori_loop(0, _count(shards, indices), read, columns))
+    read_rows: jax.Array = jax.lax.fori_loop(0, _count(shards, indices), read, rows)
+    return read_rows
 
 
-def _write_rows(
-    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool
-) -> list[jax.Array]:
+def _write_rows(shards: list[jax.Array], indices: jax.Array, rows: jax.Array) -> list[jax.Array]:
     def write(row: jax.Array, shards: list[jax.Array]) -> list[jax.Array]:
         written = []
-        for shard, (column, start, end) in zip(shards, _places(shards, packed), strict=True):
-            page = jax.lax.dynamic_slice(columns[column], (row, np.int32(start)), (1, end - start))
+        for shard, (start, end) in zip(shards, _places(shards), strict=True):
+            page = jax.lax.dynamic_slice(rows, (row, np.int32(start)), (1, end - start))
             page = page.reshape(1, *shard.shape[1:])
             written.append(jax.lax.dynamic_update_slice_in_dim(shard, page, indices[row], axis=0))
         return written
@@ -191,5 +202,5 @@ def _count(shards: list[jax.Array], indices: jax.Array) -> jax.Array:
 
 
 # One object each: the devices share what JAX has traced.
-_GATHER = jax.jit(_gather, static_argnames="packed", donate_argnums=2)
-_SCATTER = jax.jit(_scatter, static_argnames=("packed", "row_by_row"), donate_argnums=0)
+_GATHER = jax.jit(_gather, donate_argnums=2)
+_SCATTER = jax.jit(_scatter, static_argnames="row_by_row", donate_argnums=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -52,17 +53,17 @@ class ShardedKV:
     def num_blocks(self) -> int:
         return self.shapes[0][0]
 
-    @property
+    @cached_property
     def page_elements(self) -> tuple[int, ...]:
         """Elements of one block in each array's part."""
         return tuple(math.prod(part[1:]) for part in self.parts)
 
-    @property
+    @cached_property
     def part_bytes(self) -> int:
         """Bytes of one block on one device."""
         return sum(self.page_elements) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def layout(self) -> KVLayout:
         """The layout of a slot."""
         sizes = [elements * self.dtype.itemsize for elements in self.page_elements]
@@ -82,6 +83,9 @@ class ShardedKV:
         split: list[Shards] = [[] for _ in self.devices]
         for number, array in enumerate(arrays):
             self._check_current(number, array)
+            if len(split) == 1:  # a quarter of the time
+                split[0].append(array.addressable_data(0))
+                continue
             by_device = {shard.device: shard.data for shard in array.addressable_shards}
             for shards, device in zip(split, self.devices, strict=True):
                 shards.append(by_device[device])

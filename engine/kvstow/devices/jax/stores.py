@@ -19,13 +19,14 @@ from jax.sharding import SingleDeviceSharding
 from kvstow.devices.base import TicketState
 from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight, Held
-from kvstow.devices.jax.programs import DevicePrograms, bucket_of
+from kvstow.devices.jax.programs import DevicePrograms, bucket_of, pieces_of
 from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
-from kvstow.devices.jax.shards import ShardedKV
+from kvstow.devices.jax.shards import ShardedKV, Shards
 
-Columns = Sequence[jax.Array]
+Rows = Sequence[jax.Array]
+"""Of some blocks, by device."""
 
-_SPARE = 4  # columns of each size that are kept for later gathers
+_SPARE = 8  # rows of each size that are kept for later gathers
 _COPYING = 2  # pieces: the threads begin the next before one has ended, and loads wait behind two at most
 
 
@@ -33,17 +34,15 @@ class GatheredPiece:
     """Some blocks of a store on their way to the host, by device. Their bytes are in flight until the piece is dropped,
     by whomever: its op may also fail before the copy thread has it."""
 
-    def __init__(
-        self, num_blocks: int, gathered: list[Columns], arriving: list[Columns], held: Held, *, reusable: bool
-    ) -> None:
+    def __init__(self, num_blocks: int, gathered: Rows, arriving: Rows, held: Held, *, reusable: bool) -> None:
         self.num_blocks = num_blocks
         self.arriving = arriving
         self.reusable = gathered if reusable else None
-        """Columns for a later gather, once nothing uses this piece."""
+        """Rows for a later gather, once nothing uses this piece."""
         self.job = CopyJob()
         self.host: list[np.ndarray] = []
         """What the job copies."""
-        self._gathered: list[Columns] | None = gathered
+        self._gathered: Rows | None = gathered
         self._held = held
 
     def is_gathered(self) -> bool:
@@ -117,26 +116,27 @@ class Stores:
         self._pinned = (
             [SingleDeviceSharding(device, memory_kind="pinned_host") for device in kv.devices] if pinned else None
         )
-        self._reuses = programs[0].reuses_columns
-        self._spare: dict[int, deque[list[Columns]]] = {bucket: deque(maxlen=_SPARE) for bucket in buckets}
-        """By bucket: columns of each device. The copy thread adds, the host's thread takes."""
+        self._reuses = programs[0].reuses_rows
+        self._spare: dict[int, deque[Rows]] = {bucket: deque(maxlen=_SPARE) for bucket in buckets}
+        """By bucket. The copy thread adds, the host's thread takes."""
         self._waiting: deque[weakref.ref[Gather]] = deque()  # for memory; dropped with their ops
         self._tickets: list[StoreTicket] = []
 
     def gather(self, blocks: Sequence[int]) -> Gather:
-        """Launch the gathers of a store, as far as memory in flight allows; `launch` goes on."""
-        most = self._buckets[-1]
-        gather = Gather([blocks[start : start + most] for start in range(0, len(blocks), most)])
+        """Launch the first gather of a store, if nothing waits for memory; `launch` goes on."""
+        gather = Gather([blocks[piece.start : piece.stop] for piece in pieces_of(len(blocks), self._buckets[-1])])
         self._waiting.append(weakref.ref(gather))
-        self.launch()
+        self.launch(until=gather)
         return gather
 
-    def launch(self) -> None:
-        """Launch waiting gathers, in the order of the plans."""
+    def launch(self, *, until: Gather | None = None) -> None:
+        """Launch waiting gathers, in the order of the plans, as far as memory in flight allows. `until`: end with its
+        first piece."""
+        split: list[Shards] = []  # of the arrays, which stay the same meanwhile
         while self._waiting:
             gather = self._waiting[0]()
             while gather is not None and gather.error is None and gather.unlaunched:
-                if not self._launch_piece(gather):
+                if (until is not None and until.launched) or not self._launch_piece(gather, split):
                     return
             self._waiting.popleft()
 
@@ -163,25 +163,23 @@ class Stores:
         for spare in self._spare.values():
             spare.clear()
 
-    def _launch_piece(self, gather: Gather) -> bool:
-        """False if there is no memory."""
+    def _launch_piece(self, gather: Gather, split: list[Shards]) -> bool:
+        """False if there is no memory. `split`: the arrays by device, filled by the first piece."""
         blocks = gather.unlaunched[0]
         bucket = bucket_of(self._buckets, len(blocks))
         held = self._in_flight.take(bucket * self._kv.layout.slot_bytes)
         if held is None:
             return False
         try:
-            split = self._kv.split(self._cell.peek())
+            split[:] = split or self._kv.split(self._cell.peek())
             spare = self._take_spare(bucket)
-            gathered: list[Columns] = [
-                program.gather(shards, blocks, columns)
-                for program, shards, columns in zip(self._programs, split, spare, strict=True)
+            gathered = [
+                program.gather(shards, blocks, rows)
+                for program, shards, rows in zip(self._programs, split, spare, strict=True)
             ]
             arriving = gathered
             if self._pinned is not None:
-                arriving = [
-                    jax.device_put(columns, pinned) for columns, pinned in zip(gathered, self._pinned, strict=True)
-                ]
+                arriving = [jax.device_put(rows, pinned) for rows, pinned in zip(gathered, self._pinned, strict=True)]
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             gather.error = error.with_traceback(None)
             return True
@@ -189,11 +187,11 @@ class Stores:
         gather.unlaunched.popleft()
         return True
 
-    def _take_spare(self, bucket: int) -> list[Columns]:
+    def _take_spare(self, bucket: int) -> Sequence[jax.Array | None]:
         try:
             return self._spare[bucket].pop()
         except IndexError:
-            return [()] * len(self._programs)
+            return [None] * len(self._programs)
 
     def _begin_copy(self, ticket: StoreTicket) -> bool:
         if ticket.error is not None or not ticket.gather.launched:
@@ -223,29 +221,27 @@ class Stores:
             except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
                 ticket.gather.error = ticket.gather.error or error.with_traceback(None)
             if piece.reusable is not None:
-                self._spare[piece.reusable[0][0].shape[0]].append(piece.reusable)
+                self._spare[piece.reusable[0].shape[0]].append(piece.reusable)
             ticket.num_copied += piece.num_blocks
             ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
         return ended
 
     def _ranges(self, piece: GatheredPiece, slots: Sequence[int]) -> list[Range]:
         ranges: list[Range] = []
-        for device, columns in enumerate(piece.arriving):
-            targets = [slot + device * self._kv.part_bytes for slot in slots]
-            for column in columns:
-                source, size = self._address(piece, column), column.dtype.itemsize * column.shape[1]
-                ranges += [Range(target, source + row * size, size) for row, target in enumerate(targets)]
-                targets = [target + size for target in targets]
+        size = self._kv.part_bytes
+        for device, rows in enumerate(piece.arriving):
+            source, part = self._address(piece, rows), device * size
+            ranges += [Range(slot + part, source + row * size, size) for row, slot in enumerate(slots)]
         return ranges
 
-    def _address(self, piece: GatheredPiece, column: jax.Array) -> int:
-        """Where the bytes of a column are, row after row. JAX would keep a numpy view of an array that is to be reused,
-        and copy it when it is."""
+    def _address(self, piece: GatheredPiece, rows: jax.Array) -> int:
+        """Where the first row is; the others follow. JAX would keep a numpy view of an array that is to be reused, and
+        copy it when it is."""
         if piece.reusable is not None and piece.arriving is piece.reusable:
-            return int(column.unsafe_buffer_pointer())
-        piece.host.append(np.ascontiguousarray(column))
+            return int(rows.unsafe_buffer_pointer())
+        piece.host.append(np.ascontiguousarray(rows))
         return int(piece.host[-1].ctypes.data)
 
 
-def _are_ready(by_device: Sequence[Columns]) -> bool:
-    return all(column.is_ready() for columns in by_device for column in columns)
+def _are_ready(by_device: Rows) -> bool:
+    return all(rows.is_ready() for rows in by_device)

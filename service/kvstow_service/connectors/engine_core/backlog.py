@@ -13,8 +13,8 @@ _LONGEST_PAUSE = 256
 class Backlog:
     """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
 
-    Nothing holds these blocks: the GPU may evict one before it is offered. So a block is offered under the hash by
-    which vLLM caches it then, not the one that it had when it was added, and not at all if vLLM caches nothing in it.
+    Nothing holds these blocks: the GPU may evict one before it is offered. Each is offered under the hash by which vLLM
+    caches it at that time, not the hash that it had when it was added. It is not offered if vLLM caches nothing in it.
     Each block waits at most once, so the backlog never holds more blocks than the GPU has.
     """
 
@@ -27,7 +27,7 @@ class Backlog:
         return len(self._queue)
 
     def add_blocks(self, block_ids: Iterable[int]) -> None:
-        """Append these blocks. Those that already wait keep their place."""
+        """Append these blocks. Blocks that already wait keep their place."""
         queued, new = self._queued, list(dict.fromkeys(block_ids))
         if queued:
             new = [block_id for block_id in new if block_id not in queued]
@@ -35,8 +35,8 @@ class Backlog:
         self._queue.extend(new)
 
     def take_cached(self, count: int, unwritten: Set[int]) -> Offer:
-        """Offer those of the first `count` blocks that vLLM caches, and forget the others. Blocks that the step being
-        planned has yet to write, the `unwritten`, stay in the backlog. O(count)."""
+        """Offer the blocks that vLLM caches among the first `count`, and forget the other blocks of these. Blocks in
+        `unwritten`, which the step being planned has yet to write, stay in the backlog. O(count)."""
         gpu_blocks, queue, queued = self._gpu.pool.blocks, self._queue, self._queued
         hashes: list[bytes] = []
         blocks: list[int] = []
@@ -74,7 +74,7 @@ class RetryPause:
         self._left = max(0, self._left - 1)
 
     def failed(self) -> None:
-        """A store has failed. Ignored during a pause: that store was planned before it."""
+        """A store has failed. Ignored during a pause, because that store was planned before the pause began."""
         if not self._left:
             self._left, self._next = self._next, min(max(1, 2 * self._next), _LONGEST_PAUSE)
 

@@ -1,20 +1,23 @@
-"""What an `EventFeed` learns of the blocks in host memory: from the engine in this process, or the node service."""
+"""What an `EventFeed` learns about the blocks in host memory, from the engine in this process or from the node
+service."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.attach.eventcalls import BlockChange
-from kvstow.control.engine import OffloadEngine
 from kvstow.results import Awaited, Given
+
+if TYPE_CHECKING:
+    from kvstow.control.engine import OffloadEngine
 
 _BATCHES_PER_READ = 256
 
 
 class BlockNews(NamedTuple):
-    """What has happened since the last news. `lost`: and more, which is not known. `gone`: no block of earlier news can
-    be found any more, until later news say so or a lookup finds it."""
+    """What has happened since the last news. `lost`: more has happened, but it is unknown. `gone`: blocks of earlier
+    news can no longer be found, until later news or a lookup says otherwise."""
 
     changes: Sequence[BlockChange] = ()
     lost: bool = False
@@ -27,11 +30,11 @@ class BlockSource(Protocol):
     def read(self) -> BlockNews: ...
 
     def look_up(self, keys: Sequence[bytes]) -> Awaited[Sequence[bool]] | None:
-        """Which of these blocks are there. An answer with an `error` says nothing. None if nobody can say that now."""
+        """Which of these blocks are present. An answer with an `error` says nothing. None if nobody can say now."""
 
 
 class EmbeddedBlocks:
-    """Those of the engine in this process."""
+    """The blocks of the engine in this process."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine

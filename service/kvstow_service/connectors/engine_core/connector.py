@@ -1,6 +1,7 @@
-"""What vLLM's scheduler and its workers call of a connector, passed on to the half that it is for.
+"""The methods that vLLM's scheduler and its workers call on a connector. Each passes its call to the right half.
 
-The contract is vLLM's `KVConnectorBase_V1`, from 0.26 to 0.33. Hooks that a version does not know are not called there.
+The contract is vLLM's `KVConnectorBase_V1`, from 0.26 to 0.33. A version of vLLM does not call hooks that it does not
+know.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half of KVStow in a process of vLLM: the role says which. The base of the connectors; what they differ in is
-    where the KV cache is, and how the end of loads becomes known.
+    """One half of KVStow in a process of vLLM; the role says which half. It is the base of the connectors, which differ
+    in where the KV cache is and how they learn that loads have ended.
 
-    Importing and making it starts no thread and opens nothing. The worker's half starts with its KV cache, the
-    scheduler's when all ranks have said hello. Raises `ConfigError` for options or a model that KVStow does not work
-    with.
+    Importing and creating it starts no thread and opens nothing. The worker's half starts with its KV cache. The
+    scheduler's half starts when all ranks have said hello. Raises `ConfigError` for options or a model that KVStow does
+    not support.
     """
 
     _half: SchedulerHost | WorkerHost[Any]
-    _host: SchedulerHost  # of the scheduler's half alone
-    _rank: WorkerHost[Any]  # of a worker's half alone
+    _host: SchedulerHost  # only in the scheduler's half
+    _rank: WorkerHost[Any]  # only in a worker's half
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
         options = self._read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it for its workers only
+        engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it only for its workers
         process = VLLMProcess.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         groups = kv_groups(
@@ -52,7 +53,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if groups.has_states and options.lazy_offload:
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
-        self._fails_requests = not groups.is_plain  # vLLM understands bad blocks of plain models alone
+        self._fails_requests = not groups.is_plain  # vLLM understands bad blocks only of plain models
         self._has_sent_hello = False
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
@@ -105,16 +106,16 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """No request is computed before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are stored as a whole, when all layers have written them."""
+        """Blocks are stored whole, after all layers have written them."""
 
     def wait_for_save(self) -> None:
-        """There is nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it
-        has launched a forward pass. That is when pinning may use its thread."""
+        """Does not wait: no step computes into a block that is being stored. vLLM calls this when it has launched a
+        forward pass, which is when pinning may use its thread."""
         self._rank.side.launched()
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
         rank = self._rank
-        hello = None if self._has_sent_hello else rank.hello  # a handshake reaches only one of several connectors
+        hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
         update = RankUpdate(
             rank.take_completions(), hello, *rank.news(), tier_step=rank.tier_step, tier_client=rank.tier_client()
@@ -178,7 +179,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may be freed at once: those that are stored have references of their own."""
+        """The request's blocks may be freed at once: blocks that are being stored have their own references."""
         self._host.ask("end of a request", lambda offload: offload.side.finish(request, block_ids), None)
         return False, None
 
@@ -213,7 +214,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._host.ask("KV events", lambda offload: offload.events.take_events() if offload.events else (), ())
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
-        """vLLM asks both halves; a worker's has none."""
+        """vLLM asks both halves. A worker's half has none."""
         if isinstance(self._half, SchedulerHost):
             return self._half.ask("statistics", lambda offload: offload.stats.take_stats(), None)
         return None

@@ -1,11 +1,10 @@
-"""The control plane as the scheduler side sees it: the engine in this process, or the one of the node service."""
+"""The control plane as the scheduler side sees it: the engine in this process, or the node service's engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.messages import Completion, Op, TierCompletion
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
@@ -13,13 +12,15 @@ from kvstow_service.connectors.engine_core.hits import EmbeddedHits, HitFinder
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 
 if TYPE_CHECKING:
+    from kvstow.control.engine import OffloadEngine
     from kvstow_service.connectors.engine_core.enginetier import EngineTier
 
 
 class ControlPlane(Protocol):
-    """Used by the scheduler's thread alone. An embedded engine answers at once, the node service after a later `step`.
+    """Used only by the scheduler's thread. An embedded engine answers at once; the node service answers after a later
+    `step`.
 
-    No call waits but `wait`, and that for a fraction of a millisecond in each step.
+    Only `wait` waits, for a fraction of a millisecond in each step.
     """
 
     @property
@@ -30,24 +31,26 @@ class ControlPlane(Protocol):
         """Called once in each step, before the step is planned."""
 
     def wait(self, answer: Awaited[object]) -> bool:
-        """Wait for an answer, as long as this step may wait. Whether it is there."""
+        """Wait for an answer, as long as this step may wait. Returns whether it has arrived."""
 
     def hit_finder(self, groups: KVGroups) -> HitFinder: ...
 
     def boot_ids(self) -> tuple[str | None, ...]:
-        """The boot of each rank that the next ops are for. Empty if ops say themselves which memory they are for."""
+        """The boot of each rank that the next ops are for. Empty if the ops themselves say which memory they are
+        for."""
 
     # Loads and stores: see `OffloadEngine`.
 
     def release_lease(self, lease: Lease) -> None: ...
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
-        """The value is None if the lease has ended: nothing is held then."""
+        """The value is None if the lease has ended; nothing is held in that case."""
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]: ...
 
     def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Which of these keys need not be stored, as far as that is known at once. Stores skip the others too."""
+        """Which of these keys need not be stored, as far as that is known at once. Stores skip other keys that are
+        present, too."""
 
     def store_room(self) -> int: ...
 
@@ -65,13 +68,13 @@ class ControlPlane(Protocol):
     # All blocks.
 
     def reset(self) -> None:
-        """What is in the pool now, or in flight, is never found again."""
+        """What is in the pool or in flight now is never found again."""
 
     def bypass_loads(self) -> str:
-        """Find no more hits. Returns what ends that, as a phrase."""
+        """Stop finding hits. Returns what ends the bypass, as a phrase."""
 
     def fail(self, reason: str) -> None:
-        """The host has failed: find and store nothing more."""
+        """The host has failed: find and store nothing from now on."""
 
 
 class EmbeddedControl:
@@ -83,7 +86,7 @@ class EmbeddedControl:
         self._tier: EngineTier | None = None
 
     def use_tier(self, tier: EngineTier | None) -> None:
-        """Look below the pool from now on, or no longer. The tier is the caller's, before and after."""
+        """Use this tier below the pool from now on, or no tier. The caller keeps ownership of both tiers."""
         self._tier = tier
         if self._hits is not None:
             self._hits.tier = None if tier is None else tier.waits

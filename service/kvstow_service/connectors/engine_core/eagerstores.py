@@ -1,4 +1,5 @@
-"""Eager stores: each block once, as soon as its tokens are confirmed, and the last ones when the request ends."""
+"""Eager stores: each block is stored once, as soon as its tokens are confirmed. The last blocks are stored when the
+request ends."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 
 class EagerStores:
-    """Finds the blocks that are complete and were not offered yet.
+    """Finds complete blocks that were not offered yet.
 
-    A request is visited only while it has such blocks, or soon will: O(blocks), not O(requests) per step. A step visits
-    at most `step_blocks` of them. A running request's further blocks wait in its tables for the next steps; blocks of
-    finished requests, and blocks that were offered and not stored, wait in a `Backlog`. Used by the scheduler's thread.
+    It visits a request only while the request has such blocks or soon will: O(blocks), not O(requests) per step. A step
+    visits at most `step_blocks` of them. Further blocks of a running request wait in its tables for the next steps.
+    Blocks of finished requests, and blocks that were offered but not stored, wait in a `Backlog`. Used by the
+    scheduler's thread.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class EagerStores:
         events: EventFeed | None,
         step_blocks: int,
     ) -> None:
-        """`requests`: those that vLLM has, by name; owned by the caller."""
+        """`requests`: the requests that vLLM has, by name; owned by the caller."""
         self._groups, self._alignment = groups.in_tables, groups.alignment
         self._gpu, self._stores, self._requests, self._events = gpu, stores, requests, events
         self._stride_blocks = sum(self._alignment // group.block_tokens for group in self._groups) or 1
@@ -45,12 +47,12 @@ class EagerStores:
         return bool(self._backlog)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """What the GPU had cached of the request is offered too: the pool may have lost it."""
+        """The blocks that the GPU had cached for the request are offered, too: the pool may have lost them."""
         self._due[tracked.request.request_id] = tracked
 
     def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
-        """What older steps have completed of the requests that run in this step, which is yet to write the `written`
-        blocks; and then, as far as the pool has `room`, the backlog."""
+        """Offer what older steps have completed for the requests that run in this step, and then the backlog, as far as
+        the pool has `room`. This step has yet to write the `written` blocks."""
         self._follow_tables(step.scheduled_cached_reqs, number)
         offer, left = self._completed(step.num_scheduled_tokens, written)
         count = min(left, room - len(offer.keys))
@@ -63,11 +65,11 @@ class EagerStores:
         return len(offer.keys)
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
-        """What is complete at the end of a request, whose blocks are in `tables`: it still references them. What is too
-        much for one step goes to the backlog.
+        """Offer what is complete at the end of a request, whose blocks are in `tables`. The request still references
+        them. Blocks beyond the limit of one step go to the backlog.
 
-        vLLM has taken out of `tables` what left a window in the request's last step, though it still caches it. So of
-        a group with a window the blocks count that the request was given.
+        vLLM has removed from `tables` the blocks that left a window in the request's last step, although it still
+        caches them. For a group with a window, this method therefore uses the blocks that the request was given.
         """
         self._due.pop(tracked.request.request_id, None)
         for group in self._groups:
@@ -86,12 +88,12 @@ class EagerStores:
         self._backlog.forget_backlog()
 
     def _follow_tables(self, running: Any, number: int) -> None:
-        """Running requests got more GPU blocks, for tokens of the step that is being planned."""
+        """Running requests got more GPU blocks, for the tokens of the step that is being planned."""
         for request_id, new_blocks in zip(running.req_ids, running.new_block_ids, strict=True):
             if new_blocks is None:
                 continue
             tracked = self._requests.get(request_id)
-            if tracked is None or tracked.admitted_at == number:  # at admission the whole table was given
+            if tracked is None or tracked.admitted_at == number:  # at admission, the whole table was given
                 continue
             for table, blocks in zip(tracked.tables, new_blocks, strict=True):
                 table.extend(blocks)
@@ -99,12 +101,12 @@ class EagerStores:
 
     def _completed(self, scheduled: Container[str], written: WrittenBlocks) -> tuple[Offer, int]:
         """Blocks of the requests that run, and how many more blocks this step may visit. A request that does not run
-        has no blocks, if it was preempted."""
+        has no blocks if it was preempted."""
         offer, left = Offer([], []), self._step_blocks
         for request_id, tracked in list(self._due.items()):
             if request_id not in scheduled:
                 continue
-            if not tracked.has_run:  # what it found on the GPU may be written, for another request, in this very step
+            if not tracked.has_run:  # this step may write, for another request, the blocks that it found on the GPU
                 tracked.has_run = True
                 continue
             if left <= 0:
@@ -116,8 +118,8 @@ class EagerStores:
         return offer, left
 
     def _complete_tokens(self, tracked: TrackedRequest) -> int:
-        """Up to where the request's blocks can be stored: whole strides of `alignment`, where hits end. vLLM caches the
-        blocks of a group with a window no earlier."""
+        """The number of tokens up to which the request's blocks can be stored, in whole strides of `alignment`, where
+        hits end. vLLM caches the blocks of a group with a window no earlier."""
         if tracked.withheld:
             return 0
         end, num_hashes = tracked.confirmed_tokens - self._late_tokens, len(tracked.request.block_hashes)
@@ -127,14 +129,15 @@ class EagerStores:
         return end // self._alignment * self._alignment
 
     def _expects_more(self, tracked: TrackedRequest) -> bool:
-        """Whether there are complete blocks, or may be before the request gets another one: the next was begun."""
+        """Whether there are complete blocks, or may be before the request gets another block: the next one has been
+        started."""
         stride_end = tracked.offered_tokens + self._alignment
         if any(len(tracked.tables[group.index]) * group.block_tokens > stride_end for group in self._groups):
             return True
         return self._complete_tokens(tracked) >= stride_end
 
     def _take_next(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
-        """Add the request's next complete blocks to the offer, about `most` of them; how many were visited."""
+        """Add about `most` of the request's next complete blocks to the offer. Returns how many blocks were visited."""
         alignment, start = self._alignment, tracked.offered_tokens
         strides = min((self._complete_tokens(tracked) - start) // alignment, max(1, most // self._stride_blocks))
         if strides <= 0:
@@ -182,7 +185,8 @@ class EagerStores:
         found.blocks.extend(blocks)
 
     def _caches(self, block: int, key: bytes) -> bool:
-        """Whether vLLM caches this content in the block: one that has left the window may belong to another request."""
+        """Whether vLLM caches this content in the block. A block that has left the window may belong to another
+        request."""
         block_hash = self._gpu.pool.blocks[block].block_hash
         return block_hash is not None and self._gpu.keys_of([block_hash]) == [key]
 

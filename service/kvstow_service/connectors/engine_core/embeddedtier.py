@@ -1,4 +1,4 @@
-"""The fleet tier of an embedded engine, whose store operators attach and detach while vLLM runs."""
+"""The fleet tier of an embedded engine. Operators attach and detach its store while vLLM runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
 from kvstow.errors import ConflictError
 from kvstow.status import HOST_NAME
 from kvstow.tier.fingerprint import TIER_FAILED
@@ -27,7 +28,7 @@ from kvstow_service.tiers.tierhost import TierChoice, TierHost
 logger = logging.getLogger("kvstow.vllm")
 
 _END_SECONDS = 60.0
-"""For the transfers under way: a call to the store may take 30 s, and an op has several."""
+"""How long to wait for the transfers under way: a call to the store may take 30 s, and an op makes several calls."""
 _TURN = 0.01
 
 
@@ -39,17 +40,18 @@ class _Opened(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """From an operator's thread to the scheduler's. `tier`: to use from now on; None: none. `url`: for the ranks."""
+    """A message from an operator's thread to the scheduler's. `tier`: the tier to use from now on; None for none.
+    `url`: the URL for the ranks."""
 
     tier: EngineTier | None
     url: str
 
 
 class EmbeddedTier:
-    """Used by the scheduler's thread, except `open` and `close`, which operators call (`TierClients`), and `end`.
+    """Used by the scheduler's thread, except `end`, and `open` and `close`, which operators call (`TierClients`).
 
-    An operator's order counts from the engine's next step on, and an engine without requests makes none: then its ranks
-    connect, or end their clients, with its next request.
+    An operator's order takes effect in the engine's next step. An engine without requests makes no steps, so its ranks
+    connect, or close their clients, with its next request.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class EmbeddedTier:
     ) -> None:
         """Has no store until `begin` or `open`. `shares_memory`: other processes can map the ranks' pools."""
         self.host = TierHost(self)
-        """What operators see and do of the tier."""
+        """What operators see and do with the tier."""
         self._engine, self._control, self._identity = engine, control, identity
         self._model, self._max_step_tokens = model, max_step_tokens
         self._replicated, self._shares_memory = replicated, shares_memory
@@ -84,18 +86,18 @@ class EmbeddedTier:
 
     @property
     def tier(self) -> EngineTier | None:
-        """The one in use, or the last one."""
+        """The current tier, or the last one."""
         return self._tier
 
     def begin(self, choice: TierChoice) -> None:
-        """The engine starts with this store."""
+        """Start the engine with this store."""
         self.host.begin(choice)
         self.open(choice)
         self._take_orders()
 
     def plan(self, step: ScheduledStep) -> TierPlan | None:
-        """What starts with this step. Call it once a step. Never raises: after an error, which is a defect, the tier is
-        off. Its ranks keep what they have then (None)."""
+        """What starts with this step. Call it once a step. Never raises. An error is a defect and turns the tier off;
+        it then returns None, and the ranks keep their store."""
         try:
             return self._plan(step)
         except Exception:
@@ -119,11 +121,11 @@ class EmbeddedTier:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether something is under way whose end steps bring, or something can be put."""
+        """Whether a transfer is under way whose end is reported by steps, or something can be put."""
         return bool(self._orders) or (self._tier is not None and self._tier.wants_steps)
 
     def note_client(self, rank: int, client: RankClient) -> None:
-        """What a rank says of its client."""
+        """Take what a rank says about its client."""
         self._rank_clients[rank] = client
 
     def _take_orders(self) -> None:
@@ -157,7 +159,7 @@ class EmbeddedTier:
         except BaseException:
             lookups.close()
             raise
-        tier = EngineTier(self._engine, fleet, self._max_step_tokens, identify=self._identity.fingerprint)
+        tier = EngineTier(self._engine, fleet, self._max_step_tokens, identity=self._identity)
         opened = self._opened = _Opened(tier, lookups)
         self.host.add(
             fleet,
@@ -190,8 +192,9 @@ class EmbeddedTier:
             self._ending.wait(_TURN)
 
     def end(self) -> None:
-        """vLLM ends, and makes no more steps. Idempotent."""
+        """Call when vLLM ends and makes no more steps. Idempotent."""
         self._ending.set()
+        self._identity.close()
         self.host.end()
         if self._tier is not None:
             self._tier.close()

@@ -1,4 +1,4 @@
-"""The scheduler's part of the fleet tier, under an embedded engine."""
+"""The scheduler's part of the fleet tier, below an embedded engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tierneeds import Needs
+from kvstow.control.tierwait import TierWait
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.tier.fingerprint import TIER_FAILED, WEIGHTS_CHANGED, Fingerprint
 from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter, ScheduledStep
@@ -18,15 +20,23 @@ from kvstow_service.connectors.engine_core.tierwaits import TierWaits
 logger = logging.getLogger("kvstow.vllm")
 
 NO_REQUEST = "not_identified: the engine has had no request yet"
-"""Why a tier is off at first."""
+"""Why a new tier is off."""
 
 T = TypeVar("T")
+
+
+class Identity(Protocol):
+    """What the engine's blocks are: see `TierIdentity`."""
+
+    @property
+    def is_final(self) -> bool: ...
+    def fingerprint(self) -> Fingerprint: ...
 
 
 class EngineTier:
     """Drives a `FleetTier` with vLLM's steps. Used by the scheduler's thread.
 
-    No call waits for the store, and none raises: after an error, which is a defect, the tier is off.
+    No call waits for the store, and none raises. An error is a defect and turns the tier off.
     """
 
     def __init__(
@@ -35,25 +45,25 @@ class EngineTier:
         fleet: FleetTier,
         max_step_tokens: int,
         *,
-        identify: Callable[[], Fingerprint] | None = None,
+        identity: Identity | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_step_tokens`: that vLLM computes in one step. `identify`: what the first request asks for, if `fleet`
-        has no fingerprint yet."""
+        """`max_step_tokens`: how many tokens vLLM computes in one step at most. `identity`: asked with each request,
+        from the first one on, if `fleet` has no fingerprint yet."""
         self._engine, self.fleet = engine, fleet
         self.waits = TierWaits(engine, self)
         self.has_failed = False
         self.has_had_request = False
-        """So vLLM has its block hashes."""
-        self._identify = identify
+        """From then on, vLLM has its block hashes."""
+        self._identity = identity
         self._meter = PrefillMeter(min(LEAST_TOKENS, max_step_tokens // 2), clock)
         self._known = Fingerprint(None, WEIGHTS_CHANGED)
-        """After a failure: what the next tier goes on from."""
+        """After a failure: the fingerprint with which the next tier starts."""
         self._is_closed = False
 
     def go_on_from(self, before: EngineTier) -> None:
-        """The same engine had another store before: what is known of its weights stays."""
-        self.has_had_request, self._identify = before.has_had_request, before._identify
+        """Keep what `before`, the same engine's tier with another store, knew about the weights."""
+        self.has_had_request, self._identity = before.has_had_request, before._identity
         fleet = before.fleet
         known = before._known if before.has_failed else Fingerprint(fleet.fingerprint, fleet.status().reason)
         if known.value is not None:
@@ -83,34 +93,42 @@ class EngineTier:
         self._safely("end of a step", note, None)
 
     def take_ended(self) -> None:
-        """Transfers have ended: requests that wait for them go on with the next step."""
+        """Handle ended transfers: requests that wait for them continue with the next step."""
         self._safely("transfers that have ended", self.fleet.step, None)
         if self.has_failed:
-            self._end_plans()  # a put goes on with rank 0 when all others have ended
+            self._end_plans()  # a put continues with rank 0 when all others have ended
 
     @property
     def wants_steps(self) -> bool:
-        """Whether something is under way whose end steps bring, or something can be put."""
+        """Whether a transfer is under way whose end is reported by steps, or something can be put."""
         if self.has_failed:
             return self.fleet.traffic.in_flight > 0
         return not self._is_closed and self._safely("work", lambda: not self.fleet.is_idle, otherwise=False)
 
     # -- for requests ---------------------------------------------------------------------------------------
 
-    def look_for(self, keys: Sequence[bytes], first: int) -> TierWait | None:
-        return self._safely("look-up", lambda: self._look_for(keys, first), None)
+    def look_for(self, keys: Sequence[bytes], first: int, needs: Needs | None = None) -> TierWait | None:
+        return self._safely("look-up", lambda: self._look_for(keys, first, needs), None)
 
-    def _look_for(self, keys: Sequence[bytes], first: int) -> TierWait | None:
+    def _look_for(self, keys: Sequence[bytes], first: int, needs: Needs | None) -> TierWait | None:
         self.has_had_request = True
-        identify, self._identify = self._identify, None
-        if identify is not None:
-            found = identify()
-            if found.value is None:
-                logger.warning("the fleet tier is off: %s", found.reason)
-                self.fleet.reset(found.reason)
-            else:
-                self.fleet.begin_epoch(found.value)
-        return self.fleet.look_for(keys, first)
+        if self._identity is not None:
+            self._identify(self._identity)
+        return self.fleet.look_for(keys, first, needs)
+
+    def _identify(self, identity: Identity) -> None:
+        if self.fleet.fingerprint is not None:
+            self._identity = None  # an operator has named the weights
+            return
+        if identity.is_final:
+            self._identity = None
+        found = identity.fingerprint()
+        if found.value is not None:
+            self._identity = None
+            self.fleet.begin_epoch(found.value)
+        elif found.reason != self.fleet.status().reason:
+            logger.warning("the fleet tier is off: %s", found.reason)
+            self.fleet.reset(found.reason)
 
     def is_over(self, wait: TierWait) -> bool:
         return self._safely("wait of a request", lambda: self.fleet.is_over(wait), otherwise=True)
@@ -122,23 +140,23 @@ class EngineTier:
 
     def reset(self) -> None:
         """Keys mean other bytes from now on."""
-        self._identify, self._known = None, Fingerprint(None, WEIGHTS_CHANGED)
+        self._identity, self._known = None, Fingerprint(None, WEIGHTS_CHANGED)
         self._safely("reset", self.fleet.reset, None)
 
     def leave(self) -> None:
-        """Another tier takes over, and requests stop waiting for this one. Does not wait; the owner of `fleet` closes
+        """Hand over to another tier: requests stop waiting for this one. Does not wait. The owner of `fleet` closes
         it."""
         self._is_closed = True
         self.waits.forget_all()
 
     def close(self) -> None:
-        """`leave`, and close `fleet`. Waits for a look-up under way, which its client gives up. Idempotent."""
+        """`leave`, and close `fleet`. Waits for a look-up that is under way, which its client aborts. Idempotent."""
         self.leave()
         self.fleet.close()
 
     def fail(self, what: str) -> None:
-        """Go on without the tier, because of the exception that is being handled. It logs the first one, and ends the
-        transfers that no rank has been given. Never raises."""
+        """Continue without the tier, because of the exception that is being handled. Logs the first one, and ends the
+        transfers that no rank has received. Never raises."""
         if self.has_failed:
             return
         self.has_failed = True
@@ -149,7 +167,7 @@ class EngineTier:
         self._end_plans()
 
     def _end_plans(self) -> None:
-        """What has begun, and no rank will be given, has failed: its slots are free again."""
+        """Fail the transfers that have begun and that no rank will receive, so that their slots are free again."""
         try:
             boots = self._engine.boot_ids()
             for rank, op in self.fleet.take_plans():

@@ -13,24 +13,24 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class FailedLoads:
-    """Sends a request whose load failed back to the tokens that it had before. Used by the scheduler's thread.
+    """Rolls a request whose load failed back to the tokens that it had before. Used by the scheduler's thread.
 
-    Before 0.30 vLLM accepts bad blocks only, and only of models with one KV group. In tpu-inference KVStow reports no
-    more than that. Where that group has a window, vLLM would go on from the first bad block with nothing in the window
-    before it. A request that had nothing on the GPU, or has lost its window, cannot go on: it is held back until it is
-    aborted, as it would read wrong bytes. To keep it the only one, loads are bypassed from then on.
+    vLLM before 0.30 accepts only bad blocks, and only for models with one KV group. In tpu-inference, KVStow reports no
+    more than that. If that group has a window, vLLM would continue at the first bad block without the window before it.
+    A request that had nothing on the GPU, or has lost its window, cannot continue because it would read wrong bytes. It
+    is held back until it is aborted. Loads are bypassed from then on, so that no other request gets stuck.
     """
 
     def __init__(
         self, control: ControlPlane, groups: KVGroups, null_block: int, requests: Mapping[str, TrackedRequest]
     ) -> None:
-        """`requests`: those that vLLM has, by name; owned by the caller."""
+        """`requests`: the requests that vLLM has, by name; owned by the caller."""
         self._control, self._groups, self._null_block, self._requests = control, groups, null_block, requests
         self._stranded: set[str] = set()
 
     def continuing(self, ended: Collection[str]) -> set[str]:
-        """Of the requests whose loads have `ended`, those that may go on; and those that were held back and have been
-        aborted since."""
+        """The requests that may continue, out of those whose loads have `ended`. Also contains requests that were held
+        back and have been aborted since."""
         failed = {name for name in ended if name in self._requests and self._requests[name].load_failed}
         stuck = {name for name in failed if not self._rewind(self._requests[name])}
         if stuck:
@@ -40,7 +40,8 @@ class FailedLoads:
         return {*ended} - stuck | aborted
 
     def _rewind(self, tracked: TrackedRequest) -> bool:
-        """Let the request go on after its local prefix. False if it lacks something that the next token reads."""
+        """Let the request continue after its local prefix. Returns False if it lacks something that the next token
+        reads."""
         for group in self._groups.partial:
             first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
             if self._null_block in tracked.tables[group.index][first:end]:

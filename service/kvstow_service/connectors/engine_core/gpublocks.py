@@ -1,4 +1,4 @@
-"""GPU blocks of vLLM: the keys of what they hold, the references that keep them, and those that a step writes."""
+"""GPU blocks of vLLM: the keys of their contents, the references that keep them, and the blocks that a step writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
 
 
 class BlockPool(Protocol):
-    """What is used of vLLM's `BlockPool`. A block with references is neither evicted nor handed out."""
+    """The part of vLLM's `BlockPool` that is used. A block with references is neither evicted nor handed out."""
 
     blocks: list[Any]
     free_block_queue: Any
@@ -35,8 +35,8 @@ class Offer(NamedTuple):
 class GPUBlocks:
     """The blocks of vLLM's pool, as stores use them. Used by the scheduler's thread.
 
-    The blocks of a store are referenced from the moment it is planned until every rank has read them. A request that
-    ends or is preempted meanwhile cannot take them away, and no flush is needed.
+    The blocks of a store are referenced from the moment the store is planned until every rank has read them. A request
+    that ends or is preempted meanwhile cannot take them away, so no flush is needed.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -53,7 +53,7 @@ class GPUBlocks:
 
     @property
     def has_sources(self) -> bool:
-        """Whether the blocks of some store are referenced."""
+        """Whether any store's blocks are referenced."""
         return bool(self._sources)
 
     def num_sources(self) -> int:
@@ -68,10 +68,10 @@ class GPUBlocks:
         self._sources[op_id] = held
 
     def free_sources(self, op_id: int, *, to_front: bool = False) -> None:
-        """Give the references of a store back. Idempotent. The blocks stay cached on the GPU.
+        """Release the references of a store. Idempotent. The blocks stay cached on the GPU.
 
-        The end of a prefix is evicted before its beginning. With `to_front` unused blocks return to the head of the
-        free queue, in their old order: they came from there.
+        The end of a prefix is evicted before its beginning. With `to_front`, unused blocks return to the head of the
+        free queue in their old order, because they came from there.
         """
         held = self._sources.pop(op_id, None)
         if held is None:
@@ -92,10 +92,12 @@ def _prefix(group_id: bytes) -> bytes:
 
 
 class WrittenBlocks:
-    """The GPU blocks that a step writes. Its stores begin before it computes, so they must read none of these.
+    """The GPU blocks that a step writes. The step's stores begin before it computes, so they must not read these
+    blocks.
 
-    vLLM names a block by the hash of what it will hold when it plans the step that completes it. So the hash proves
-    nothing about a block that this step writes, whether the block was allocated in this step or in an older one.
+    When vLLM plans the step that completes a block, it already names the block by the hash of its future content. The
+    hash therefore proves nothing about a block that this step writes, whether the block was allocated in this step or
+    in an older one.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class WrittenBlocks:
         groups: Iterable[KVGroup] = (),
         states: Iterable[int] = (),
     ) -> None:
-        """`groups`: those whose blocks are in the tables of the `scheduled` requests. `states`: blocks of recurrent
-        layers that the step computes."""
+        """`groups`: the groups whose blocks are in the tables of the `scheduled` requests. `states`: blocks of
+        recurrent layers that the step computes."""
         self._scheduled, self._requests, self._groups, self._states = scheduled, requests or {}, groups, states
 
     @cached_property

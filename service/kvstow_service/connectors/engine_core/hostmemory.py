@@ -1,4 +1,4 @@
-"""The memory of the machine, as far as the pools of an engine's ranks need it."""
+"""The machine's memory, as far as the pools of an engine's ranks need it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
-    """Bytes available to the pools of this node's ranks together; 0 where no limit can be read. Raises
-    `InsufficientMemoryError` if the pools do not fit. Call it before any of them has begun to pin."""
+    """How many bytes are available to the pools of this node's ranks together; 0 if no limit can be read. Raises
+    `InsufficientMemoryError` if the pools do not fit. Call it before any of them begins to pin."""
     limits = limits_of(options.huge_pages)
     shortage = limits.shortage(
         round_up(options.bytes_of_rank(process.num_ranks), limits.page_bytes) * process.ranks_per_node
@@ -31,14 +31,14 @@ def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
 
 
 def rank_pool_config(options: ConnectorOptions, slot_bytes: int, pool_bytes: int, max_bytes: int) -> PoolConfig:
-    """The pool of a rank whose engine gives it `pool_bytes`, to grow to `max_bytes`. Raises `ConfigError`."""
+    """The pool of a rank, which gets `pool_bytes` at first and may grow to `max_bytes`. Raises `ConfigError`."""
     if (most := max(pool_bytes, max_bytes)) < slot_bytes:
         raise refusal("cpu_bytes_to_use", most, f"at least one block, {slot_bytes} bytes on this rank")
     return options.pool_config(slot_bytes, max(slot_bytes, pool_bytes), max_bytes)
 
 
 def wait_until_pinned(pool: SlotPool) -> None:
-    """Return when the pool has its size or has stopped growing."""
+    """Return when the pool has reached its size or stopped growing."""
     changed = threading.Event()
     pool.add_listener(changed.set)
     while pool.status().state == "pinning":

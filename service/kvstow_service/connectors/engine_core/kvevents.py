@@ -26,21 +26,22 @@ logger = logging.getLogger("kvstow.vllm")
 
 MEDIUM, LOCALITY = "CPU", "LOCAL"
 MAX_PLANNED = 65_536
-"""Blocks that are described while their store is under way: 60 MiB, if each has 16 tokens."""
+"""How many blocks are described while their store is under way: 60 MiB at 16 tokens per block."""
 _CHECKS_PER_TAKE = 256
-"""Blocks looked up per step after events were lost: 0.8 ms."""
+"""How many blocks are looked up per step after events were lost: 0.8 ms."""
 _WITHDRAWN_PER_TAKE = 1024
-"""Announcements withdrawn per step after their blocks have gone all at once."""
+"""How many announcements are withdrawn per step after all blocks have gone at once."""
 _GROUP_BYTES = 2  # of a key, before the block's hash
 
 
 Origins = dict[bytes, tuple[Any, KVGroup, int]]
-"""By key: the request, group and number of a block that may be stored."""
+"""The request, group and number of each block that may be stored, by key."""
 
 
 class Vocabulary(NamedTuple):
-    """The event classes of this version of vLLM. `extra_keys(request, start, end)`: what a block's hash covers besides
-    tokens, as events carry it. `external_hash`: a block's hash as events carry it."""
+    """The event classes of this version of vLLM. `extra_keys(request, start, end)` is what a block's hash covers
+    besides tokens, in the form that events carry. `external_hash` converts a block's hash to the form that events
+    carry."""
 
     stored: Callable[..., Any]
     removed: Callable[..., Any]
@@ -66,7 +67,8 @@ class _Origin(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What an event says about a block. `parent`: hash of the block before it, None for a request's first."""
+    """What an event says about a block. `parent` is the hash of the block before it; None for a request's first
+    block."""
 
     origin: _Origin
     parent: bytes | None
@@ -75,7 +77,7 @@ class _Block(NamedTuple):
 
 
 def event_feed(vllm_config: Any, source: BlockSource, specs: Sequence[Any]) -> EventFeed | None:
-    """The feed of an engine whose KV events are on, else None. `specs`: vLLM's `KVCacheSpec` of each group."""
+    """The feed of an engine whose KV events are on; otherwise None. `specs`: vLLM's `KVCacheSpec` of each group."""
     config = vllm_config.kv_events_config
     if config is None or not config.enable_kv_cache_events:
         return None
@@ -83,20 +85,21 @@ def event_feed(vllm_config: Any, source: BlockSource, specs: Sequence[Any]) -> E
 
 
 class EventFeed:
-    """Translates what a `BlockSource` tells of stored and removed blocks. Used by the scheduler's thread alone.
+    """Translates what a `BlockSource` reports about stored and removed blocks. Used only by the scheduler's thread.
 
     The source knows keys. The tokens behind them are noted when their store is planned, and forgotten once they are
-    announced. A block is announced when its bytes are there, and its removal only if the block was announced. Blocks of
-    lazy stores, of the backlog and of other engines have no known tokens: they are announced by their hash alone, with
-    no tokens and a block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the GPU's event.
+    announced. A block is announced when its bytes are in host memory. Its removal is announced only if the block was.
+    For blocks of lazy stores, of the backlog and of other engines, the tokens are unknown. They are announced by hash
+    alone, with no tokens and a block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the
+    GPU's event.
 
-    No announcement stays stale. When events are dropped before they are read (4,096 are kept, and nothing reads while
-    vLLM idles), every announced block is looked up again, slice by slice, and removed if it is gone. When the session
-    with the node service ends, or after a reset, all are removed, slice by slice; once the engine has attached again,
-    those that it still finds are announced by their hash. `AllBlocksCleared` would not do: it names no medium, so a
-    router would forget the GPU's blocks as well.
+    No announcement stays stale. Events can be dropped before they are read: 4,096 are kept, and nothing reads them
+    while vLLM idles. After that, every announced block is looked up again, slice by slice, and removed if it is gone.
+    When the session with the node service ends, or after a reset, all announced blocks are removed, slice by slice.
+    Once the engine has attached again, the blocks that it still finds are announced by their hash. `AllBlocksCleared`
+    would not work: it names no medium, so a router would forget the GPU's blocks as well.
 
-    Memory: a reference for each announced block, which the pool bounds, and `MAX_PLANNED` descriptions.
+    Memory: one reference for each announced block, which the pool bounds, and `MAX_PLANNED` descriptions.
     """
 
     def __init__(self, source: BlockSource, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
@@ -111,7 +114,8 @@ class EventFeed:
         self._withdrawn: dict[bytes, None] = {}
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
-        """These consecutive blocks of vLLM's `request`, from its `first_block` on, may be stored in this step."""
+        """The store of these consecutive blocks of vLLM's `request`, starting at `first_block`, may be planned in this
+        step."""
         for number, key in enumerate(keys, first_block):
             self._offered[key] = request, group, number
 
@@ -154,20 +158,20 @@ class EventFeed:
         return events
 
     def _withdraw(self) -> None:
-        """All announced blocks have gone, and some may come back. O(announced blocks), once for a session."""
+        """All announced blocks have gone, and some may come back. O(announced blocks), once per session."""
         self._doubtful, self._checked = deque(dict.fromkeys([*self._doubtful, *self._announced])), None
         self._withdrawn |= dict.fromkeys(self._announced)
         self._announced = set()
 
     def _remove_withdrawn(self) -> list[Any]:
-        """Some of those that have not come back meanwhile."""
+        """Remove some of the withdrawn blocks that have not come back."""
         keys = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))
         for key in keys:
             del self._withdrawn[key]
         return self._removed_events(keys)
 
     def _check(self) -> list[Any]:
-        """Look some doubtful blocks up: their events say what is true now, even if the log says otherwise later."""
+        """Look up some doubtful blocks. Their events say what is true now, even if the log says otherwise later."""
         if self._checked is None:
             keys = list(islice(self._doubtful, _CHECKS_PER_TAKE))
             answer = self._source.look_up(keys)
@@ -227,7 +231,7 @@ class EventFeed:
         return self._stored(fields)
 
     def _remove(self, keys: Sequence[bytes]) -> list[Any]:
-        """As far as they were announced."""
+        """Remove those of these blocks that were announced."""
         gone = [key for key in keys if key in self._announced]
         self._announced.difference_update(gone)
         return self._removed_events(gone)

@@ -1,4 +1,4 @@
-"""KV groups: which blocks of a request each group of layers needs to go on from a given token."""
+"""KV groups: which blocks of a request each group of layers needs in order to continue at a given token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _UNIFORM = "UniformTypeKVCacheSpecs"
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a block table. All sizes in tokens.
+    """Layers that share a block table. All sizes are in tokens.
 
-    `hashes_per_block`: hash blocks of a request in one block of this group; the last one's hash names the block, as
-    hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later. `chunk`: it attends
-    to no token before its own chunk. `is_state`: the group needs only its block at the end of a prefix. None of these:
-    it attends to all tokens. `late_tokens`: vLLM may cache a block only when this many tokens after it are computed.
+    `hashes_per_block`: how many of a request's hash blocks one block of this group covers. The last one's hash names
+    the block, because hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later.
+    `chunk`: a token attends to no token before its own chunk. `is_state`: the group needs only its block at the end of
+    a prefix. A group with none of these attends to all tokens. `late_tokens`: vLLM may cache a block only when this
+    many tokens after it are computed.
     """
 
     index: int
@@ -54,8 +55,9 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """The groups of a model that are kept. `alignment`: hits end at multiples of it. `num_scratch`: groups of vLLM's
-    that are not kept: only the request that wrote them needs their contents, and none of them where a hit ends."""
+    """The groups of a model that are kept. Hits end at multiples of `alignment`. `num_scratch` counts vLLM's groups
+    that are not kept: only the request that wrote them needs their contents, and it needs none of them where a hit
+    ends."""
 
     groups: tuple[KVGroup, ...]
     alignment: int
@@ -68,9 +70,9 @@ class KVGroups:
 
     @property
     def is_plain(self) -> bool:
-        """Whether vLLM has one group, which attends to all tokens: then a request can go on after any of its blocks,
-        and from its last token. Otherwise it may lack what the next token reads, because blocks before the window at a
-        hit's end are never loaded, nor is scratch."""
+        """Whether vLLM has one group, which attends to all tokens. If so, a request can continue after any of its
+        blocks, and from its last token. Otherwise it may lack what the next token reads, because neither scratch nor
+        the blocks before the window at a hit's end are ever loaded."""
         return self.num_tables == 1 and self.groups[0].is_full
 
     @property
@@ -79,18 +81,18 @@ class KVGroups:
 
     @property
     def partial(self) -> tuple[KVGroup, ...]:
-        """Those that need only a part of the prefix."""
+        """The groups that need only a part of the prefix."""
         return tuple(group for group in self.groups if not group.is_full)
 
     @property
     def in_tables(self) -> tuple[KVGroup, ...]:
-        """Those whose blocks are in a request's block table once their tokens are computed."""
+        """The groups whose blocks are in a request's block table once their tokens are computed."""
         return tuple(group for group in self.groups if not group.is_state)
 
     def places(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The blocks (group, number) that computing the token after `end` tokens reads, beyond those of the first
-        `start` tokens; in the order of the tokens that they end with. So the end of a prefix is evicted before its
-        beginning, in all groups alike. The places of a later `start` are the last of these."""
+        """The blocks (group, number) that are read to compute the token after `end` tokens, beyond those of the first
+        `start` tokens. They are in the order of the tokens that they end with, so that all groups evict the end of a
+        prefix before its beginning. The places of a later `start` are the last of these."""
         places = [
             (group.index, number)
             for group in self.groups
@@ -112,9 +114,9 @@ def kv_groups(
     """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens. `hands_states_over`:
     whether this vLLM hands the states of recurrent layers to connectors.
 
-    With decode context parallelism a block spans `context_parallel` times its own tokens if each rank holds a share of
-    it. Ranks hold states, and some draft models (vLLM 0.32), in full. Scratch is left out, but counts for where hits
-    end, as in vLLM. Raises `ConfigError` for kinds of KV cache that cannot be kept, and names them.
+    With decode context parallelism, a block spans `context_parallel` times its own tokens if each rank holds a share of
+    it. Ranks hold states, and some draft models (vLLM 0.32), in full. Scratch is left out, but affects where hits end,
+    as in vLLM. Raises `ConfigError`, which names the kinds of KV cache that cannot be kept.
     """
     scratch = {index: spec for index, spec in enumerate(specs) if type(layer_spec(spec)).__name__ == _SCRATCH}
     groups = tuple(
@@ -158,19 +160,19 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
 
 
 def _block_tokens(spec: Any, context_parallel: int) -> int:
-    """Tokens that a block of the group spans over all ranks."""
+    """How many tokens a block of the group spans over all ranks."""
     kind = layer_spec(spec)
     is_shared = getattr(kind, "dcp_sharded", type(kind).__name__ != _STATE)
     return int(spec.block_size) * (context_parallel if is_shared else 1)
 
 
 def layer_spec(spec: Any) -> Any:
-    """The spec of one of a group's layers: specs of one type differ only in sizes."""
+    """The spec of one of a group's layers. Specs of one type differ only in sizes."""
     return next(iter(spec.kv_cache_specs.values())) if type(spec).__name__ == _UNIFORM else spec
 
 
 def in_token_order(runs: Sequence[tuple[KVGroup, list[T]]]) -> list[T]:
-    """The blocks of all groups, in the order of the tokens that they end with. Each group's run begins at the same
+    """The blocks of all groups, in the order of the tokens that they end with. The runs of all groups begin at the same
     token."""
     if len(runs) == 1:
         return runs[0][1]

@@ -15,10 +15,10 @@ from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 class LazyStores:
     """Finds the first `ahead_blocks` of the GPU's free queue, the next to be evicted, and stores them.
 
-    Stored blocks return to their old place in the queue, so the GPU's order of eviction does not change, and only those
-    first blocks are ever stored. A step reads the queue only if its head has changed since the last time, fewer
-    blocks were free then, or blocks wait that were not stored; 60 ns a block. It offers at most `step_blocks`. Used by
-    the scheduler's thread.
+    Stored blocks return to their old place in the queue, so the GPU's order of eviction does not change. Only those
+    first blocks are ever stored. A step reads the queue, at 60 ns a block, in three cases: its head has changed since
+    the last read, fewer blocks were free then, or blocks wait that were not stored. A step offers at most
+    `step_blocks`. Used by the scheduler's thread.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class LazyStores:
         self._ahead_blocks, self._step_blocks = ahead_blocks, step_blocks
         self._head: Any = None
         self._offered: dict[int, bytes] = {}  # by block: the content that was offered
-        self._not_stored: dict[int, bytes] = {}  # likewise, but the pool did not take it
+        self._not_stored: dict[int, bytes] = {}  # the same, for blocks that the pool did not take
 
     @property
     def has_backlog(self) -> bool:
         return bool(self._not_stored)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """Block tables do not matter here."""
+        """Does nothing: lazy stores do not use block tables."""
 
     def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
-        """Blocks near eviction that were not offered yet and are not in the pool. Blocks that are being stored will be
-        the first in the queue again. Those that were not stored come again if the pool has `room`, and no more."""
+        """Offer blocks near eviction that were not offered yet and are not in the pool. Blocks that are being stored
+        return to the front of the queue. Blocks that were not stored are offered again, up to the pool's `room`."""
         most = self._step_blocks
         if room:
             most = min(most, room)
@@ -51,7 +51,7 @@ class LazyStores:
         return len(offer.keys)
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
-        """The blocks of a request that has ended join the free queue."""
+        """Does nothing: the blocks of an ended request join the free queue."""
 
     def offer_again(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -74,7 +74,7 @@ class LazyStores:
         blocks: list[int] = []
         for _ in range(self._ahead_blocks - self._gpu.num_sources()):
             if block is None or block is tail or len(blocks) == most:
-                self._head = None  # look again: at blocks freed next, or at those beyond `most`
+                self._head = None  # look again, for blocks freed next or blocks beyond `most`
                 break
             content, block_id = block.block_hash, block.block_id
             if content is not None and content not in (self._offered.get(block_id), self._not_stored.get(block_id)):

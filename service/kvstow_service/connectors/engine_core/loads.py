@@ -1,4 +1,4 @@
-"""Loads: how many of a request's tokens the pool has, and the copies into the GPU blocks that the request is given."""
+"""Loads: how many of a request's tokens the pool has, and the copies into the request's GPU blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class _AskedLoad(NamedTuple):
-    """A load into the blocks `targets`, which the pool has yet to agree to."""
+    """A load into the blocks `targets` that the pool has not agreed to yet."""
 
     tracked: TrackedRequest
     targets: tuple[int, ...]
@@ -28,15 +28,15 @@ class _AskedLoad(NamedTuple):
 
 
 class Loads:
-    """Looks requests up, holds what it finds, plans loads and follows them. Used by the scheduler's thread.
+    """Looks requests up, holds the blocks that it finds, plans loads, and follows them. Used by the scheduler's thread.
 
-    A request may be asked for many times before it is admitted, with a local prefix that changes. Its hit is kept as
-    long as it fits, so asking again costs O(1), and nothing is held twice. A group that attends to everything needs all
-    blocks of the hit; a group with a window needs those that the next token reads. Blocks below the local prefix are on
-    the GPU already.
+    vLLM may ask about a request many times before it admits it, with a local prefix that changes. The request's hit is
+    kept as long as it fits, so asking again costs O(1), and nothing is held twice. A group that attends to everything
+    needs all blocks of the hit. A group with a window needs the blocks that the next token reads. Blocks below the
+    local prefix are already on the GPU.
 
-    vLLM waits for a promised load until every rank has reported its end, so each `plan_load` ends in exactly one report
-    per rank: of its op, or of its loss.
+    vLLM waits for a promised load until every rank has reported its end. Each `plan_load` therefore ends in exactly one
+    report per rank: of its op, or of its loss.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Loads:
         null_block: int,
         observe: Observe,
     ) -> None:
-        """`null_block`: what stands in a block table for blocks out of the window. `observe` takes the time of each
-        lookup."""
+        """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
+        time of each lookup."""
         self._control, self._planner, self._groups = control, planner, groups
         self._null_block, self._observe = null_block, observe
         self._finder = control.hit_finder(groups)
@@ -61,20 +61,21 @@ class Loads:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether the pool has yet to agree to some."""
+        """Whether there are loads that the pool has not agreed to yet."""
         return bool(self._asked)
 
     # -- lookup --------------------------------------------------------------------------------------------
 
     def expect(self, tracked: TrackedRequest) -> None:
-        """The request has arrived: the node service is asked now for what `hold_hit` returns."""
+        """The request has arrived. The node service is asked now for what `hold_hit` will return."""
         tracked.start = 0
         if (end := self._longest_end(tracked)) > 0:
             self._finder.expect(tracked, end)
 
     def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
-        """Tokens beyond the first `local` that can be loaded; they are held for the request. None: not known yet. A hit
-        without blocks to load, as at the start of a chunk, is none: vLLM waits for the end of each load."""
+        """How many tokens after the first `local` can be loaded; they are held for the request. None: not known yet. A
+        hit without blocks to load, as at the start of a chunk, counts as no hit, because vLLM waits for the end of each
+        load."""
         tracked.start = local
         hit, end = tracked.hit, self._longest_end(tracked)
         if local % self._groups.alignment or local >= end:
@@ -89,14 +90,14 @@ class Loads:
         return hit.end - local if hit is not None else 0
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """The request is admitted, and goes on with `num_tokens` of what was found."""
+        """The request is admitted, and uses `num_tokens` of what was found."""
         queried = self._longest_end(tracked) - tracked.start
         if queried > 0:
             alignment = self._groups.alignment
             self._control.count_lookup(queried // alignment, num_tokens // alignment)
 
     def release_hit(self, tracked: TrackedRequest) -> None:
-        """Hold nothing for the request any more."""
+        """Stop holding the request's hit."""
         self._finder.forget(tracked)
         self._release_lease(tracked)
         self._end_deferral(tracked)
@@ -109,9 +110,9 @@ class Loads:
     def _longest_end(self, tracked: TrackedRequest) -> int:
         """Where the longest hit beyond `tracked.start` would end.
 
-        The last token is always computed. Where the hit is all of the prompt, vLLM computes that token again: a step of
-        one token decodes, which is faster than computing its block (27 ms, not 37: H200, 8b of `bench.vllm`). No block
-        is loaded for that alone. Where windows count, that token may read a block more, so the hit ends before it.
+        The last token is always computed. If the hit is the whole prompt, vLLM computes that token again. A step of one
+        token decodes, which is faster than computing the token's block (27 ms instead of 37: H200, 8b of `bench.vllm`).
+        No block is loaded for that alone. With windows, that token may read one more block, so the hit ends before it.
         """
         num_tokens, alignment = tracked.request.num_tokens, self._groups.alignment
         end = (num_tokens - 1) // alignment * alignment
@@ -138,7 +139,7 @@ class Loads:
     # -- load -----------------------------------------------------------------------------------------------
 
     def plan_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Load the `num_tokens` tokens after `tracked.start` into its tables. Uses the hit up."""
+        """Load the `num_tokens` tokens after `tracked.start` into the request's tables. Uses up the hit."""
         hit, tracked.hit = tracked.hit, None
         tracked.load_failed = False
         end = tracked.start + num_tokens
@@ -153,8 +154,8 @@ class Loads:
             self.take_begun()
 
     def take_begun(self, *, wait: bool = False) -> None:
-        """Plan the loads that the pool has agreed to since the last call. `wait`: for the others, too, as long as this
-        step may wait. They are asked for in order, and answered in order."""
+        """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
+        as long as this step may wait. The pool answers them in the order in which they were asked for."""
         while self._asked:
             tracked, targets, answer = self._asked[0]
             if not (self._control.wait(answer) if wait else answer.done):
@@ -164,7 +165,7 @@ class Loads:
                 self._planner.add_load(op, tracked.request.request_id)
                 self._under_way[op.op_id] = tracked
             else:
-                logger.warning("request %s is computed, its hit is lost: %s", tracked.request.request_id, answer.error)
+                logger.warning("request %s lost its hit and is computed: %s", tracked.request.request_id, answer.error)
                 self._lose(tracked, targets)
 
     def lose_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
@@ -185,7 +186,7 @@ class Loads:
     def _begin_load(
         self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: list[int]
     ) -> Awaited[Op | None] | None:
-        """None if not all that the request needs was found; nothing is held then."""
+        """None if some of what the request needs was not found; nothing is held in that case."""
         held = places
         if (tracked.start, end) != (hit.start, hit.end):
             held = self._groups.places(hit.start, hit.end)

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the connector, which vLLM carries; picklable."""
+"""Picklable messages between the two halves of the connector, which vLLM carries."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvstow_service.connectors.engine_core.workerside import BootCompletions, Lo
 
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
-    """A rank introduces itself. `max_slots`: how many slots its address space has room for. `node`: where it runs
-    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together. `num_ranks`: how many the
-    engine has; 0 leaves that to vLLM's configuration. `regions`: what its slots consist of, where the KV cache is torch
-    tensors."""
+    """A rank introduces itself. `max_slots`: how many slots fit in its address space. `node`: where it runs
+    (`this_node`). `node_bytes`: memory available to the pools of all ranks on that node together. `num_ranks`: how many
+    ranks the engine has; 0 if vLLM's configuration says so instead. `regions`: what its slots consist of, if the KV
+    cache is torch tensors."""
 
     rank: int
     slot_bytes: int
@@ -38,9 +38,9 @@ class RankHello(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
-    """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket`: of the session with the node service. `tier`: None without a
-    fleet tier."""
+    """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
+    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `tier` is None
+    without a fleet tier."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
@@ -50,9 +50,10 @@ class KVStowMetadata(KVConnectorMetadata):
 
 
 class RankUpdate(NamedTuple):
-    """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
-    reach the admin server; `session` when it has changed; `ended_loads` where vLLM does not count the ranks itself;
-    `tier_step`, from rank 0, with each step that has a `TierPlan`: its number; `tier_client` when it has changed."""
+    """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
+    not reach the admin server, and `session` and `tier_client` when they have changed. `ended_loads` is sent if vLLM
+    does not count the ranks itself. `tier_step` is the number of a step that has a `TierPlan`; rank 0 sends it with
+    each such step."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
@@ -65,7 +66,7 @@ class RankUpdate(NamedTuple):
 
 @dataclass
 class KVStowWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the ranks, with every step after which a rank has something to report."""
+    """Sent by the ranks, with every step after which a rank has something to report."""
 
     updates: dict[int, list[RankUpdate]] = field(default_factory=dict)
 

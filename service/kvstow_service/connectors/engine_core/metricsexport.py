@@ -34,7 +34,7 @@ class KVStowStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVStowStats:
-        """Add the later changes of `other`, from either half of the connector."""
+        """Add the later changes of `other`, which may come from either half of the connector."""
         merge(self.data, other.data)
         return self
 
@@ -58,8 +58,8 @@ def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
 class StatsFeed:
     """Turns counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
 
-    Reading the counters takes 22 us, so they are read ten times a second, and when the last transfer has ended, since
-    vLLM may make no further step then.
+    Reading the counters takes 22 us, so they are read ten times a second. They are also read when the last transfer has
+    ended, because vLLM may make no further step after that.
     """
 
     def __init__(self, figures: Figures, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,8 +74,8 @@ class StatsFeed:
         self._observed.setdefault(name, []).append(value)
 
     def take_stats(self) -> KVStowStats | None:
-        """The changes since the last reading, or since the engine's start; None if there are none, or the next reading
-        is not due."""
+        """The changes since the last reading, or since the engine's start. None if there are none, or if the next
+        reading is not due yet."""
         now, is_busy = self._clock(), self._figures.open_transfers > 0
         has_ended, self._was_busy = self._was_busy and not is_busy, is_busy
         if now < self._due and not has_ended:
@@ -90,8 +90,8 @@ class StatsFeed:
 class KVStowPromMetrics(KVConnectorPromMetrics):
     """Registers the family with the metric classes that vLLM passes.
 
-    It registers at the first step, not in the constructor: under MultiConnector an OffloadingConnector may have
-    registered the same names by then, and children are not told of each other. Those names stay with it; KVStow's own
+    It registers at the first step, not in the constructor. Under MultiConnector, an OffloadingConnector may have
+    registered the same names by then, and children do not know of each other. It keeps those names; KVStow's own
     `/metrics` has all figures.
     """
 
@@ -130,7 +130,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         return metrics
 
     def _begin(self) -> None:
-        """Create every counter before its first increment, so that rates include it."""
+        """Create every counter before its first increment, so that rates include that increment."""
         counters = [name for name, metric in FAMILY.items() if metric.kind == "counter"]
         for engine_idx in self.per_engine_labelvalues:
             for name in counters:
@@ -150,7 +150,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         )
 
     def _inform(self, name: str, labels: tuple[str, ...], engine_idx: int) -> None:
-        """Other labels get a new series, and the former one becomes 0."""
+        """Start a new series for new labels, and set the former series to 0."""
         former = self._info.get((engine_idx, name))
         if former is not None:
             self._write(name, 0, engine_idx, *former)

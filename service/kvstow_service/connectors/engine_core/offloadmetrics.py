@@ -1,29 +1,31 @@
 """The metrics `vllm:kv_offload_*` that vLLM's dashboards read.
 
-Left out, because KVStow has nothing true to report: `cpu_allocation_size` and `stores_skipped` (there is no reuse
-threshold). Left out as well: the names that vLLM has deprecated (`total_bytes`, `total_time`, `size`). An embedded
-engine never observes `lookup_async_delay_seconds`, as it defers no lookup.
+Two are left out because KVStow has nothing true to report: `cpu_allocation_size`, and `stores_skipped` (there is no
+reuse threshold). The names that vLLM has deprecated (`total_bytes`, `total_time`, `size`) are left out, too. An
+embedded engine never observes `lookup_async_delay_seconds`, because it defers no lookup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from kvstow.control.engine import OffloadEngine
 from kvstow.stats import DIRECTIONS, DirectionStats, EngineStats, LookupStats
+
+if TYPE_CHECKING:
+    from kvstow.control.engine import OffloadEngine
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
 ATTACHED, ATTACH_STATE, SESSIONS_LOST = "attached", "attach_state", "sessions_lost"
-"""Of engines that attach to a node service; vLLM has no such metrics."""
+"""Metrics of engines that attach to a node service. vLLM has no such metrics."""
 
 Changes = dict[str, Any]
 """By name within the family: the growth of a counter, the value of a gauge, the observations of a histogram (a list),
-the labels of an info metric (a mapping)."""
+or the labels of an info metric (a mapping)."""
 
 Observe = Callable[[str, float], None]
-"""Takes one observation of a histogram of the family, by its name."""
+"""Takes one observation of a histogram of the family, given its name."""
 
 
 class Metric(NamedTuple):
@@ -72,7 +74,7 @@ FAMILY: dict[str, Metric] = {
 
 def read_family(stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> dict[str, Any]:
     """The family's counters, gauges and labels at one moment, by name. Histograms are observed where lookups and
-    transfers end. `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with
+    transfers end. `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot; None with
     several KV groups."""
     values: dict[str, Any] = {"allocation_failure": stats.stores["dropped_cpu_full"]}
     for direction in DIRECTIONS:
@@ -93,7 +95,7 @@ class Figures(Protocol):
 
 
 class EngineFigures:
-    """Those of an embedded engine."""
+    """The figures of an embedded engine."""
 
     def __init__(self, engine: OffloadEngine, slot_bytes: int, slot_tokens: int | None) -> None:
         """See `read_family`."""

@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: what a user may set, checked before anything starts."""
+"""`kv_connector_extra_config`: the options that a user may set. They are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
-"""Of SimpleCPUOffloadConnector, whose keys keep their meaning."""
+"""Keys of SimpleCPUOffloadConnector, which keep their meaning."""
 
 _ALIASES = {"async_init": "async_register_cache"}
 _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
@@ -32,7 +32,7 @@ def refusal(key: str, value: object, allowed: str) -> ConfigError:
 
 
 def misuse(key: str, value: object, sentence: str) -> SettingError:
-    """The error for a key that is unknown, or does not fit the others. `sentence` goes on after key and value."""
+    """The error for a key that is unknown or does not fit the others. `sentence` follows the key and the value."""
     return SettingError(_PREFIX + key, value, sentence)
 
 
@@ -97,7 +97,7 @@ def _socket(key: str, value: Any) -> Path:
 
 
 def _check_tier(given: Mapping[str, Any]) -> None:
-    """Refuse a store that cannot be used here. Connects to none."""
+    """Refuse a store that cannot be used here. Opens no connection."""
     if "tier" not in given:
         if "tier_write" in given:
             raise misuse("tier_write", given["tier_write"], "needs tier, the URL of a store")
@@ -132,11 +132,13 @@ _OF_SERVICE = (
     "tier",
     "tier_write",
 )
-"""What an attached engine leaves to the node service."""
+"""Options that have no effect beside `attach`, because the node service decides on them."""
 
 
 def _check_attach(given: Mapping[str, Any]) -> None:
-    """Refuse options that would do nothing."""
+    """Refuse options that would have no effect."""
+    if "weights_id" in given and not given.keys() & {"attach", "tier"}:
+        raise misuse("weights_id", given["weights_id"], "needs attach or tier: nobody else finds this engine's blocks")
     if "attach" not in given:
         if given.get("attach_require_sharing"):
             raise misuse("attach_require_sharing", True, "needs attach, the socket of the node service")
@@ -152,22 +154,23 @@ def _check_attach(given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """The settings of one engine, each with the function that parses it. Sizes in bytes, times in seconds.
+    """The settings of one engine, each with the function that parses it. Sizes are in bytes, times in seconds.
 
-    `cpu_bytes_to_use` is shared by all ranks of an engine (a data-parallel engine is one of its own), down to whole
-    slots; `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` bounds, over all ranks, what a resize may ask for;
-    by default the memory of the machine does. `lazy_offload` stores blocks when the GPU is about to evict them.
-    Without `async_register_cache` vLLM's start waits until the pool is pinned. `huge_pages`: as in `PoolConfig`.
+    All ranks of an engine share `cpu_bytes_to_use`, rounded down to whole slots (a data-parallel engine counts as an
+    engine of its own). `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` limits, over all ranks, the size that a
+    resize may ask for; the default limit is the machine's memory. `lazy_offload` stores blocks when the GPU is about to
+    evict them. Without `async_register_cache`, vLLM's start waits until the pool is pinned. `huge_pages`: as in
+    `PoolConfig`.
 
-    `attach`: the socket of the node service, whose memory takes the place of a pool. `cpu_bytes_to_use` is what the
-    engine asks it for then, by default (0) for all that there is. With `attach_require_sharing` an engine does not
-    attach if it could share no blocks with others of its model.
+    `attach` is the socket of the node service, whose memory takes the place of a pool. `cpu_bytes_to_use` is then the
+    memory that the engine asks for; the default (0) asks for all of it. With `attach_require_sharing`, an engine does
+    not attach if it could share no blocks with others of its model.
 
-    `tier`: the URL of a store that several nodes share, below the pool (docs/tier.md); `tier_write`: which blocks go
-    there (`WritePolicy`).
+    `tier` is the URL of a store that several nodes share, below the pool (docs/tier.md). `tier_write` says which blocks
+    go there (`WritePolicy`).
 
-    `weights_id` names the model's weights for others, where neither a snapshot of the Hugging Face Hub nor the files
-    do.
+    `weights_id` names the model's weights for others, if neither a snapshot of the Hugging Face Hub nor the files
+    identify them.
     """
 
     cpu_bytes_to_use: Annotated[int, size] = DEFAULT_BYTES
@@ -201,7 +204,7 @@ class ConnectorOptions:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> Self:
-        """Raises `ConfigError` for an unknown key, a value out of range, or two that contradict each other."""
+        """Raises `ConfigError` for an unknown key, a value out of range, or two keys that contradict each other."""
         parsers = {name: hint.__metadata__[0] for name, hint in get_type_hints(cls, include_extras=True).items()}
         given: dict[str, Any] = {}
         for key, value in (extra or {}).items():
@@ -234,17 +237,18 @@ class ConnectorOptions:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether another process of a rank maps the pool, which is a memfd then."""
+        """Whether another process of a rank maps the pool. If so, the pool is a memfd."""
         return self.tier is not None and self.tier.startswith("mooncake:")
 
     # All ranks have the same number of slots, so they share bytes in proportion to the size of their slots.
 
     def bytes_of_rank(self, num_ranks: int) -> int:
-        """What a rank may pin before it knows the size of the others' slots."""
+        """How much a rank may pin before it knows the size of the other ranks' slots."""
         return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // num_ranks
 
     def capacity_slots(self, slot_bytes: Sequence[int]) -> int:
-        """Slots that fit on every rank, whose slots have these sizes. Raises `ConfigError` if not even one does."""
+        """How many slots fit on every rank. `slot_bytes` has the slot size of each rank. Raises `ConfigError` if not
+        even one slot fits."""
         if self.cpu_bytes_to_use_per_rank is not None:
             key, value, least = "cpu_bytes_to_use_per_rank", self.cpu_bytes_to_use_per_rank, max(slot_bytes)
         else:
@@ -254,8 +258,8 @@ class ConnectorOptions:
         return value // least
 
     def max_slots(self, slot_bytes: Sequence[int], fitting: int) -> int:
-        """Slots that every rank may grow to; `fitting`: how many the ranks' machines have room for. Raises
-        `ConfigError` where the pool's size exceeds `max_bytes`."""
+        """How many slots every rank may grow to. `fitting`: how many slots fit on the ranks' machines. Raises
+        `ConfigError` if the pool's size exceeds `max_bytes`."""
         capacity = self.capacity_slots(slot_bytes)
         if self.max_bytes is None:
             return max(capacity, fitting)
@@ -265,8 +269,8 @@ class ConnectorOptions:
         return most
 
     def reserved_bytes_of_rank(self, node_bytes: int) -> int:
-        """Address space for a rank's pool: for as much as it could have where the others' slots are small. `node_bytes`
-        is what its machine could give to pools."""
+        """Address space for a rank's pool: as much as the pool could have if the other ranks' slots are small.
+        `node_bytes` is the memory that its machine could give to pools."""
         return max(self.bytes_of_rank(1), self.max_bytes or node_bytes)
 
     def pool_config(self, slot_bytes: int, pool_bytes: int, max_bytes: int) -> PoolConfig:
@@ -294,7 +298,7 @@ class ConnectorOptions:
         )
 
     def public(self) -> dict[str, Any]:
-        """For every reader of the admin API: paths of this machine stay out."""
+        """For every reader of the admin API, so it leaves out paths of this machine."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.tier is not None:
             from kvstow_service.tiers.storeaddress import shown_url

@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts, as its steps show it."""
+"""How fast the engine computes prompts, measured from its steps."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 LEAST_TOKENS = 256
-"""Of a step that says how fast prompts are computed, or half of the tokens that a step may have."""
+"""How many prompt tokens a step must compute to show the speed. If a step can have fewer than twice as many tokens,
+half of its limit is enough."""
 _WEIGHT = 0.2
-"""Of the newest step that only decodes."""
+"""The weight of the newest step that only decodes."""
 _LEAST_SHARE = 0.5
-"""A step that also decodes counts for no less than this share of its time."""
+"""The least share of its time with which a step that also decodes counts."""
 
 
 class ScheduledStep(Protocol):
-    """What is read of vLLM's `SchedulerOutput`; of its `scheduled_spec_decode_tokens`, drafts."""
+    """The part of vLLM's `SchedulerOutput` that is read. Its `scheduled_spec_decode_tokens` are drafts."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]: ...
 
 
 class Prefill(NamedTuple):
-    """So many tokens of prompts took so many seconds."""
+    """How many prompt tokens were computed, and in how many seconds."""
 
     tokens: int
     seconds: float
@@ -38,9 +39,9 @@ class _Planned(NamedTuple):
 class PrefillMeter:
     """Times the steps that compute prompts. Used by the scheduler's thread.
 
-    Tokens that were loaded or found on the GPU are not computed, and do not count. A step begins when it is planned,
-    or when the one before has ended, where vLLM plans ahead. From a step that also decodes, the time that a step takes
-    which only decodes is subtracted. Steps of few tokens take as long as their launch, and say nothing.
+    Tokens that were loaded or found on the GPU are not computed, and do not count. A step begins when it is planned. If
+    vLLM plans ahead, it begins when the step before it has ended. From the time of a step that also decodes, the time
+    of a step that only decodes is subtracted. Steps of few tokens take as long as their launch, so they are ignored.
     """
 
     def __init__(self, least_tokens: int, clock: Callable[[], float]) -> None:
@@ -65,7 +66,7 @@ class PrefillMeter:
         self._planned.append(_Planned(number, self._clock(), prefill, total - prefill))
 
     def ended(self, number: int) -> Prefill | None:
-        """The step has ended; what it says of the prefill."""
+        """The step has ended. Returns what it shows about the speed of prefill."""
         now, planned = self._clock(), self._planned
         while planned and planned[0].number < number:
             planned.popleft()

@@ -1,4 +1,4 @@
-"""What drives a rank's copies, and what stands in where nothing can."""
+"""What drives a rank's copies, and its replacement while nothing can."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankDataPlane(Protocol):
 
 
 class NoDataPlane:
-    """Stands for the data plane of a rank that has none: before it has one, while vLLM sleeps, or after an error.
+    """Replaces the data plane of a rank that has none: before it has one, while vLLM sleeps, or after an error.
 
     It fails every op, so that each load ends for vLLM. Used like a `DataPlane`.
     """
@@ -58,13 +58,13 @@ class NoDataPlane:
         self._completions: list[Completion] = []
 
     def start(self, *, at_ease: bool = False) -> None:
-        """There is nothing to pin."""
+        """Does nothing: there is nothing to pin."""
 
     def begin_step(self) -> None:
-        """There is nothing to pin, and no copy is under way."""
+        """Does nothing: there is nothing to pin, and no copy is under way."""
 
     def launched(self, work: Fence | None = None) -> None:
-        """As `begin_step`."""
+        """Does nothing: see `begin_step`."""
 
     end_step = drive = begin_step
 
@@ -85,7 +85,7 @@ class NoDataPlane:
         )
 
     def apply(self, desired: DesiredState) -> None:
-        """Remember it: the next data plane begins with it."""
+        """Remember the desired state: the next data plane begins with it."""
         self._newest.apply_if_newer(desired, lambda _: None)
 
     @property
@@ -93,8 +93,8 @@ class NoDataPlane:
         return self._newest.applied
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """The report never changes."""
+        """Does nothing: the report never changes."""
 
     def close(self, timeout: float = 5.0) -> bool:
-        """It holds nothing."""
+        """Does nothing: it holds no memory."""
         return True

@@ -27,24 +27,24 @@ class RankTier:
         client = self._client = store.open_transfers(rank)
         self._memory = LentMemory(pool, client)
         self._transfers = RankTransfers(self._memory, client, names_of_rank(name_rank, name_ranks))
-        plane.add_listener(self._memory.look)  # also after a change of the target, which is no news of the pool's
+        plane.add_listener(self._memory.look)  # also after a change of the target, which the pool does not report
 
     def submit(self, op: TierOp) -> None:
         self._transfers.submit(op)
 
     def take_completions(self) -> list[TierCompletion]:
-        """All ops that have ended since the last call, also after `close`."""
+        """All ops that have ended since the last call. Also works after `close`."""
         return self._transfers.take_completions()
 
     def state(self) -> RankClient:
         return RankClient(self._client.health(), self._client.stats())
 
     def begin_close(self) -> None:
-        """As `close`, on a thread of its own."""
+        """Like `close`, but on its own thread."""
         threading.Thread(target=self.close, name="kvstow-tier-end", daemon=True).start()
 
     def close(self) -> None:
-        """End all transfers; afterwards nothing touches the pool. Idempotent."""
+        """End all transfers. After that, nothing touches the pool. Idempotent."""
         self._memory.stop()
         self._transfers.close()
         self._memory.close()

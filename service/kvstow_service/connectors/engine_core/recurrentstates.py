@@ -12,9 +12,9 @@ from kvstow_service.connectors.engine_core.stores import Stores
 class RecurrentStates:
     """Stores the states that vLLM hands over at block boundaries (vLLM 0.30, `mamba_cache_mode` "align").
 
-    vLLM hands a state over with the step that computes it, so it is read one step later; until then it is referenced.
-    A request's block table says nothing about states: their blocks are taken as they are handed over, under the hash by
-    which vLLM caches them. Used by the scheduler's thread.
+    vLLM hands a state over with the step that computes it, so the state is read one step later. It is referenced until
+    then. A request's block table does not contain states: their blocks are taken as they are handed over, under the
+    hash by which vLLM caches them. Used by the scheduler's thread.
     """
 
     def __init__(self, gpu: GPUBlocks, stores: Stores) -> None:
@@ -31,23 +31,24 @@ class RecurrentStates:
         return [block_id for states in _handed_over(step).values() for _, block_id, _ in states]
 
     def follow_step(self, step: Any) -> None:
-        """Store what the step before handed over, as far as vLLM still caches it; take over the states of this one."""
+        """Store what the previous step handed over, as far as vLLM still caches it. Then take over the states of this
+        step."""
         waiting, self._waiting = self._waiting, []
         cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
         keys = self._gpu.keys_of(block_hash for _, block_hash in cached)
         offer = Offer(keys, [block.block_id for block, _ in cached])
         self._stores.plan_store(offer)
-        self._unreference(waiting)  # those being stored have references of their own by now
+        self._unreference(waiting)  # blocks that are being stored have their own references by now
         if self._gpu.hash_bytes:
             self._take_over(step)
 
     def forget_states(self) -> None:
-        """The states that wait belong to weights that were replaced."""
+        """Forget the waiting states: they belong to weights that were replaced."""
         waiting, self._waiting = self._waiting, []
         self._unreference(waiting)
 
     def _take_over(self, step: Any) -> None:
-        """Blocks of requests that have gone may belong to other requests now."""
+        """Take over the states of this step. Blocks of requests that have ended may belong to other requests by now."""
         states = _handed_over(step)
         gone = {*(step.preempted_req_ids or ()), *step.finished_req_ids} if states else ()
         blocks = [
@@ -65,6 +66,6 @@ class RecurrentStates:
 
 
 def _handed_over(step: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """By request: (group, block, tokens) of its states."""
+    """The (group, block, tokens) of each request's states."""
     handed_over = step.kv_connector_block_state
     return {} if handed_over is None else handed_over.boundary_state_offloads

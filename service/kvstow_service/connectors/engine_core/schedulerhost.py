@@ -1,42 +1,26 @@
-"""The scheduler's half as vLLM's process hosts it: with an engine and an admin server of its own, or attached."""
+"""The scheduler's half as vLLM's process hosts it: the common part of embedded and attached engines."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from vllm.utils.network_utils import get_ip
-
-import kvstow
 from kvstow.attach.ticket import SessionTicket
-from kvstow.bytesize import format_size
-from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError, KvstowError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.admin.tls import TlsFiles
-from kvstow_service.connectors.engine_core.controlplane import ControlPlane, EmbeddedControl
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
-from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
-from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse, refusal
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.engine_core.workerside import RankClient
-
-if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
-    from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
-
-_HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -44,7 +28,7 @@ T = TypeVar("T")
 
 
 class Offload(NamedTuple):
-    """What there is once every rank is known. `events`: None where vLLM publishes no KV events."""
+    """The parts that exist once every rank is known. `events` is None if vLLM publishes no KV events."""
 
     control: ControlPlane
     side: SchedulerSide
@@ -53,13 +37,13 @@ class Offload(NamedTuple):
 
 
 class SchedulerHost(ABC):
-    """Makes the scheduler side and what it needs, as soon as every rank has reported its slot size.
+    """Makes the scheduler side and what it needs as soon as every rank has reported its slot size.
 
-    Used by the scheduler's thread. Until then every request is a miss.
+    Used by the scheduler's thread. Until then, every request is a miss.
     """
 
     _lazy_steps = 2
-    """Lazy stores look ahead as far as that many steps can evict: as many as a store holds its GPU blocks."""
+    """Lazy stores look ahead as far as this many steps can evict: a store holds its GPU blocks for as many steps."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups) -> None:
         """Starts nothing."""
@@ -70,17 +54,17 @@ class SchedulerHost(ABC):
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
         self._has_failed = False
         self.num_ranks = process.num_ranks
-        """0 until a rank has said it, where vLLM's configuration does not."""
+        """How many ranks there are, if vLLM's configuration does not say. 0 until a rank has said it."""
 
     # What hosts differ in.
 
     @abstractmethod
     def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload | None:
-        """`hellos` of all ranks, in order. None if there can be no offload; it was said why."""
+        """`hellos` of all ranks, in order. Returns None, after logging why, if there can be no offload."""
 
     @abstractmethod
     def _take_report(self, report: RankReport) -> DesiredState | None:
-        """A rank has reported with a step. Raises `KvstowError` for a report that is not accepted."""
+        """Take a report that a rank sent with a step. Raises `KvstowError` for a report that is not accepted."""
 
     @abstractmethod
     def close(self) -> None:
@@ -88,21 +72,21 @@ class SchedulerHost(ABC):
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
-        """For the agents of other nodes, which cannot look for it themselves."""
+        """The admin server's address, for the agents of other nodes, which cannot find it themselves."""
         return None
 
     @property
     def ticket(self) -> SessionTicket | None:
-        """Of the session with the node service, for the workers."""
+        """The ticket of the session with the node service, for the workers."""
         return None
 
     @property
     def wants_steps(self) -> bool:
-        """Whether vLLM should make steps although it has no requests, for other reasons than transfers."""
+        """Whether vLLM should make steps although it has no requests, for reasons other than transfers."""
         return False
 
     def plan_tier(self, step: Any) -> TierPlan | None:
-        """What the ranks do with the store of the fleet tier in this step. Never raises."""
+        """What the ranks do with the fleet tier's store in this step. Never raises."""
         return None
 
     # What they have in common.
@@ -117,8 +101,9 @@ class SchedulerHost(ABC):
         self._make_when_known()
 
     def ask(self, what: str, call: Callable[[Offload], T], otherwise: T) -> T:
-        """What `call` returns; `otherwise` while a rank is unknown, or if `call` raises. The error would end vLLM's
-        process. So vLLM goes on without offload, and log, counter and readiness report the error in `what`."""
+        """The result of `call`. Returns `otherwise` while a rank is unknown, or if `call` raises. The error would end
+        vLLM's process, so vLLM continues without offload. Log, counter and readiness report that the error occurred in
+        `what`."""
         if self.offload is None:
             return otherwise
         try:
@@ -135,7 +120,7 @@ class SchedulerHost(ABC):
             self._fail(f"update of rank {rank}", error)
 
     def take_desired(self) -> Mapping[int, DesiredState]:
-        """The desired states of the ranks that have reported with a step since the last call."""
+        """The desired states for ranks that have reported with a step since the last call."""
         desired, self._desired = self._desired, {}
         return desired
 
@@ -159,7 +144,7 @@ class SchedulerHost(ABC):
         """A step with this `TierPlan` has ended."""
 
     def _note_tier_client(self, rank: int, client: RankClient) -> None:  # noqa: B027
-        """What a rank says of its client of the store."""
+        """Take what a rank says about its client of the store."""
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -176,7 +161,7 @@ class SchedulerHost(ABC):
     def _make_when_known(self) -> None:
         if self.offload is not None or self._pool is None or len(self._hellos) < max(1, self.num_ranks):
             return
-        if self._has_failed:  # the same error, at every step
+        if self._has_failed:  # the same error would come at every step
             return
         self.offload = self._make_offload(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
 
@@ -199,8 +184,9 @@ class SchedulerHost(ABC):
 
     @property
     def _blocks_per_step(self) -> int:
-        """How many blocks one step can take from the GPU's free queue, or complete: those of all its tokens, and one
-        for each request, whose tokens may begin in the middle of a block. Not those that loads take."""
+        """How many blocks one step can take from the GPU's free queue, or complete. These are the blocks of all its
+        tokens, plus one for each request, whose tokens may begin in the middle of a block. Blocks that loads take are
+        not included."""
         process = self._process
         # A probe (8 requests at once, 64 tokens a step) evicted at least 65 blocks. Lazy stores took 59 blocks without
         # those of requests, and 87 with them.
@@ -210,156 +196,3 @@ class SchedulerHost(ABC):
     @property
     def _step_blocks(self) -> int:
         return max(STEP_BLOCKS, 2 * self._blocks_per_step)
-
-
-class EmbeddedSchedulerHost(SchedulerHost):
-    """With an engine and an admin server in vLLM's process."""
-
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        process: VLLMProcess,
-        groups: KVGroups,
-        *,
-        build: Mapping[str, str],
-        make_events: Callable[[OffloadEngine], EventFeed | None],
-        tier_identity: Callable[[list[RankHello]], TierIdentity] | None = None,
-    ) -> None:
-        """`tier_identity`: asked for when all ranks are known; None where there can be no tier. Raises
-        `ConfigError` for options with which no admin server may be started, or a tier that does not work with this
-        model."""
-        super().__init__(options, process, groups)
-        self.engine: OffloadEngine | None = None
-        self.admin: EmbeddedAdmin | None = None
-        self._build, self._make_events = build, make_events
-        self._admin_options = _admin_options(options, process)
-        if options.tier is not None and not groups.is_plain:
-            raise refusal("tier", options.tier, "none for a model with several KV groups, or a window")
-        self._spans_nodes = False
-        self._tier_identity = tier_identity
-        self.tier: EmbeddedTier | None = None
-
-    @property
-    def wants_steps(self) -> bool:
-        """Steps bring the ends of transfers."""
-        return self.tier is not None and not self._has_failed and self.tier.wants_steps
-
-    def plan_tier(self, step: Any) -> TierPlan | None:
-        return None if self.tier is None else self.tier.plan(step)
-
-    def _step_ended(self, number: int) -> None:
-        if self.tier is not None:
-            self.tier.ended(number)
-
-    def _note_tier_client(self, rank: int, client: RankClient) -> None:
-        if self.tier is not None:
-            self.tier.note_client(rank, client)
-
-    @property
-    def address_for_remote_ranks(self) -> AdminAddress | None:
-        return self.admin.address_for_remote_ranks if self.admin is not None and self._spans_nodes else None
-
-    def close(self) -> None:
-        if self.admin is not None:
-            self.admin.stop()
-        if self.tier is not None:
-            self.tier.end()
-        if self.engine is not None:
-            self.engine.close()
-
-    def _take_report(self, report: RankReport) -> DesiredState | None:
-        assert self.engine is not None
-        try:
-            return self.engine.report(report)
-        except KvstowError as error:
-            self.engine.count_error("rank_report")
-            logger.warning("rank %d: its report is not accepted: %s", report.rank, error)
-            return None
-
-    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload:
-        sizes = [hello.slot_bytes for hello in hellos]
-        self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
-        engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
-        events = self._make_events(engine)
-        stats = StatsFeed(EngineFigures(engine, sum(sizes), self._slot_tokens))
-        control = EmbeddedControl(engine)
-        side = self._make_side(control, pool, stats, events)
-        self.engine = engine
-        if self._options.tier is not None:
-            self.tier = self._open_tier(control, self._options.tier, hellos)
-        admin = EmbeddedAdmin(
-            engine,
-            self._admin_options,
-            identity=self._process.engine_id,
-            mode="vllm",
-            max_capacity_slots=self._max_slots(hellos),
-            settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
-            build=self._build,
-            tier=None if self.tier is None else self.tier.host,
-            node_host=get_ip() if self._spans_nodes else "",
-            head_start=_HEAD_START_SECONDS,
-            freezes_heap=True,
-        )
-        self.admin = admin
-        admin.start()
-        slots = engine.config.capacity_slots
-        logger.info(
-            "KVStow %s keeps %d blocks of %d tokens in %s of host memory, over %d ranks; stores are %s",
-            *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
-            "lazy" if self._options.lazy_offload else "eager",
-        )
-        return Offload(control, side, stats, events)
-
-    def _open_tier(self, control: EmbeddedControl, url: str, hellos: list[RankHello]) -> EmbeddedTier:
-        """The store is connected to in the background."""
-        from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier  # only with a tier
-        from kvstow_service.tiers import stores
-        from kvstow_service.tiers.tierhost import TierChoice
-
-        assert self.engine is not None
-        assert self._tier_identity is not None
-        process = self._process
-        tier = EmbeddedTier(
-            self.engine,
-            control,
-            self._tier_identity(hellos),
-            model=process.model,
-            max_step_tokens=process.max_batched_tokens,
-            replicated=process.replicated,
-            shares_memory=self._options.shares_memory,
-        )
-        tier.begin(TierChoice(url, stores.open_store(url), self._options.tier_write))
-        return tier
-
-    def _max_slots(self, hellos: list[RankHello]) -> int:
-        """The largest size of a resize: on each node, the slots of its ranks share the available memory."""
-        fitting = [
-            min(hello.node_bytes for hello in ranks) // sum(hello.slot_bytes for hello in ranks)
-            for node in {hello.node for hello in hellos}
-            if (ranks := [hello for hello in hellos if hello.node == node])
-        ]
-        wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
-        return min(wanted, *(hello.max_slots for hello in hellos))
-
-
-def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:
-    """Each data-parallel engine has a port of its own."""
-    tls = None
-    if options.tls_cert is not None:
-        tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
-    elif options.tls_key is not None or options.tls_client_ca is not None:
-        raise misuse("tls_cert", None, "is needed by tls_key and tls_client_ca")
-    try:
-        return AdminOptions(
-            host=options.admin_host,
-            port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
-            uds=options.admin_uds,
-            token_file=options.token_file,
-            viewer_token_file=options.viewer_token_file,
-            readiness_require=options.readiness_require,
-            allowed_hosts=options.allowed_hosts,
-            tls=tls,
-        )
-    except ConfigError as error:
-        key = f"admin_{error.key}" if error.key in ("host", "port") else error.key
-        raise error.renamed(f"kv_connector_extra_config: {key}") from None

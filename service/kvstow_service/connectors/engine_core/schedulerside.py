@@ -1,4 +1,4 @@
-"""The scheduler side: turns what vLLM's scheduler does into calls of the engine, and back."""
+"""The scheduler side: translates between vLLM's scheduler and the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstow_service.connectors.engine_core.stores import EndedRequests, StoreFin
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
 
 STEP_BLOCKS = 1024
-"""Blocks that one step offers to the pool by default, or marks as used: 1 ms."""
+"""How many blocks one step offers to the pool, or marks as used, by default: 1 ms."""
 
 
 def _ignore(name: str, value: float) -> None:
@@ -29,9 +29,9 @@ def _ignore(name: str, value: float) -> None:
 class SchedulerSide:
     """Follows the requests of one vLLM scheduler. Every method is called on its thread.
 
-    A step costs O(blocks that became complete), independent of the number of requests, and offers a bounded number of
-    them; later steps offer the others. The engine's own threads (admin server, ticker) run beside it: the engine has a
-    lock.
+    A step costs O(blocks that became complete), independent of the number of requests. It offers a bounded number of
+    blocks; later steps offer the others. The engine's own threads (admin server, ticker) run at the same time, and the
+    engine has a lock.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class SchedulerSide:
         observe: Observe = _ignore,
         step_blocks: int = STEP_BLOCKS,
     ) -> None:
-        """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly.
-        `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many a step offers at most."""
+        """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
+        eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
+        most."""
         self._control, self._groups = control, groups
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
@@ -68,15 +69,15 @@ class SchedulerSide:
     # -- admission ------------------------------------------------------------------------------------------
 
     def expect(self, request: Request) -> None:
-        """The request has arrived: `find_hit` will soon be asked."""
+        """The request has arrived; a call of `find_hit` follows soon."""
         if not request.skip_reading_prefix_cache:
             self._loads.expect(self._tracked(request))
 
     def find_hit(self, request: Request, local: int) -> int | None:
-        """Tokens after the first `local` that the pool can load; None if that is not known yet. Idempotent; what it
-        finds is held.
+        """How many tokens after the first `local` the pool can load; None if that is not known yet. Idempotent. The
+        blocks that it finds are held.
 
-        A request whose load has failed is computed. Up to 0.32 at least, vLLM counts the blocks that such a request
+        A request whose load has failed is computed. vLLM, at least up to 0.32, counts the blocks that such a request
         needs against its own next load, and may never admit it.
         """
         if request.skip_reading_prefix_cache:
@@ -89,10 +90,11 @@ class SchedulerSide:
         return self._loads.hold_hit(tracked, local)
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
-        """The request has its GPU blocks; `load_tokens` of what `find_hit` found are to be loaded into them.
+        """The request has its GPU blocks. `load_tokens` of what `find_hit` found are to be loaded into them.
 
-        Called again, with none to load, when a load has ended. Its blocks are offered to the pool then, except those
-        that came from there: those that the pool has count as used, and those that it has lost come back.
+        Called again, with none to load, when a load has ended. Its blocks are then offered to the pool, except those
+        that came from there: blocks that the pool still has count as used, and blocks that it has lost are stored
+        again.
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._planner.number)
@@ -113,14 +115,15 @@ class SchedulerSide:
         self._finder.admitted(tracked)
 
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
-        """`admit` has raised. vLLM waits for the load all the same, so the next step reports it as failed."""
+        """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._planner.number)
         tracked.hit = None
         self._loads.lose_load(tracked, load_tokens)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """The request ends, for any reason: store what is complete, and forget it. Its loads end on their own."""
+        """The request ends, for any reason: store what is complete, and forget the request. Its loads end on their
+        own."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -142,7 +145,7 @@ class SchedulerSide:
     # -- one step -------------------------------------------------------------------------------------------
 
     def plan_step(self, step: Step) -> PlannedStep:
-        """What starts with this step: loads of the requests admitted in it, stores of what older steps computed."""
+        """What starts with this step: loads of the requests admitted in it, and stores of what older steps computed."""
         self._loads.take_begun(wait=True)
         self._control.step()
         self.settle()
@@ -164,7 +167,7 @@ class SchedulerSide:
     # -- completion -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Act on what has become final: GPU blocks that every rank has read are given back."""
+        """Act on results that have become final: release GPU blocks that every rank has read."""
         for settled in self._control.take_settled():
             if settled.mark == "done":
                 self._observe(f"{settled.direction}_size", len(settled.blocks) * self._control.slot_bytes)
@@ -175,8 +178,8 @@ class SchedulerSide:
 
     @property
     def has_pending_stores(self) -> bool:
-        """Whether steps are needed: to start stores, to learn of their end, or to offer blocks again for which the
-        pool has room by now. Abandoned stores need none."""
+        """Whether steps are needed to start stores, to learn of their end, or to offer blocks again for which the pool
+        has room by now. Abandoned stores need none."""
         self.settle()
         return (
             self._control.awaited_transfers > 0
@@ -188,19 +191,19 @@ class SchedulerSide:
 
     @property
     def holds_gpu_blocks(self) -> bool:
-        """Whether GPU blocks are referenced that will be given back without a request's end."""
+        """Whether any referenced GPU blocks will be released without a request's end."""
         return self._gpu.has_sources or (self._states is not None and self._states.are_waiting)
 
     def release_gpu_blocks(self) -> None:
-        """Give all GPU blocks back, even if stores still read them. Only for an engine that has failed: it serves
-        nothing of what is stored, so it does not matter if a block is reused meanwhile."""
+        """Release all GPU blocks, even if stores still read them. Only for an engine that has failed: it serves nothing
+        of what is stored, so it does not matter if a block is reused meanwhile."""
         self._stores.free_all_sources()
         if self._states is not None:
             self._states.forget_states()
 
     def reset(self) -> bool:
-        """Forget every block, for good: what is in flight never becomes visible. False while loads are under way, as
-        they would bring old blocks into new requests."""
+        """Forget every block for good: what is in flight never becomes visible. Returns False while loads are under
+        way, because they would bring old blocks into new requests."""
         self.settle()
         if self._loads.are_under_way:
             return False

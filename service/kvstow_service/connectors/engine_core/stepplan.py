@@ -1,4 +1,4 @@
-"""The plan of a step: what the ranks do with one step of vLLM, besides computing."""
+"""The plan of a step: what the ranks do in one step of vLLM, besides computing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 
 
 class Step(Protocol):
-    """What is read of vLLM's `SchedulerOutput`; of its `kv_connector_block_state` (vLLM 0.30), states."""
+    """The part of vLLM's `SchedulerOutput` that is read. Its `kv_connector_block_state` (vLLM 0.30) has states."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]: ...
@@ -21,9 +21,9 @@ class Step(Protocol):
 
 
 class PlannedStep(NamedTuple):
-    """The ops of one step. `boots[rank]`: the boot that they are for, or none (`ControlPlane.boot_ids`).
-    `load_requests[i]`: the request of `loads.ops[i]`. `lost_loads`: requests whose load has become impossible, though
-    vLLM waits for it, with the GPU blocks that stay unwritten."""
+    """The ops of one step. `boots[rank]` is the boot that they are for, or none (`ControlPlane.boot_ids`).
+    `load_requests[i]` is the request of `loads.ops[i]`. `lost_loads` are requests whose load has become impossible
+    although vLLM waits for it, with the GPU blocks that stay unwritten."""
 
     number: int
     boots: tuple[str | None, ...]
@@ -34,9 +34,9 @@ class PlannedStep(NamedTuple):
 
 
 class TierPlan(NamedTuple):
-    """What the ranks move to and from the store of the fleet tier from this step on: ranks, each with an op, in order.
-    Steps with a tier are numbered from 1. `boots[rank]`: the boot that the ops are for. `url`: of the store that the
-    ranks use from now on; empty: none."""
+    """What the ranks move to and from the fleet tier's store from this step on: (rank, op) pairs, in order. Steps with
+    a tier are numbered from 1. `boots[rank]` is the boot that the ops are for. `url` is the URL of the store that the
+    ranks use from now on; empty for none."""
 
     number: int
     boots: tuple[str | None, ...]
@@ -58,7 +58,7 @@ class StepPlanner:
         self._lost_loads: dict[str, tuple[int, ...]] = {}
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
-        """Ask to store `blocks[i]` under `keys[i]`, as far as there is room. Then `add_store`."""
+        """Ask to store `blocks[i]` under `keys[i]`, as far as there is room. `add_store` follows."""
         self._note_boots()
         return self._control.begin_store(keys, blocks, request_id=request_id)
 
@@ -66,7 +66,7 @@ class StepPlanner:
         self._stores.append(op)
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Awaited[Op | None]:
-        """Ask to load the slots of the lease, from its `first` on, into `blocks`. Then `add_load`."""
+        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` follows."""
         self._note_boots()
         return self._control.begin_load(lease, blocks, first=first, request_id=request_id)
 
@@ -79,7 +79,7 @@ class StepPlanner:
         self._lost_loads[request_id] = blocks
 
     def take_step(self) -> PlannedStep:
-        """The plan of the next step. All that was planned since the last call is in it."""
+        """The plan of the next step, with all that was planned since the last call."""
         self.number += 1
         planned = PlannedStep(
             self.number,
@@ -94,6 +94,6 @@ class StepPlanner:
         return planned
 
     def _note_boots(self) -> None:
-        """Before the first op of a step is planned: a rank that restarts later refuses the step."""
+        """Called before the first op of a step is planned: a rank that restarts later refuses the step."""
         if self._boots is None:
             self._boots = self._control.boot_ids()

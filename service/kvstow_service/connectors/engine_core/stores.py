@@ -1,4 +1,4 @@
-"""Stores: from the GPU blocks that are offered to the end of the copies."""
+"""Stores: from the offer of GPU blocks to the end of the copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.stepplan import Step, StepPlanner
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
-_NO_STORE = 1 << 63  # later than all
+_NO_STORE = 1 << 63  # a number above that of every store
 _MOST_LEAVING = 64  # requests that wait for the backlog
 
 
@@ -24,28 +24,28 @@ class StoreFinder(Protocol):
 
     @property
     def has_backlog(self) -> bool:
-        """Whether blocks wait that only the finder knows: they were offered and not stored, or their request has ended
-        before they could be offered."""
+        """Whether blocks wait that only the finder knows about: they were offered and not stored, or their request has
+        ended before they could be offered."""
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """The request has its tables."""
 
     def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
-        """Offer what is due in this step, the `number`-th, and no more than `room` blocks of the backlog. Returns how
-        many blocks were offered."""
+        """Offer what is due in step `number`, with at most `room` blocks of the backlog. Returns how many blocks were
+        offered."""
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
         """Offer what is complete at the end of a request that has run."""
 
     def offer_again(self, block_ids: Sequence[int]) -> None:
-        """These blocks were offered and not stored: they join the backlog."""
+        """Take back blocks that were offered and not stored. They join the backlog."""
 
     def forget_blocks(self) -> None:
         """The pool was emptied."""
 
 
 class _AskedStore(NamedTuple):
-    """The `number`-th store, which the pool has yet to find slots for. `origins`: what its KV events will say."""
+    """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events will say."""
 
     number: int
     offer: Offer
@@ -56,7 +56,7 @@ class _AskedStore(NamedTuple):
 class Stores:
     """Plans stores and follows them to their end. Used by the scheduler's thread.
 
-    The blocks of a store are referenced from the moment it is asked for until every rank has read them.
+    The blocks of a store are referenced from the moment the store is asked for until every rank has read them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Stores:
         self._control, self._planner, self._gpu = control, planner, gpu
         self._events, self._to_front = events, to_front
         self.offer_again: Callable[[Sequence[int]], None] = lambda block_ids: None
-        """Takes the blocks of the store that found no slots."""
+        """Takes the blocks of a store for which there were no slots."""
         self._last = self._last_before_reset = 0
         self._asked: deque[_AskedStore] = deque()
         self._under_way: dict[int, int] = {}  # the number of each op, ascending
@@ -80,22 +80,22 @@ class Stores:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether the pool has yet to find slots for some."""
+        """Whether there are stores for which the pool has not found slots yet."""
         return bool(self._asked)
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest store that has not ended, or one above all."""
+        """The number of the oldest store that has not ended. If all have ended, a number above all of them."""
         asked = self._asked[0].number if self._asked else _NO_STORE
         return next(iter(self._under_way.values()), asked)
 
     @property
     def newest(self) -> int:
-        """The number of the newest store. They count from 1."""
+        """The number of the newest store. Stores are numbered from 1."""
         return self._last
 
     def next_step(self) -> int:
-        """A step begins; its `retry_room`."""
+        """Begin a step. Returns its `retry_room`."""
         self.take_granted()
         self._pause.step()
         return self.retry_room()
@@ -105,8 +105,8 @@ class Stores:
         return 0 if self._pause else self._control.store_room()
 
     def plan_store(self, offer: Offer, request_id: str = "") -> None:
-        """Store the blocks offered, as far as there is room: in this step, or in the one after the pool has found slots
-        for them. `offer_again` gets the others."""
+        """Store the offered blocks, as far as there is room: in this step, or in the step after the pool has found
+        slots for them. `offer_again` gets the other blocks."""
         if not offer.keys:
             return
         answer = self._planner.begin_store(offer.keys, offer.blocks, request_id)
@@ -118,7 +118,7 @@ class Stores:
         self.take_granted()
 
     def take_granted(self) -> None:
-        """Plan the stores that the pool has found slots for since the last call; it answers in order."""
+        """Plan the stores for which the pool has found slots since the last call. It answers in order."""
         while self._asked and self._asked[0].answer.done:
             number, offer, origins, answer = self._asked.popleft()
             grant = answer.value
@@ -133,7 +133,7 @@ class Stores:
                 self.offer_again([offer.blocks[index] for index in grant.unplaced])
 
     def store_settled(self, settled: Settled) -> Sequence[int]:
-        """Every rank has read the blocks of a store, or has finished it; the blocks to offer again."""
+        """Every rank has read the blocks of a store, or has finished it. Returns the blocks to offer again."""
         self._gpu.free_sources(settled.op_id, to_front=self._to_front)
         if settled.mark == "source_free":
             return ()
@@ -146,12 +146,13 @@ class Stores:
         return ()
 
     def free_all_sources(self) -> None:
-        """Give the GPU blocks of all stores back, also of those that ranks still read."""
+        """Release the GPU blocks of all stores, even those that ranks still read."""
         for hold in (*self._under_way, *[-asked.number for asked in self._asked]):
             self._gpu.free_sources(hold)
 
     def forget_stores(self) -> None:
-        """What is under way belongs to weights that were replaced: it is not stored again if it fails."""
+        """Forget the stores under way: they belong to weights that were replaced, and are not stored again if they
+        fail."""
         self._last_before_reset = self._last
 
 
@@ -173,14 +174,14 @@ class EndedRequests:
     def __init__(self, control: ControlPlane, groups: KVGroups, stores: Stores) -> None:
         self._control, self._groups, self._stores = control, groups, stores
         self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.groups)
-        self._leaving: list[TrackedRequest] = []  # the backlog may have blocks of theirs
+        self._leaving: list[TrackedRequest] = []  # the backlog may contain their blocks
         self._ended: deque[_EndedRequest] = deque()
 
     def add_ended(self, tracked: TrackedRequest) -> None:
         self._leaving.append(tracked)
 
     def refresh(self, most: int, *, backlog_moves: bool) -> None:
-        """Mark at most `most` blocks as used, from the ends of requests on, so that it may take several steps.
+        """Mark at most `most` blocks as used, starting at the ends of requests; one request may take several steps.
         `backlog_moves`: the backlog is about to be stored, and requests that have just ended wait for it."""
         if not backlog_moves or len(self._leaving) > _MOST_LEAVING:
             last = self._stores.newest

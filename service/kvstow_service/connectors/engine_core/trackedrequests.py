@@ -1,4 +1,4 @@
-"""What the scheduler side knows of one request of the inference engine."""
+"""What the scheduler side knows about one request of the inference engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in
 
 
 class Request(Protocol):
-    """What is read of vLLM's `Request`."""
+    """The part of vLLM's `Request` that is read."""
 
     num_computed_tokens: int
 
@@ -33,8 +33,8 @@ class Request(Protocol):
 
 
 class Hit(NamedTuple):
-    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, from number `first` of the lease
-    on."""
+    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, starting at number `first` of the
+    lease."""
 
     start: int
     end: int
@@ -47,11 +47,11 @@ class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
-    pool. `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was looked up.
-    `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: some of them were not written.
-    `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when
-    its lookup was first put off to a later step, None while none is. `admitted_at`: the step that
-    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
+    pool. `hit`: what is held for the next admission. `start`: how many tokens were on the GPU when the hit was looked
+    up. `loading`: the admission began with a load, of the tokens `loaded`. `load_failed`: some of them were not
+    written. `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its
+    lookup was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`:
+    it was computed since, so its tokens are more than the promise of a load.
     """
 
     request: Request
@@ -75,11 +75,11 @@ class TrackedRequest:
 
     @property
     def confirmed_tokens(self) -> int:
-        """Tokens whose KV older steps have written: a step in flight may still reject its own."""
+        """Tokens whose KV older steps have written. A step in flight may still reject its own."""
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
     def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
-        """Keys of the group's blocks `first` to `end`, as far as there are hashes. Each is made once."""
+        """Keys of the group's blocks `first` to `end`, as far as their hashes are known. Each key is made once."""
         known, end = self._keys[group.index], min(end, len(self.request.block_hashes) // group.hashes_per_block)
         if len(known) < end:
             known += self._make_keys(group, len(known), end)
@@ -96,7 +96,7 @@ class TrackedRequest:
 
     def keys_between(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
         """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with.
-        O(end - start): it keeps none."""
+        O(end - start), because the keys are not kept."""
         runs = [
             (group, self._make_keys(group, start // group.block_tokens, end // group.block_tokens))
             for group in groups.groups
@@ -104,7 +104,7 @@ class TrackedRequest:
         return in_token_order(runs)
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
-        """A streamed request can go on with another prompt, and then has other hashes."""
+        """Forget the keys of a streamed request that continues with another prompt: it has other hashes."""
         hashes = self.request.block_hashes
         for group in groups.groups:
             known = self._keys[group.index]
@@ -113,7 +113,7 @@ class TrackedRequest:
                 known.clear()
 
     def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
-        """The request has these GPU blocks now, and no others. None of them has been offered yet."""
+        """The request now has these GPU blocks, and no others. None of them has been offered yet."""
         self.tables = [list(table) for table in tables]
         self.offered_tokens = 0
         self.admitted_at, self.has_run = step, False

@@ -1,4 +1,4 @@
-"""The vLLM process that the connector runs in: what its configuration says, its node, its log."""
+"""The vLLM process that the connector runs in: its configuration, its node, its log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstow_service.connectors.engine_core.kvgroups import layer_spec
 
 @dataclass(frozen=True, slots=True)
 class VLLMProcess:
-    """One vLLM engine, as seen from one of its processes. Sizes in tokens.
+    """One vLLM engine, as seen from one of its processes. Sizes are in tokens.
 
     `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
-    engine, over all its nodes; 0 in the scheduler's process. `max_requests`: those of one step. `frees_late`: vLLM
-    hands a freed block out only after every step in flight has ended, so a load never writes a block that an older step
+    engine over all its nodes; 0 in the scheduler's process. `max_requests` is the limit of one step. `frees_late`: vLLM
+    hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
     still writes. `replicated`: all ranks have the same KV (MLA).
     """
 
@@ -37,9 +37,9 @@ class VLLMProcess:
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
-        """Read a `VllmConfig` and a `KVCacheConfig`. `engine_transfer`: the `KVTransferConfig` that vLLM's scheduler
-        goes by; a child of MultiConnector has one of its own in `config`. Raises `ConfigError` for settings that KVStow
-        does not work with."""
+        """Read a `VllmConfig` and a `KVCacheConfig`. `engine_transfer` is the `KVTransferConfig` that vLLM's scheduler
+        uses; a child of MultiConnector has its own in `config`. Raises `ConfigError` for settings that KVStow does not
+        support."""
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
@@ -55,7 +55,7 @@ class VLLMProcess:
         # vLLM's `max_concurrent_batches > 1`, which takes 0.08 s: it reads the entry points of all packages.
         overlaps = config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
         return cls(
-            engine_id=f"{config.instance_id}-{transfer.engine_id}",  # the second alone may be set by users
+            engine_id=f"{config.instance_id}-{transfer.engine_id}",  # users may set the second part
             model=str(config.model_config.served_model_name or ""),
             rank=parallel.rank % parallel.world_size,
             num_ranks=parallel.world_size,
@@ -83,7 +83,7 @@ def this_node() -> str:
 
 
 def hash_block_tokens(config: Any, kv_cache_config: Any) -> int:
-    """Tokens that one of a request's block hashes covers."""
+    """How many tokens one of a request's block hashes covers."""
     known = getattr(kv_cache_config, "hash_block_size", None)
     if known is not None:
         return int(known)
@@ -93,8 +93,8 @@ def hash_block_tokens(config: Any, kv_cache_config: Any) -> int:
 
 
 def join_vllm_log() -> None:
-    """Write KVStow's log lines to vLLM's log, unless the logger "kvstow" is configured already: vLLM configures its own
-    logger alone, and lines of others below a warning are lost. Idempotent."""
+    """Write KVStow's log lines to vLLM's log, unless the logger "kvstow" is already configured. vLLM configures only
+    its own logger, so lines of other loggers below warning level would be lost. Idempotent."""
     ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
     if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
         return

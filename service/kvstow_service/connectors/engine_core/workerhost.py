@@ -1,4 +1,5 @@
-"""The worker's half as an engine's process hosts it: a rank's data plane, and what it exchanges with the scheduler."""
+"""The worker's half as an engine's process hosts it: a rank's data plane, and its messages to and from the
+scheduler."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ G = TypeVar("G", bound=Geometry)
 class WorkerHost(ABC, Generic[G]):
     """One rank's worker side. Used by the worker's main thread.
 
-    At the start it refuses what the user has to change. Any other error, then or later, leaves a rank that reports it,
-    and vLLM serves without offload. Until the KV cache is registered, the rank has no data plane.
+    At the start, it refuses settings that the user has to change. After any other error, then or later, the rank
+    reports the error, and vLLM serves without offload. The rank has no data plane until the KV cache is registered.
     """
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
@@ -72,7 +73,7 @@ class WorkerHost(ABC, Generic[G]):
         """How the engine's KV cache lies in memory. Raises `ConfigError`."""
 
     def _fence_of(self, kv_cache: Any) -> Callable[[], Fence | None]:
-        """Makes fences for the steps launched so far; None where the copies need none."""
+        """Makes fences for the steps launched so far. None if the copies need none."""
         return lambda: None
 
     @abstractmethod
@@ -83,18 +84,18 @@ class WorkerHost(ABC, Generic[G]):
     def _make_hello(self, slot_bytes: int) -> RankHello: ...
 
     def _start(self, plane: RankDataPlane) -> None:
-        plane.start(at_ease=True)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace
+        plane.start(at_ease=True)  # at the full pace, the rest of vLLM's start took 0.3 to 1.5 s longer
 
     @abstractmethod
     def follow(self, metadata: KVStowMetadata) -> None:
-        """What came with a step, besides its plan."""
+        """Handle what came with a step, besides its plan."""
 
     @abstractmethod
     def news(self) -> tuple[RankReport | None, RankSession | None]:
-        """For the scheduler's half, after a step."""
+        """Messages for the scheduler's half, after a step."""
 
     def take_completions(self) -> tuple[BootCompletions, ...]:
-        """The same, of ops."""
+        """Completions for the scheduler's half, after a step."""
         return tuple(self.side.take_boot_completions())
 
     @property
@@ -109,8 +110,8 @@ class WorkerHost(ABC, Generic[G]):
     # What they have in common.
 
     def register(self, kv_cache: Any) -> None:
-        """Build the data plane around the engine's KV cache, and begin to pin. Returns before that is done, unless the
-        user wants to wait."""
+        """Build the data plane around the engine's KV cache, and begin to pin. Returns before pinning is done, unless
+        the user wants to wait."""
         self._kv_cache = kv_cache
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         self.hello = self._make_hello(slot_bytes)
@@ -134,8 +135,8 @@ class WorkerHost(ABC, Generic[G]):
         self.side.plane.close()
 
     def _restart(self, make: Callable[[], RankDataPlane]) -> RankDataPlane | None:
-        """Replace the data plane by the one that `make` returns. None if the present one does not end: then the rank
-        stays stopped, as its engine waits for a copy that may still write."""
+        """Replace the data plane with the one that `make` returns. Returns None if the present one does not end. The
+        rank then stays stopped, because its engine waits for a copy that may still write."""
         if not self.side.close_plane():
             logger.error("rank %d: its data plane does not end; vLLM serves without offload", self._process.rank)
             return None
@@ -144,7 +145,7 @@ class WorkerHost(ABC, Generic[G]):
         return plane
 
     def _build(self, refusals: tuple[type[Exception], ...]) -> tuple[RankDataPlane, int]:
-        """(the data plane, or its stand-in; the size of its slots). Raises the `refusals`."""
+        """The data plane or its replacement, and the size of its slots. Raises the `refusals`."""
         process, slot_bytes = self._process, self.hello.slot_bytes if self.hello is not None else 1
         try:
             geometry = self._read_geometry(self._kv_cache)
@@ -160,7 +161,7 @@ class WorkerHost(ABC, Generic[G]):
 
 
 class PoolWorkerHost(WorkerHost[G]):
-    """With a pool of the rank's own, and an agent."""
+    """A worker with a pool of its own and an agent."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
         """Raises `InsufficientMemoryError`."""
@@ -169,11 +170,11 @@ class PoolWorkerHost(WorkerHost[G]):
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
         self._rendezvous = Rendezvous(process.engine_id)
         self.agent: RankAgent | None = None
-        self._reports_sent = 0  # that the agent had brought to the admin server
+        self._reports_sent = 0  # reports that the agent had brought to the admin server
         self._report_at = 0.0
         self._tier: RankTier | None = None
         self._tier_url = options.tier or ""
-        self._former_tiers: list[RankTier] = []  # whose completions are still to come
+        self._former_tiers: list[RankTier] = []  # their completions are still to come
         self._tier_number = 0
         self._told_client: RankClient | None = None
         self._tell_client_at = 0.0
@@ -189,11 +190,12 @@ class PoolWorkerHost(WorkerHost[G]):
             return
         try:  # as the agent does with the answers to its own reports
             self.side.apply(own)
-        except Exception:  # vLLM's step goes on; the next report is answered again
+        except Exception:  # vLLM's step continues; the next report is answered again
             logger.exception("rank %d cannot apply the desired state", self._process.rank)
 
     def news(self) -> tuple[RankReport | None, RankSession | None]:
-        """What the agent would report, once a second while it reaches no server: serving depends on none."""
+        """What the agent would report, once a second while it reaches no server, because serving depends on no
+        server."""
         now = time.monotonic()
         if self.agent is None or now < self._report_at:
             return None, None
@@ -213,7 +215,7 @@ class PoolWorkerHost(WorkerHost[G]):
         return self._tier_number if self._process.rank == 0 else 0
 
     def tier_client(self) -> RankClient | None:
-        """Twice a second at most."""
+        """Sent at most twice a second."""
         now = time.monotonic()
         if self._tier is None or now < self._tell_client_at:
             return None
@@ -232,7 +234,7 @@ class PoolWorkerHost(WorkerHost[G]):
         return super()._restart(make)
 
     def _open_tier(self, plane: RankDataPlane) -> None:
-        """A rank whose store cannot be opened fails its transfers; nothing else depends on it."""
+        """A rank that cannot open its store fails its transfers. Nothing else depends on the store."""
         if not (self._tier_url and isinstance(plane, DataPlane) and isinstance(plane.pool, HostPool)):
             return
         from kvstow_service.connectors.engine_core.ranktier import RankTier  # only with a tier
@@ -248,7 +250,7 @@ class PoolWorkerHost(WorkerHost[G]):
             logger.exception("rank %d: the tier's store cannot be used", process.rank)
 
     def _close_tier(self) -> None:
-        """Nothing touches the pool for a store any more."""
+        """End all transfers: nothing touches the pool for a store after this."""
         tiers = [*self._former_tiers, *([self._tier] if self._tier is not None else ())]
         self._former_tiers, self._tier, self._told_client = [], None, None
         for tier in tiers:
@@ -257,7 +259,7 @@ class PoolWorkerHost(WorkerHost[G]):
                 self._tier_ends.append(BootCompletions(tier.boot_id, tuple(ended)))
 
     def _use_store(self, url: str) -> None:
-        """An operator has attached another store, or detached this one, whose ops have ended."""
+        """An operator has attached another store, or detached this one. The ops of this store have ended."""
         tier, self._tier, self._tier_url, self._told_client = self._tier, None, url, None
         if tier is not None:
             tier.begin_close()
@@ -279,7 +281,7 @@ class PoolWorkerHost(WorkerHost[G]):
                 continue
             why = "this rank has restarted since the op was planned, or has no client of the tier's store"
             refusal = (TierCompletion(op.op_id, "failed", why),)
-            boots = {planned_for, self.side.plane.boot_id}  # it may have restarted in the middle of the planning
+            boots = {planned_for, self.side.plane.boot_id}  # it may have restarted during the planning
             self._tier_ends += [BootCompletions(boot_id, refusal) for boot_id in boots]
 
     def _make_hello(self, slot_bytes: int) -> RankHello:

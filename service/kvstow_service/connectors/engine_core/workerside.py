@@ -23,7 +23,8 @@ class LoadId(NamedTuple):
 
 
 class FinishedLoads(NamedTuple):
-    """Requests whose loads have ended on this rank. `failed` is a part of `done`; `bad_blocks` are theirs."""
+    """Requests whose loads have ended on this rank. `failed` is a subset of `done`; `bad_blocks` are the blocks of
+    failed loads."""
 
     done: set[str]
     failed: set[str]
@@ -38,8 +39,8 @@ class BootCompletions(NamedTuple):
 
 
 class RankSession(NamedTuple):
-    """How far a rank is in a session with the node service. `number`: of the session's ticket; 0 while it is in none.
-    `slots`: those that it can copy to and from; `is_whole`: no more are to come."""
+    """How far a rank is in a session with the node service. `number` is that of the session's ticket; 0 while it is in
+    no session. `slots`: how many slots it can copy to and from. `is_whole`: no more slots will come."""
 
     number: int = 0
     slots: int = 0
@@ -68,17 +69,18 @@ class WorkerSide:
     Used by the worker's main thread, except `report`, `apply` and `add_listener`, which the rank's agent calls
     (`ReportingRank`).
 
-    Order. A step's stores read what older steps have computed, so they wait for what the compute stream holds when the
-    step begins and for nothing later. So do its loads, unless vLLM rules out that an older step still writes their
-    blocks. Whichever hook a version calls first, the ops are submitted once, before the step computes.
+    Order: a step's stores read what older steps have computed. They wait for the work that the compute stream holds
+    when the step begins, and for nothing later. The step's loads wait, too, unless vLLM guarantees that no older step
+    still writes their blocks. Whichever hook a version of vLLM calls first, the ops are submitted once, before the step
+    computes.
     """
 
     def __init__(self, rank: int, plane: RankDataPlane, *, loads_wait: bool) -> None:
         self.rank, self.plane = rank, plane
         self.fence: Callable[[], Fence | None] = lambda: None
-        """Names all work given to the compute stream so far; None where that is always done."""
+        """Makes a fence for all work given to the compute stream so far. None if that work is always done."""
         self.ended_loads: tuple[LoadId, ...] = ()
-        """What the last `take_finished_loads` has returned, load by load."""
+        """The last result of `take_finished_loads`, load by load."""
         self._loads_wait = loads_wait
         self._step = 0
         self._loading: dict[int, _Load] = {}  # by op
@@ -112,11 +114,11 @@ class WorkerSide:
             self.plane.submit(step.stores, fence)
 
     def launched(self) -> None:
-        """vLLM has launched the forward pass of a step. Steps without a forward pass do not call it."""
+        """vLLM has launched the forward pass of a step. It does not call this in steps without a forward pass."""
         self.plane.launched(self.fence() if self.plane.is_pinning else None)
 
     def take_finished_loads(self) -> FinishedLoads:
-        """Loads that have ended since the last call, done and failed in one snapshot; `take_boot_completions` returns
+        """Loads that have ended since the last call, done and failed in one snapshot. `take_boot_completions` returns
         the same completions. vLLM calls it at the end of each step."""
         self.plane.end_step()
         self.plane.drive()
@@ -136,15 +138,16 @@ class WorkerSide:
         return completed
 
     def close_plane(self) -> bool:
-        """Close the data plane: what was under way fails, and afterwards it touches no memory. False while a copy
-        hangs in the device. `replace_plane` only after that: a new boot says that the old one has ended."""
+        """Close the data plane: ops under way fail, and it touches no memory after that. Returns False while a copy
+        hangs in the device. Call `replace_plane` only after it has returned True, because a new boot says that the old
+        one has ended."""
         ended = self.plane.close()
         self._collect()
         return ended
 
     def replace_plane(self, plane: RankDataPlane) -> None:
-        """The rank restarts with another data plane. It begins with the current desired state, so that no late answer
-        to the old one can mislead it."""
+        """Restart the rank with another data plane. It begins with the current desired state, so that no late answer to
+        the old one can mislead it."""
         with self._replacing:
             applied = self.plane.applied
             if applied.engine_id:
@@ -170,8 +173,8 @@ class WorkerSide:
         self.plane.add_listener(callback)
 
     def _refuse(self, step: PlannedStep) -> None:
-        """The step was planned for memory that this rank has since lost: the slots that it names hold other bytes.
-        The rank may have restarted in the middle of the planning, so some ops may belong to its new boot."""
+        """The step was planned for memory that this rank has since lost, so its slots hold other bytes. The rank may
+        have restarted during the planning, so some ops may belong to its new boot."""
         why = "this rank has restarted since the op was planned"
         refusals = tuple(Completion(op.op_id, "failed", why) for op in (*step.loads.ops, *step.stores.ops))
         for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):

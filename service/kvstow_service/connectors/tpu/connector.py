@@ -1,9 +1,9 @@
 """TPUOffloadConnector: KVStow in tpu-inference.
 
 A rank is a host process with all its devices, whatever the tensor parallelism. tpu-inference hands over its model
-runner instead of tensors, and carries no handshake: ranks say hello with their first step. A step calls
-`bind_connector_metadata` before it takes the KV cache from the runner; stores gather then what older steps have
-computed, and loads whose bytes have arrived are written.
+runner instead of tensors, and carries no handshake, so ranks say hello with their first step. In each step, it calls
+`bind_connector_metadata` before it takes the KV cache from the runner. At that point, stores gather what older steps
+have computed, and loads whose bytes have arrived are written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import vllm
 
 from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
+from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.engine_core.kvevents import event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankUpdate
-from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost, SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.tpu.endedloads import EndedLoads
 from kvstow_service.connectors.tpu.support import TPUOptions, require_kept, require_supported
@@ -34,7 +35,7 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class TPUOffloadConnector(OffloadConnector):
-    """The worker's half starts with `register_runner`, the scheduler's when all hosts have made a step."""
+    """The worker's half starts with `register_runner`, the scheduler's half when all hosts have made a step."""
 
     _rank: RunnerHost
 
@@ -76,7 +77,8 @@ class TPUOffloadConnector(OffloadConnector):
     # -- both halves ----------------------------------------------------------------------------------------
 
     def get_finished_count(self) -> int | None:
-        """Of workers, by which vLLM knows that a load has ended. No worker says so: `update_connector_output` does."""
+        """The number of workers that vLLM waits for to learn that a load has ended. No worker reports ends here:
+        `update_connector_output` does."""
         return 1
 
     # -- worker ---------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from kvstow_service.connectors.engine_core.workerside import LoadId
 
 
 class EndedLoads:
-    """Counts the hosts that have reported the end of a load. vLLM's own count would wait for as many workers as there
-    are chips, and it knows requests, of which one may load again, not loads.
+    """Counts the hosts that have reported the end of a load. vLLM's own count does not work: it would wait for as many
+    workers as there are chips. It also knows only requests, and a request may load more than once.
 
-    A load is expected from its plan on, until each host has reported it: whatever is said again, or late, is `stale`.
+    A load is expected from its plan on, until each host has reported it. Reports that are repeated or late are `stale`.
     """
 
     def __init__(self) -> None:

@@ -12,15 +12,15 @@ from kvstow.errors import ConfigError
 
 
 class Runner(Protocol):
-    """What is used of tpu-inference's `TPUModelRunner`. `kv_caches`: one array for each layer, or group of layers that
-    share memory; each step replaces the list. `kv_cache_manager` frees and makes the arrays."""
+    """The part of tpu-inference's `TPUModelRunner` that is used. `kv_caches`: one array for each layer, or group of
+    layers that share memory; each step replaces the list. `kv_cache_manager` frees and makes the arrays."""
 
     kv_caches: list[jax.Array]
     kv_cache_manager: Any
 
 
 class RunnerCell:
-    """A `KVCell`: the arrays stay with the runner, whose next step takes them from there."""
+    """A `KVCell`. The arrays stay with the runner, and its next step takes them from there."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -36,12 +36,12 @@ class RunnerCell:
 
 
 def has_cache(runner: Runner) -> bool:
-    """Whether the runner has a KV cache now; it may have freed it."""
+    """Whether the runner has a KV cache now. It may have freed the cache."""
     return bool(runner.kv_caches) and not any(array.is_deleted() for array in jax.tree.leaves(runner.kv_caches))
 
 
 def read_cache(runner: Runner, num_blocks: int) -> ShardedKV:
-    """How the runner's KV cache lies on the devices. Raises `ConfigError` for a layout that KVStow does not know."""
+    """How the runner's KV cache lies on the devices. Raises `ConfigError` for a layout that KVStow does not support."""
     for number, array in enumerate(runner.kv_caches):
         if not isinstance(array, jax.Array):
             raise ConfigError(f"KV cache {number}", type(array).__name__, "one array for each layer")

@@ -24,7 +24,8 @@ logger = logging.getLogger("kvstow.vllm")
 
 class RunnerHost(PoolWorkerHost[ShardedKV]):
     """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
-    frees and makes it anew when weights change, and tells no connector. The blocks of old weights go with it."""
+    frees the cache and makes a new one when weights change, and tells no connector. The blocks of the old weights are
+    dropped with it."""
 
     def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:
         """Raises `InsufficientMemoryError`."""
@@ -49,8 +50,8 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
         super().resume()
 
     def begin_turn(self) -> None:
-        """Between two steps of the runner, on their thread, which need not be the one that has registered it: launch
-        what has become possible. Never raises."""
+        """Called between two steps of the runner, on their thread, which need not be the thread that registered it.
+        Launches what has become possible. Never raises."""
         if self._kv_cache is None:
             return
         if not self._is_suspended and not has_cache(self._kv_cache):

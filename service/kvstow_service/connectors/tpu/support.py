@@ -1,4 +1,4 @@
-"""What of tpu-inference KVStow does not work with, said before anything starts."""
+"""What KVStow does not support in tpu-inference. Refused before anything starts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OF_TENSORS = {
 
 @dataclass(frozen=True, slots=True)
 class TPUOptions(ConnectorOptions):
-    """`bytes_in_flight`: memory of a host's devices that stores may use at once, and loads as much again, shared by its
-    devices. tpu-inference sets nothing aside for it."""
+    """`bytes_in_flight` is the device memory of a host that stores may use at once; loads may use as much again. The
+    host's devices share it. tpu-inference sets nothing aside for it."""
 
     bytes_in_flight: Annotated[int, size] = 512 << 20
 
@@ -32,11 +32,11 @@ class TPUOptions(ConnectorOptions):
         for key, why in _OF_TENSORS.items():
             if (extra or {}).get(key) is not None:
                 raise misuse(key, None, why)
-        return super(TPUOptions, cls).parse(extra)  # `super()` fails: with slots, the class is made anew
+        return super(TPUOptions, cls).parse(extra)  # `super()` fails: with slots, the class is created a second time
 
 
 def require_supported(config: Any) -> None:
-    """Raises `ConfigError` for a `VllmConfig` that KVStow does not work with."""
+    """Raises `ConfigError` for a `VllmConfig` that KVStow does not support."""
     parallel, sharding = config.parallel_config, getattr(config, "sharding_config", None)
     if sharding is None:
         allowed = "kvstow_service.connectors.vllm: this one is for tpu-inference"
@@ -58,7 +58,7 @@ def require_supported(config: Any) -> None:
 
 
 def require_kept(groups: KVGroups) -> None:
-    """Raises `ConfigError` for KV groups that are no plain arrays in tpu-inference."""
+    """Raises `ConfigError` for KV groups that are not plain arrays in tpu-inference."""
     if groups.has_states:
         raise ConfigError("the model's KV cache", "recurrent states", "attention layers only, on TPUs")
     if groups.num_scratch:

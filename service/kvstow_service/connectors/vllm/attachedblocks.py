@@ -1,4 +1,4 @@
-"""What an attached engine learns of the blocks in the pool, for its KV events."""
+"""What an attached engine learns about the blocks in the pool, for its KV events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from kvstow_service.connectors.engine_core.blocknews import BlockNews
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 PERIOD_SECONDS = 0.1
-"""How often the service is asked what others have stored and what was removed. Own stores are asked for at once."""
+"""The interval at which the service is asked what others have stored and what was removed. The service is asked about
+own stores at once."""
 
 logger = logging.getLogger("kvstow.vllm")
 
 
 class AttachedBlocks:
-    """A `BlockSource`: asks the node service for the events of the session's namespace, one page at a time. Used by the
-    scheduler's thread.
+    """A `BlockSource` that asks the node service for the events of the session's namespace, one page at a time. Used by
+    the scheduler's thread.
 
-    A new session reads from the oldest event that the service keeps, so that what other engines have stored lately is
-    known as well. What a session has told is void when it ends, and after a reset.
+    A new session reads from the oldest event that the service keeps, so it also learns what other engines have stored
+    lately. What a session has reported is void when the session ends, and after a reset.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class AttachedBlocks:
         has_all_memory: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_all_memory`: whether the ranks can load every block of the pool. Before that, blocks that are there may
-        not be found."""
+        """`has_all_memory`: whether the ranks can load every block of the pool. Before that, blocks that are present
+        may not be found."""
         self._control, self._has_all_memory, self._clock = control, has_all_memory, clock
         self._life = control.life
         self._asked: Answer[EventPage] | None = None
@@ -45,7 +46,7 @@ class AttachedBlocks:
 
     @property
     def is_behind(self) -> bool:
-        """Whether steps are needed to learn of an own store that has ended, or of more that is known to be there."""
+        """Whether steps are needed to learn that an own store has ended, or to read more known events."""
         if not self._control.tells_events:
             return False
         return self._asked is not None or self._has_more or self._stored != self._control.moved_blocks["store"]
@@ -72,7 +73,7 @@ class AttachedBlocks:
         self._life = self._control.life
         self._asked, self._cursor, self._has_more = None, 0, True
         if self._life.session and not self._control.tells_events:
-            logger.warning("this node service is older and tells no KV events, so none are published of host memory")
+            logger.warning("this node service is older and reports no KV events, so none of host memory are published")
 
     def _take_page(self) -> BlockNews:
         if self._asked is None or not self._asked.done:

@@ -20,11 +20,11 @@ from kvstow_service.connectors.vllm.attachedhits import AttachedHits
 from kvstow_service.connectors.vllm.attachstate import AttachState, refusal_word, sharing_word
 
 STEP_WAIT_SECONDS = 0.0003
-"""What all lookups and loads of one step may wait for answers together."""
+"""How long all lookups and loads of one step together may wait for answers."""
 SLOW_SECONDS = 0.25
-"""The service has not answered for so long: lookups are misses and nothing is stored, until it answers."""
+"""If the service has not answered for this long, lookups miss and nothing is stored until it answers."""
 SILENT_SECONDS = 5.0
-"""The service has not answered for so long: its session ends, so that GPU blocks and requests wait no longer."""
+"""If the service has not answered for this long, its session ends, so that GPU blocks and requests stop waiting."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -38,8 +38,8 @@ class _Asked(NamedTuple):
 
 
 class Life(NamedTuple):
-    """While it lasts, what was stored can be found. `session`: its number, 0 without one. `resets`: how many there have
-    been."""
+    """A period in which stored blocks can be found. `session` is the session's number, 0 without one. `resets`: how
+    many resets there have been."""
 
     session: int = 0
     resets: int = 0
@@ -48,8 +48,8 @@ class Life(NamedTuple):
 class AttachedControl:
     """Asks the node service, which answers later. See `ControlPlane`.
 
-    The `AttachedEngine` is made at the first use, which is in the first step or with the first request: only then vLLM
-    has its block hashes. While there is no service, or it does not answer, lookups miss and stores are refused.
+    The `AttachedEngine` is created at the first use, in the first step or with the first request, because vLLM has its
+    block hashes only then. While there is no service, or it does not answer, lookups miss and stores are refused.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class AttachedControl:
         self.refused_stores: Counter[str] = Counter()
         """Blocks that were offered and not stored, by outcome."""
         self.moved_blocks: Counter[str] = Counter()
-        """Of ops that are done, by direction."""
+        """Bytes of ops that are done, by direction."""
         self.moved_seconds: defaultdict[str, float] = defaultdict(float)
-        """Of the same ops, each on its slowest rank."""
-        self._seconds: dict[int, float] = {}  # by op
+        """Seconds of the same ops, each on its slowest rank."""
+        self._seconds: dict[int, float] = {}  # by op whose result has not arrived
 
     @property
     def engine(self) -> AttachedEngine:
@@ -85,7 +85,7 @@ class AttachedControl:
 
     @property
     def state(self) -> AttachState:
-        """See `problem`, which says it as a sentence."""
+        """See `problem`, which gives the state as a sentence."""
         engine = self._engine
         if self._failure is not None:
             return AttachState("failed")
@@ -151,7 +151,7 @@ class AttachedControl:
 
     @property
     def finds_hits(self) -> bool:
-        """Whether lookups are worth asking."""
+        """Whether lookups can find anything."""
         if self._bypasses_loads or self._is_slow or self._failure is not None:
             return False
         return self.engine.is_attached
@@ -159,11 +159,14 @@ class AttachedControl:
     def find(self, keys: Sequence[bytes], hold: Hold) -> Answer[Hits]:
         return self._note(self.engine.find(keys, hold=hold, count=False))
 
+    def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
+        return self._note(self.engine.find_prompt(keys))
+
     def discard(self, answer: Answer[Hits]) -> None:
         self.engine.discard(answer)
 
     def is_held(self, lease: Lease) -> bool:
-        """Whether the session of the lease goes on."""
+        """Whether the lease's session is still the current one."""
         ticket = self.ticket
         return ticket is not None and number_of(lease.lease_id) == ticket.number
 
@@ -176,11 +179,11 @@ class AttachedControl:
 
     @property
     def has_tier(self) -> bool:
-        """Whether the service fetches from a fleet tier, for which the speed of prefill counts."""
+        """Whether the service fetches from a fleet tier. If so, the speed of prefill matters."""
         return self._engine is not None and self._engine.has_tier
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """The model has computed so many tokens of prompts."""
+        """Report how many prompt tokens the model has computed in how many seconds."""
         if self._engine is not None:
             self._engine.note_prefill(tokens, seconds)
 
@@ -193,7 +196,7 @@ class AttachedControl:
 
     @property
     def tells_events(self) -> bool:
-        """Whether there is a service that can be asked for events."""
+        """Whether there is a service that supports events."""
         return self._engine is not None and self._engine.is_attached and self._engine.has_events
 
     def read_events(self, after: int) -> Answer[EventPage]:
@@ -221,12 +224,13 @@ class AttachedControl:
             self._engine.refresh(keys)
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
+        if self._engine is None:
+            return
         completions = tuple(completions)
         for completion in completions:
-            if completion.mark == "done":
+            if completion.mark == "done" and self._engine.is_awaited(completion.op_id):  # not an op that has failed
                 self._seconds[completion.op_id] = max(self._seconds.get(completion.op_id, 0.0), completion.seconds)
-        if self._engine is not None:
-            self._engine.complete(rank, boot_id, completions)
+        self._engine.complete(rank, boot_id, completions)
 
     def take_settled(self) -> list[Settled]:
         settled = [] if self._engine is None else self._engine.take_settled()

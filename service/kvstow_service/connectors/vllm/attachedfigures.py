@@ -16,18 +16,18 @@ from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 
 class AttachedFigures:
-    """`Figures` of this engine's session: the service's own metrics have those of the whole pool. Used by the
+    """`Figures` of this engine's session. The service's own metrics have those of the whole pool. Used by the
     scheduler's thread."""
 
     def __init__(self, control: AttachedControl, slot_bytes: int, slot_tokens: int | None, *, replicated: bool) -> None:
-        """`slot_bytes`: of all ranks together. `replicated`: one of them stores for all."""
+        """`slot_bytes`: bytes of a slot on all ranks together. `replicated`: one rank stores for all."""
         self._control, self._slot_bytes, self._slot_tokens = control, slot_bytes, slot_tokens
         self._replicated = replicated
         self._slots, self._is_whole = 0, False
         self._num_ranks = max(1, round(slot_bytes / control.slot_bytes))
 
     def set_memory(self, slots: int, is_whole: bool) -> None:
-        """`slots` of the pool can be used by now; `is_whole`: no more are to come."""
+        """`slots` of the pool can be used now. `is_whole`: no more slots will come."""
         self._slots, self._is_whole = slots, is_whole
 
     @property

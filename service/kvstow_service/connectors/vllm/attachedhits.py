@@ -9,25 +9,28 @@ from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
 from kvstow.attach.engine import Hits
 from kvstow.results import KeyRun, Lease
-from kvstow_service.connectors.engine_core.hits import LATER, Later, longest_end
+from kvstow_service.connectors.engine_core.hits import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.longesthit import longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 MOST_AHEAD = 64
-"""Requests that are looked up before vLLM asks for them. What is found for them is held."""
+"""How many requests are looked up before vLLM asks about them. What is found for them is held."""
 PATIENCE_SECONDS = 0.25
-"""After that a lookup without an answer is a miss."""
+"""A lookup that has no answer after this time is a miss."""
 LONGEST_PATIENCE_SECONDS = 5.0
-"""The same, if the service has said that it waits for the fleet tier, which it does for 2 s at most."""
+"""The same limit if the service has said that it waits: for the fleet tier up to 2 s, for memory to be registered 1
+s."""
 _MOST_KEYS = 100_000  # of one lookup; a frame has room for more
 
 
 class Service(Protocol):
-    """What is used of `AttachedControl`."""
+    """The part of `AttachedControl` that is used."""
 
     @property
     def finds_hits(self) -> bool: ...
     def find(self, keys: Sequence[bytes], hold: Hold) -> Answer[Hits]: ...
+    def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]: ...
     def wait(self, answer: Answer[Hits]) -> bool: ...
     def discard(self, answer: Answer[Hits]) -> None: ...
     def release_lease(self, lease: Lease) -> None: ...
@@ -35,8 +38,8 @@ class Service(Protocol):
 
 
 class _Question(NamedTuple):
-    """A lookup of a request's tokens `start` to `end`. `keys`: what was asked for. `is_last`: of exactly the blocks of
-    a hit from `start` to `end`, which the answer holds or not."""
+    """A lookup of a request's tokens `start` to `end`. `keys`: the keys that were asked for. `is_last`: it asks for
+    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing."""
 
     start: int
     end: int
@@ -49,8 +52,8 @@ class _Question(NamedTuple):
 class AttachedHits:
     """A `HitFinder` that waits for answers no longer than its step may.
 
-    With one group that attends to everything, one lookup says which blocks there are, and holds them. Otherwise the
-    first lookup says which blocks there are, and a second one holds those that are needed.
+    With one group that attends to everything, one lookup says which blocks are present, and holds them. Otherwise the
+    first lookup says which blocks are present, and a second one holds those that are needed.
     """
 
     def __init__(self, service: Service, groups: KVGroups, clock: Callable[[], float]) -> None:
@@ -90,8 +93,6 @@ class AttachedHits:
             self._service.discard(question.answer)
 
     def _ask(self, tracked: TrackedRequest, start: int, end: int, hold: Hold) -> _Question | None:
-        if not self._groups.is_plain:
-            hold = Hold.NOTHING
         keys = [
             key
             for group in self._groups.groups
@@ -102,7 +103,7 @@ class AttachedHits:
         return self._put(tracked, start, end, keys, hold) if 0 < len(keys) <= _MOST_KEYS else None
 
     def _ask_for_hit(self, tracked: TrackedRequest, said: _Question, local: int, end: int) -> _Question | None:
-        """The blocks that there are, are known: ask for those of the longest hit."""
+        """Ask for the blocks of the longest hit, now that it is known which blocks are present."""
         runs = said.answer.value.runs
         present = _Present({key for first, length in runs for key in said.keys[first : first + length]})
         end = longest_end(present, self._groups, tracked, local, end)
@@ -110,7 +111,8 @@ class AttachedHits:
         return self._put(tracked, local, end, keys, Hold.ALL) if keys else None
 
     def _put(self, tracked: TrackedRequest, start: int, end: int, keys: Sequence[bytes], hold: Hold) -> _Question:
-        answer = self._service.find(keys, hold)
+        is_prompt = not self._groups.is_plain and hold != Hold.ALL
+        answer = self._service.find_prompt(keys) if is_prompt else self._service.find(keys, hold)
         question = _Question(start, end, keys, hold == Hold.ALL, self._clock(), answer)
         self._questions[tracked] = question
         return question
@@ -131,7 +133,7 @@ class AttachedHits:
 
 
 class _Present:
-    """A `Presence` that is known."""
+    """A `Presence` over a known set of keys."""
 
     def __init__(self, keys: Set[bytes]) -> None:
         self._keys = keys
@@ -151,7 +153,8 @@ def _covers(question: _Question, local: int, end: int) -> bool:
 
 
 def _hit_at(number: int, runs: Sequence[KeyRun]) -> tuple[int, int] | None:
-    """From key `number` on: where it is in the lease, which holds the keys of all runs, and how many follow."""
+    """The position of key `number` in the lease, which holds the keys of all runs, and how many keys its run has from
+    there."""
     before = 0
     for first, length in runs:
         if first <= number < first + length:

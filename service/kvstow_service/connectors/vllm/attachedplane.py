@@ -1,4 +1,4 @@
-"""The data plane of a rank whose memory is that of the node service.
+"""The data plane of a rank that uses the node service's memory.
 
 Importing this module imports torch.
 """
@@ -25,7 +25,7 @@ from kvstow_service.connectors.vllm.rankdataplane import plane_around
 
 
 class AttachedPlane:
-    """A `DataPlane` and the `AttachedWorker` that has its ops and its memory. Used like a `DataPlane`."""
+    """A `DataPlane` and the `AttachedWorker` that manages its ops and its memory. Used like a `DataPlane`."""
 
     def __init__(self, plane: DataPlane, worker: AttachedWorker) -> None:
         self._plane, self._worker = plane, worker
@@ -85,7 +85,7 @@ class AttachedPlane:
         return self._plane.report()
 
     def apply(self, desired: DesiredState) -> None:
-        """The worker applies what the service says."""
+        """Does nothing: the worker applies the service's desired state."""
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         self._plane.add_listener(callback)
@@ -104,8 +104,8 @@ def build_attached_plane(
     replicated: bool,
     sender: ReportSequence | None = None,
 ) -> AttachedPlane:
-    """A rank's data plane around `kv`; connects and maps nothing yet. If it raises a `KvstowError`, nothing is left
-    behind."""
+    """A rank's data plane around `kv`. It does not connect or map anything yet. Leaves nothing behind if it raises a
+    `KvstowError`."""
     slot_bytes = kv.layout.slot_bytes
     config = options.pool_config(slot_bytes, slot_bytes, slot_bytes)
     numa: list[int | None] = []

@@ -34,14 +34,14 @@ from kvstow_service.connectors.vllm.attachedfigures import AttachedFigures
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""
 JOINING_SECONDS = 10.0
-"""How long it makes steps until its ranks have memory, once it is attached."""
+"""How long it makes steps until its ranks have memory, after it has attached."""
 
 logger = logging.getLogger("kvstow.vllm")
 
 
 class AttachedSchedulerHost(SchedulerHost):
-    """With the control plane of the node service. There is no admin server in vLLM's process: the service's shows the
-    pool and this engine's session."""
+    """Uses the control plane of the node service. There is no admin server in vLLM's process: the service's admin
+    server shows the pool and this engine's session."""
 
     _lazy_steps = 4
 
@@ -58,7 +58,7 @@ class AttachedSchedulerHost(SchedulerHost):
         make_events: Callable[[BlockSource], EventFeed | None] = lambda source: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`version`: vLLM's. `namespace_identity` is called when vLLM has its block hashes."""
+        """`version` is vLLM's. `namespace_identity` is called when vLLM has its block hashes."""
         super().__init__(options, process, groups)
         self._version, self._clock = version, clock
         self._pool_identity, self._namespace_identity = pool_identity, namespace_identity
@@ -66,7 +66,7 @@ class AttachedSchedulerHost(SchedulerHost):
         self._make_events = make_events
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
-        """Where vLLM publishes KV events."""
+        """Set if vLLM publishes KV events."""
         self._figures: AttachedFigures | None = None
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
@@ -80,10 +80,10 @@ class AttachedSchedulerHost(SchedulerHost):
 
     @property
     def wants_steps(self) -> bool:
-        """The ranks learn of a session in steps alone, so an engine that has just started, or attached, makes some."""
+        """The ranks learn of a session only in steps, so an engine that has just started or attached makes some."""
         if self._control is None or self._has_failed:
             return False
-        if self._looking_until is None:  # vLLM's start is over
+        if self._looking_until is None:  # vLLM's start has ended
             self._looking_until = self._clock() + LOOKING_SECONDS
         self._follow_session()
         if self._blocks is not None and self._blocks.is_behind:
@@ -93,7 +93,7 @@ class AttachedSchedulerHost(SchedulerHost):
         return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
 
     def plan_tier(self, step: Any) -> TierPlan | None:
-        """Steps are numbered to time them, while the service has a tier."""
+        """While the service has a tier, steps are numbered in order to time them."""
         if self._control is None or not self._control.has_tier or self._has_failed:
             return None
         try:
@@ -132,7 +132,7 @@ class AttachedSchedulerHost(SchedulerHost):
                 self._has_failed = True
                 return None
         if len({hello.node for hello in hellos}) > 1:
-            allowed = "none where an engine's ranks are on several nodes: each has a service of its own"
+            allowed = "none if an engine's ranks are on several nodes: each node has its own service"
             raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
         identity = self._pool_identity(hellos)
         slot_bytes = sum(identity.slot_bytes)
@@ -170,7 +170,7 @@ class AttachedSchedulerHost(SchedulerHost):
         )
 
     def _follow_session(self) -> None:
-        """Note a new session: its ranks have to join it."""
+        """Notice a new session, which the ranks have to join."""
         ticket = self.ticket
         if ticket is not None and ticket.number != self._number:
             assert self._control is not None
@@ -188,7 +188,7 @@ class AttachedSchedulerHost(SchedulerHost):
         return slots > 0 and is_whole
 
     def _memory(self) -> tuple[int, bool]:
-        """The slots that all ranks have in the current session, and whether no more are to come."""
+        """The slots that all ranks have in the current session, and whether no more will come."""
         ranks = [self._sessions.get(rank, RankSession()) for rank in range(self._process.num_ranks)]
         if any(rank.number != self._number for rank in ranks):
             return 0, False

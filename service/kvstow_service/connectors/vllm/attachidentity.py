@@ -1,4 +1,4 @@
-"""What a vLLM engine says of itself: whose memory it can share, and whose blocks on its node and on others."""
+"""The identity of a vLLM engine: whose memory it can share, and whose blocks, on its node and on others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ logger = logging.getLogger("kvstow.vllm")
 
 _PROBE_BLOCKS = 3
 _OF_NO_VALUE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
-"""Of a model's configuration: what changes no KV, or is a setting of its own."""
+"""Fields of a model's configuration that change no KV, or that are settings of their own."""
 _LONG_ROPES = {"longrope", "su", "dynamic"}
 """Kinds of rope scaling that depend on the longest request."""
 
@@ -50,7 +51,7 @@ def pool_identity(
 
 
 def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) -> NamespaceIdentity:
-    """vLLM must have initialized its block hashes. `weights_id`: as configured."""
+    """Call it once vLLM has initialized its block hashes. `weights_id`: as configured."""
     model = config.model_config
     weights = _weights(model, weights_id)
     drafter = _drafter_weights(config, weights_id)
@@ -69,31 +70,40 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
 
 
 def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
-    """What names this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
-    folder (`digest_of_weights`), and of a drafter that is one."""
-    if config.lora_config is not None:
-        reason = "adapters_not_named: LoRA is on, and the path of an adapter means another file on another node"
-        return FleetWeights(reason=reason)
-    names = []
+    """The name of this engine's weights on every node: see `read_fleet_weights`. If the files cannot be read, there is
+    no name, and the error is the reason."""
     try:
-        for weights in (_weights(config.model_config, weights_id), _drafter_weights(config, weights_id)):
-            if weights is None:
-                continue
-            if weights.source != "configured" and _are_dummies(config):
-                return FleetWeights(reason="weights_unknown: load_format is dummy; set weights_id")
-            name = weights.fleet_id()
-            if not name:
-                return FleetWeights(reason=_unknown(weights, config))
-            names.append(name)
+        return read_fleet_weights(config, weights_id)
     except OSError as error:
         return FleetWeights(
             reason=f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
         )
+
+
+def read_fleet_weights(config: Any, weights_id: str | None, *, loaded_by: float = inf) -> FleetWeights:
+    """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
+    folder (`digest_of_weights`), and of a drafter that is one. Raises `OSError`. Files that have changed after
+    `loaded_by`, in seconds since the epoch, may not be those that were loaded."""
+    if config.lora_config is not None:
+        reason = "adapters_not_named: LoRA is on, and the path of an adapter means another file on another node"
+        return FleetWeights(reason=reason)
+    names = []
+    for weights in (_weights(config.model_config, weights_id), _drafter_weights(config, weights_id)):
+        if weights is None:
+            continue
+        if weights.source != "configured" and _are_dummies(config):
+            return FleetWeights(reason="weights_unknown: load_format is dummy; set weights_id")
+        name = weights.fleet_id()
+        if not name:
+            return FleetWeights(reason=_unknown(weights, config))
+        if weights.changed_after(loaded_by):
+            return FleetWeights(reason="weights_unknown: their files have changed since vLLM started; set weights_id")
+        names.append(name)
     return FleetWeights(" and ".join(dict.fromkeys(names)))
 
 
 def hash_probe(algorithm: str, hash_tokens: int) -> str:
-    """What this process makes of known tokens, and of a name that a hash may cover."""
+    """The hashes that this process computes for known tokens, and for a name that a hash may cover."""
     function = get_hash_fn_by_name(algorithm)
     parts = [b"tagged" if _tags_extra_keys() else b""]
     for extra_keys in (None, ("kvstow-lora",), (("image-hash", 0),), ("kvstow-salt", "kvstow-embedding")):
@@ -142,7 +152,7 @@ def _are_reproducible(algorithm: str) -> bool:
 
 
 def _tags_extra_keys() -> bool:
-    """Whether hashes cover a LoRA adapter's path beside its name."""
+    """Whether hashes cover a LoRA adapter's path in addition to its name."""
     return hasattr(kv_cache_utils, "to_event_extra_keys")
 
 
@@ -151,7 +161,8 @@ def _weights(model: Any, configured: str | None) -> Weights:
 
 
 def _drafter_weights(config: Any, configured: str | None) -> Weights | None:
-    """vLLM names the model itself as the drafter where that has no weights of its own. `configured`: the model's."""
+    """The drafter's weights. vLLM names the model itself as the drafter if the drafter has no weights of its own.
+    `configured`: the model's `weights_id`."""
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     if drafter is None:
         return None
@@ -170,7 +181,7 @@ def _find_cached(repository: str, revision: str | None) -> Path | None:
 
 
 def _value_settings(config: Any, drafter_weights: Weights | None) -> dict[str, str]:
-    """Settings on which the values in the KV cache depend."""
+    """Settings that change the values in the KV cache."""
     model, cache, drafter = config.model_config, config.cache_config, config.speculative_config
     described: Mapping[str, Any] = model.hf_config.to_dict()
     settings = {

@@ -1,5 +1,5 @@
-"""Whether an engine that attaches has a host cache and shares it, and why not, in words that metrics can have as
-labels: each from a small set."""
+"""Whether an attaching engine has a host cache and shares it, and why not. Each value is a word from a small set, so
+that metrics can use it as a label."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 from kvstow.attach.hello import TRANSIENT_REFUSALS
 
 State = Literal["starting", "no_service", "refused", "no_answer", "no_memory", "attached", "failed"]
-"""`no_memory`: the session has begun, and not every rank has registered memory of it yet."""
+"""`no_memory`: the session has begun, but some rank has not registered memory of it yet."""
 
 REFUSALS: Final = TRANSIENT_REFUSALS | {
     "hello_timeout",
@@ -29,8 +29,8 @@ _UNSHARED: Final = ("hashes_not_reproducible", "kv_scales_not_fixed", "lora_name
 
 
 class AttachState(NamedTuple):
-    """`refusal`: why the service has refused the engine, "" if it has not. `sharing`: "yes", or why others of its
-    model do not share its blocks; "" while it is not attached."""
+    """`refusal`: why the service has refused the engine, "" if it has not. `sharing`: "yes", or why others of its model
+    do not share its blocks; "" while it is not attached."""
 
     state: State
     refusal: str = ""
@@ -45,8 +45,8 @@ def refusal_word(refusal: str) -> str:
 
 
 def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
-    """`sharing_off`: sentences of the welcome. It `differs` if it shares with engines of its own identity alone, and
-    came as the first of them while others of its model were there."""
+    """`sharing_off`: sentences of the welcome. The word is `differs` if the engine shares only with engines of its own
+    identity, and was the first of them while others of its model were attached."""
     for sentence in sharing_off:
         word = sentence.partition(":")[0]
         if word in _UNSHARED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
@@ -13,7 +15,7 @@ from kvstow_service.connectors.vllm import attachidentity
 
 
 class EngineIdentity(NamedTuple):
-    """Of a `VllmConfig` and a `KVCacheConfig`. `weights_id`: as configured."""
+    """Computed from a `VllmConfig` and a `KVCacheConfig`. `weights_id`: as configured."""
 
     vllm_config: Any
     kv_cache_config: Any
@@ -27,13 +29,14 @@ class EngineIdentity(NamedTuple):
         )
 
     def namespace(self) -> NamespaceIdentity:
-        """Once vLLM has its block hashes."""
+        """Available once vLLM has its block hashes."""
         hash_tokens = hash_block_tokens(self.vllm_config, self.kv_cache_config)
         return attachidentity.namespace_identity(self.vllm_config, hash_tokens, self.weights_id)
 
     def weights(self) -> FleetWeights:
-        """Reads samples of the files."""
+        """Reads samples of the weight files."""
         return attachidentity.fleet_weights(self.vllm_config, self.weights_id)
 
     def for_tier(self, hellos: list[RankHello]) -> TierIdentity:
-        return TierIdentity(self.pool(hellos), self.weights(), self.namespace)
+        read = partial(attachidentity.read_fleet_weights, self.vllm_config, self.weights_id, loaded_by=time.time())
+        return TierIdentity(self.pool(hellos), read, self.namespace)

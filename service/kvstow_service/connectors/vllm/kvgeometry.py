@@ -1,8 +1,8 @@
-"""Geometry: where a block's bytes lie in vLLM's KV cache tensors, read from their strides alone.
+"""Geometry: where a block's bytes lie in vLLM's KV cache tensors, derived from their strides alone.
 
-Layouts differ from version to version, backend to backend and model to model: K and V in one tensor or two, heads
-inside a block or outside, all layers in one storage or each in its own, groups of layers in the same memory. The
-strides show which it is. vLLM's configuration fields change their names too often to rely on them.
+Layouts differ between versions, backends and models: K and V in one tensor or two, heads inside a block or outside, all
+layers in one storage or each in its own, groups of layers in the same memory. The strides show which layout it is.
+vLLM's configuration fields change their names too often to rely on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstow.layout import KVLayout, Region
 
 class KVGeometry(NamedTuple):
     """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory.
-    `contents[i]`: which layers lie where in its pages, and how, as a digest."""
+    `contents[i]` is a digest of which layers lie where in its pages, and how."""
 
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
@@ -37,8 +37,8 @@ class _Run(NamedTuple):
 def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     """The regions of a rank's KV cache of `num_blocks` blocks. `kv_caches[layer]` is a tensor, or several.
 
-    Layers that share memory count once, and adjacent bytes of a block become one region. Raises
-    `ConfigError` for a tensor that is not cut into that many blocks.
+    Layers that share memory count once, and adjacent bytes of a block become one region. Raises `ConfigError` for a
+    tensor that is not divided into that many blocks.
     """
     storages: dict[int, torch.Tensor] = {}
     runs: dict[int, dict[_Run, list[str]]] = {}
@@ -87,7 +87,7 @@ def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run
 
 
 def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
-    """The dimension that counts blocks: the first one, or the second where the first is K and V."""
+    """The dimension that counts blocks: the first, or the second if the first is K and V."""
     if shape[0] % num_blocks == 0 and not (shape[0] == 2 and len(shape) > 1 and shape[1] == num_blocks):
         return 0
     if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:
@@ -96,7 +96,7 @@ def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
 
 
 def _merged(runs: Iterable[_Run]) -> list[_Run]:
-    """Runs of one stride that touch or overlap, joined while they stay within a block."""
+    """Runs with the same stride that touch or overlap, joined while they stay within a block."""
     merged: list[_Run] = []
     for run in sorted(runs, key=lambda run: (run.stride, run.start)):
         last = merged[-1] if merged else None
@@ -110,7 +110,7 @@ def _merged(runs: Iterable[_Run]) -> list[_Run]:
 
 
 def _arrangement(layer: str, tensor: torch.Tensor, num_blocks: int) -> str:
-    """How the elements of one block lie: type, sizes and strides, whatever the number of blocks is."""
+    """How the elements of one block lie: type, sizes and strides, independent of the number of blocks."""
     axis = _block_axis(layer, tensor.shape, num_blocks)
     pieces = tensor.shape[axis] // num_blocks
     block_stride = pieces * tensor.stride(axis)
@@ -122,7 +122,7 @@ def _arrangement(layer: str, tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _digest(region: _Run, runs: Mapping[_Run, Sequence[str]]) -> str:
-    """Of all that lies in the region."""
+    """A digest of everything that lies in the region."""
     parts = [
         f"{run.start - region.start} {run.num_bytes} {content}"
         for run, contents in runs.items()

@@ -1,4 +1,4 @@
-"""The data plane of one rank: made around the KV cache of a vLLM worker.
+"""The data plane of one rank, built around the KV cache of a vLLM worker.
 
 Importing this module imports torch.
 """
@@ -37,7 +37,8 @@ def build_plane(
     kv: KVGeometry,
     sender: ReportSequence | None = None,
 ) -> DataPlane:
-    """A rank's data plane around `kv`; pins nothing yet. If it raises a `KvstowError`, nothing is left behind."""
+    """A rank's data plane around `kv`. It does not pin anything yet. Leaves nothing behind if it raises a
+    `KvstowError`."""
     config = rank_pool_config(options, kv.layout.slot_bytes, pool_bytes, max_bytes)
 
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
@@ -54,7 +55,7 @@ def plane_around(
     make_pool: MakePool,
     sender: ReportSequence | None = None,
 ) -> DataPlane:
-    """A rank's data plane around `kv` and the pool that `make_pool` makes. As `build_plane` if it raises."""
+    """A rank's data plane around `kv` and the pool that `make_pool` makes. Behaves like `build_plane` if it raises."""
     device = kv.tensors[0].device
     with ExitStack() as undo:
         if device.type == "cuda":
@@ -88,8 +89,8 @@ def _on_cuda(
 
 
 def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
-    """Makes fences for the work given to the compute stream of the KV cache so far. On the CPU it is done when its call
-    returns."""
+    """Makes fences for the work given to the KV cache's compute stream so far. On the CPU, that work is done when its
+    call returns."""
     first = next(iter(kv_caches.values()))
     device = (first if isinstance(first, torch.Tensor) else first[0]).device
     if device.type != "cuda":

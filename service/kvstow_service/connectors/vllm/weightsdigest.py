@@ -1,4 +1,5 @@
-"""A digest of a model's weights that is the same on every node: of its configuration, and of samples of its files."""
+"""A digest of a model's weights that is the same on every node. It covers the configuration and samples of the
+files."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json")
-"""How the names of weight files end."""
+"""The suffixes of weight files."""
 _SETTINGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 SAMPLE_BYTES = 64 << 10
 _MOST, _FEWEST, _OF_ALL_FILES = 32, 4, 512
@@ -26,10 +27,10 @@ class _Span(NamedTuple):
 def digest_of_weights(path: Path) -> str | None:
     """`path`: the model's folder, or its single file. None without weight files. Raises `OSError`.
 
-    Names, sizes, settings and the headers of safetensors files count as a whole. Of their other bytes samples of 64 KiB
-    do, at places that depend on the sizes alone: evenly spread from a file's start to its end, and as many tensors, of
-    which one has its first bytes sampled, one its last. At most 4 MiB of a file are read, and no more than 64 MiB of
-    128 files together; above, 512 KiB of each.
+    The digest covers names, sizes, settings and the headers of safetensors files in full. It covers the other bytes by
+    samples of 64 KiB, at places that depend on the sizes alone. The places are evenly spread from a file's start to its
+    end. As many tensors are sampled: the first at its start, the last at its end, and the others in between. At most 4
+    MiB of a file are read, and at most 64 MiB of 128 files together; with more files, 512 KiB of each.
     """
     files = [path] if path.is_file() else sorted(path.iterdir())
     weights = [file for file in files if file.name.endswith(WEIGHTS) and file.is_file()]
@@ -45,6 +46,11 @@ def digest_of_weights(path: Path) -> str | None:
             settings = file.read_bytes()
             digest.update(f"{file.name} {len(settings)}\n".encode() + hashlib.sha256(settings).digest())
     return digest.hexdigest()[:40]
+
+
+def digested_files(path: Path) -> list[Path]:
+    """The files that `digest_of_weights` covers. Raises `OSError`."""
+    return [path] if path.is_file() else [file for file in path.iterdir() if file.name.endswith((*WEIGHTS, *_SETTINGS))]
 
 
 def _digest_of_file(path: Path, name: str, most: int) -> bytes:
@@ -63,7 +69,7 @@ def _digest_of_file(path: Path, name: str, most: int) -> bytes:
 
 
 def _header(file: BinaryIO, size: int) -> bytes:
-    """Of a safetensors file: what it holds and where; empty if it is none."""
+    """The header of a safetensors file: what the file holds and where. Empty for other files."""
     length = int.from_bytes(file.read(8), "little")
     return file.read(length) if 0 < length <= min(size, _MAX_HEADER) else b""
 
@@ -80,14 +86,14 @@ def _tensors(header: bytes, size: int) -> list[_Span]:
 
 
 def _chosen(spans: Sequence[_Span], most: int) -> list[_Span]:
-    """So many of them, the first and the last included."""
+    """`most` of the spans, including the first and the last."""
     if len(spans) <= most:
         return list(spans)
     return [spans[number * (len(spans) - 1) // (most - 1)] for number in range(most)]
 
 
 def _spread(spans: Sequence[_Span]) -> Iterator[_Span]:
-    """A sample of each: of the first one at its start, of the last one at its end, and of the others in between."""
+    """One sample per span: at the start of the first span, at the end of the last, and in between for the others."""
     for number, span in enumerate(spans):
         room = max(0, span.end - span.start - SAMPLE_BYTES)
         start = span.start + room * number // max(1, len(spans) - 1)
@@ -95,7 +101,7 @@ def _spread(spans: Sequence[_Span]) -> Iterator[_Span]:
 
 
 def _merged(spans: Sequence[_Span]) -> list[_Span]:
-    """In order, and no byte twice."""
+    """The spans in order, with no byte twice."""
     found: list[_Span] = []
     top = 0
     for span in sorted(spans):

@@ -1,4 +1,4 @@
-"""What identifies a model's weights: engines share KV only if they have the same."""
+"""What identifies a model's weights. Engines share KV only if they have the same weights."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.tier.fingerprint import named_weights
-from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS, digest_of_weights
+from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS, digest_of_weights, digested_files
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 
 FindCached = Callable[[str, str | None], Path | None]
-"""Where a file of a repository, at a revision, lies in the local cache of the Hugging Face Hub."""
+"""Finds a file of a repository, at a revision, in the local cache of the Hugging Face Hub."""
 
 
 class Weights(NamedTuple):
     """`weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`, `files` or `unknown`.
-    `path`: of `files`."""
+    `path`: where the `files` are."""
 
     model: str
     weights_id: str
@@ -27,8 +27,8 @@ class Weights(NamedTuple):
     path: Path | None = None
 
     def fleet_id(self) -> str:
-        """What names them on every node; empty if nothing does. Reads samples of `files` (`digest_of_weights`), and
-        raises `OSError`."""
+        """The name of the weights on every node; empty if there is none. Reads samples of `files`
+        (`digest_of_weights`), and raises `OSError`."""
         match self.source:
             case "configured":
                 return named_weights(self.weights_id, self.model).weights_id
@@ -40,10 +40,14 @@ class Weights(NamedTuple):
                 return f"files {digest}" if digest else ""
         return ""
 
+    def changed_after(self, moment: float) -> bool:
+        """Whether one of the `files` has changed after `moment`, in seconds since the epoch. Raises `OSError`."""
+        return self.path is not None and any(file.stat().st_ctime > moment for file in digested_files(self.path))
+
 
 def identify_weights(model: str, revision: str | None, configured: str | None, find_cached: FindCached) -> Weights:
-    """`model`: a path, or a repository of the Hugging Face Hub. Reads no weights: files count by name, size, time of
-    change and inode."""
+    """`model`: a path, or a repository of the Hugging Face Hub. Reads no weights: files are identified by name, size,
+    time of change and inode."""
     path = Path(model)
     place = path if path.exists() else find_cached(model, revision)
     snapshot = None if place is None else _SNAPSHOT.search(f"{place.absolute()}/")
@@ -58,7 +62,7 @@ def identify_weights(model: str, revision: str | None, configured: str | None, f
 
 
 def _digest_of_files(path: Path) -> str | None:
-    """None without weight files."""
+    """Returns None without weight files."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     weights = [file for file in files if file.name.endswith(WEIGHTS)]
     if not weights:

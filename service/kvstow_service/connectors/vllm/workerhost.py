@@ -1,4 +1,5 @@
-"""The worker's half as a vLLM process hosts it: a rank's data plane, with an agent or attached to the node service."""
+"""The worker's half as a vLLM process hosts it: a rank's data plane, either with an agent or attached to the node
+service."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class _TensorHost(WorkerHost[KVGeometry]):
 
 
 class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
-    """With a pool of the rank's own, and an agent."""
+    """A worker with a pool of its own and an agent."""
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
@@ -54,7 +55,7 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
 
 
 class AttachedWorkerHost(_TensorHost):
-    """With memory of the node service."""
+    """A worker that uses the node service's memory."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
         super().__init__(options, process, num_blocks)
@@ -74,7 +75,7 @@ class AttachedWorkerHost(_TensorHost):
         return self._tier_step if self._process.rank == 0 else 0
 
     def news(self) -> tuple[RankReport | None, RankSession | None]:
-        """A new session at once, more memory twice a second."""
+        """Reports a new session at once, and more memory twice a second."""
         plane = self.side.plane
         session = plane.session if isinstance(plane, AttachedPlane) else RankSession()
         if session == self._told:

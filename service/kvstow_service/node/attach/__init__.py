@@ -1,1 +1,1 @@
-"""The socket at which engines attach, and what each of them may ask."""
+"""The socket at which engines attach, and the calls that they may make."""

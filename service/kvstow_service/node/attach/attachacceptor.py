@@ -16,8 +16,8 @@ _PAUSE_SECONDS = 1.0
 
 
 class AttachAcceptor:
-    """Accepts for the attach server's thread, which alone uses it. A connection that has not said hello goes before one
-    that has, the oldest first; when all have, a new one is refused."""
+    """Accepts for the attach server's thread, the only thread that uses it. At the limit, a connection that has not
+    said hello makes room for a new one, the oldest first. If all have said hello, the new connection is refused."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class AttachAcceptor:
         self._scratch = scratch
         self._clock = clock
         self.paused_until: float | None = None
-        """While the process has no descriptor left."""
+        """Set while the process has no descriptor left."""
 
     def start(self) -> None:
         self._listener.setblocking(False)
@@ -47,7 +47,7 @@ class AttachAcceptor:
         return fd == self._listener.fileno()
 
     def resume(self) -> bool:
-        """Listen again if the pause is over; whether that was so."""
+        """Listen again if the pause is over. Returns whether it was."""
         if self.paused_until is None or self._clock() < self.paused_until:
             return False
         self.paused_until = None
@@ -55,7 +55,7 @@ class AttachAcceptor:
         return True
 
     def accept(self) -> None:
-        """Accept some of the connections that wait."""
+        """Accept some of the waiting connections."""
         for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
             try:
                 accepted, _ = self._listener.accept()
@@ -82,11 +82,11 @@ class AttachAcceptor:
     def _admit(self, accepted: socket.socket) -> None:
         oldest = self._clients.oldest_stranger()
         if oldest is not None and self._clients.is_crowded:
-            self._calls.drop(oldest, "too_many_strangers", "too many connections came that have not said hello")
+            self._calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
         client = self._clients.add(accepted, self._scratch)
         self._calls.watch(client)
         if self._clients.is_over_limit:
             reason = f"the service serves {self._clients.limit} connections already"
             self._calls.drop(client, "too_many_clients", reason)
         else:
-            self._calls.on_event(client, select.EPOLLIN)  # its hello may be there, and survives a flood then
+            self._calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood

@@ -31,20 +31,20 @@ from kvstow_service.process.switchinterval import short_switch_interval
 logger = logging.getLogger("kvstow.attach")
 
 SWITCH_SECONDS = 0.0001
-"""Beside a thread that is always busy, a lookup took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
+"""Next to a thread that is always busy, a lookup took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
 
 _LONGEST_WAIT_SECONDS = 60.0
 
 
 class AttachServer:
-    """Accepts engines on a listening Unix socket and makes their calls of a `SessionHost`.
+    """Accepts engines on a listening Unix socket and passes their calls to a `SessionHost`.
 
-    `start` starts the thread, which makes every call of the host. `close` ends it, closes all connections, and calls
-    nothing: what the sessions hold is the host's to settle. `sessions`, `figures`, `detach` and the links of sessions
-    may be used by any thread; they wait for nothing.
+    `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, and calls
+    nothing: the host settles what the sessions hold. Any thread may use `sessions`, `figures`, `detach` and the links
+    of sessions; they do not wait.
 
     No client can stop the thread or fill its memory: see `Clients` for the limits. If the thread itself fails,
-    `failure` is set and `on_failure` called.
+    `failure` is set and `on_failure` is called.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AttachServer:
         find_peer: Callable[..., Peer] = peer_of,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The listener stays the caller's, who closes it after `close`."""
+        """The caller keeps the listener and closes it after `close`."""
         self.failure: str | None = None
         self._clock = clock
         self._on_failure = on_failure
@@ -95,18 +95,19 @@ class AttachServer:
         self._thread.start()
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
-        """A lost session of the service before, with its workers that may still reach memory: `SessionHost` hears of
-        their end. Before `start`, or on the server's thread. Takes over the peers."""
+        """Restore a lost session of the previous service, with its workers that may still reach memory. The
+        `SessionHost` is told when they end. Call it before `start`, or on the server's thread. Takes ownership of the
+        peers."""
         self._life.restore(session_id, token_digest, workers)
 
     def end_session(self, session_id: str, reason: str) -> None:
-        """End the connections of a session, if there is such a session, in the order of the calls of `post`."""
+        """End the connections of a session, if it exists, in the order of the calls of `post`."""
         session = self._life.table.get(session_id)
         if session is not None:
             self.post(partial(self._life.lose, session, reason, expected=True))
 
     def close(self) -> None:
-        """Idempotent; not from the server's own thread."""
+        """Idempotent. Must not be called on the server's own thread."""
         if self._stopping:
             return
         self._stopping = True
@@ -133,8 +134,8 @@ class AttachServer:
         )
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
-        """End a session's connections, and kill its processes if asked to. False if there is no such session. What it
-        holds is freed when its processes have ended, and not before."""
+        """End a session's connections, and kill its processes if `kill` is set. Returns False if there is no such
+        session. What it holds is freed when its processes have ended, and not before."""
         session = self._life.table.get(session_id)
         if session is None:
             return False
@@ -142,10 +143,10 @@ class AttachServer:
         return True
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have the server's thread call `action` soon, in the order of the calls of `post`."""
+        """Have the server's thread call `action` soon. Actions run in the order of the calls of `post`."""
         self._posted.append(action)
         if threading.current_thread() is not self._thread:
-            with suppress(BlockingIOError):  # the counter is full: the thread has been woken often enough
+            with suppress(BlockingIOError):  # the counter is full, so the thread will wake up anyway
                 os.eventfd_write(self._wake, 1)
 
     # -- the thread -----------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class AttachServer:
             self._life.close()
 
     def _turn(self) -> None:
-        """Handle what has happened; wait for it if there is nothing else to do."""
+        """Handle what has happened. Waits for events if there is nothing else to do."""
         accepting = self._acceptor.resume()
         ended: list[int] = []
         for fd, mask in self._epoll.poll(self._timeout()):
@@ -181,13 +182,13 @@ class AttachServer:
                 ended.append(fd)
         for client in list(self._calls.busy):
             self._calls.on_turn(client)
-        for fd in ended:  # after what their processes have sent before
+        for fd in ended:  # after the messages that their processes have sent
             self._reap(fd)
         self._run_posted()
         for client in self._clients.expired():
             self._calls.drop(client, "hello_timeout", "no hello came in time")
         self._life.expire()
-        if accepting:  # last: a new descriptor may have the number of one that was closed above
+        if accepting:  # last, because a new descriptor may have the number of one that was closed above
             self._acceptor.accept()
 
     def _timeout(self) -> float:
@@ -208,7 +209,7 @@ class AttachServer:
                 self._tally.fault(error)
 
     def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
-        """On the server's thread: see `SessionLink.push`."""
+        """On the server's thread. See `SessionLink.push`."""
         self._calls.push(session, message, rank, fds)
 
     def _reap(self, fd: int) -> None:

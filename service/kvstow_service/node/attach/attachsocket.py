@@ -18,14 +18,14 @@ SOCKET_MODE = 0o660
 
 
 class AttachSocket:
-    """A listening Unix socket of mode 0660, in a folder of mode 0750 if that had to be made.
+    """A listening Unix socket of mode 0660. If it had to create the folder, the folder has mode 0750.
 
-    Who may write to the socket may attach: the service's user and the group. The owner calls `close`, which is
-    idempotent and removes the file unless another service has replaced it.
+    Processes of the service's user and of the group may write to the socket, and so may attach. The owner calls
+    `close`, which is idempotent. It removes the file unless another service has replaced it.
     """
 
     def __init__(self, path: Path, group: int | None = None) -> None:
-        """Raises `ConflictError` if another process listens there, or if the folder cannot be used."""
+        """Raises `ConflictError` if another process listens there or the folder cannot be used."""
         self.path = path
         _require_folder(path.parent, group)
         self.listener: socket.socket = bind_unix(path, mode=SOCKET_MODE, group=group)
@@ -39,9 +39,8 @@ class AttachSocket:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a service listens unless told otherwise: `/run/kvstow/attach.sock` as root. Other users have it in a folder
-    of their own, in `$XDG_RUNTIME_DIR/kvstow` or, without that variable, `kvstow-node-UID` in the folder for temporary
-    files."""
+    """Where a service listens by default: `/run/kvstow/attach.sock` as root. For other users it is in a folder of their
+    own: `$XDG_RUNTIME_DIR/kvstow` or, without that variable, `kvstow-node-UID` in the folder for temporary files."""
     if os.geteuid() == 0:
         return Path("/run/kvstow/attach.sock")
     runtime = environ.get("XDG_RUNTIME_DIR")
@@ -60,11 +59,11 @@ def group_id(name: str) -> int:
 
 
 def _require_folder(folder: Path, group: int | None) -> None:
-    """Make the folder, or check that no other user may replace files in it."""
+    """Create the folder, or check that no other user may replace files in it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir(0o700)  # nobody else may enter it before it is the group's
+            folder.mkdir(0o700)  # nobody else may enter it before it belongs to the group
         except FileExistsError:
             found = folder.stat()
         else:

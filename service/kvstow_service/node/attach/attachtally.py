@@ -1,4 +1,4 @@
-"""What the attach server counts and logs of its clients."""
+"""What the attach server counts and logs about its clients."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ REASONS = (
     *("fds_missing", "fds_unannounced", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
 )
-"""Why connections are refused; from `fds_missing` on, why they are ended."""
+"""Why connections are refused. From `fds_missing` on, why they are ended."""
 
 _LINES_A_MINUTE = 10
 
 
 class AttachFigures(NamedTuple):
-    """What the attach server has counted. `refused`: connections that were refused or ended, by reason; `errors`:
-    calls that failed, by code; `frames`: received and allowed, by kind; `partial_bytes`: of frames that are not
-    complete yet."""
+    """What the attach server has counted. `refused`: connections that were refused or ended, by reason. `errors`: calls
+    that failed, by code. `frames`: frames that were received and allowed, by kind. `partial_bytes`: bytes of incomplete
+    frames."""
 
     clients: int
     strangers: int
@@ -50,7 +50,7 @@ class AttachFigures(NamedTuple):
 
 
 class AttachTally:
-    """Written by the attach server's thread; `figures` may be called by any."""
+    """Written by the attach server's thread. Any thread may call `figures`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.accepted = 0
@@ -61,7 +61,7 @@ class AttachTally:
         self._faults = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
 
     def refuse(self, reason: str, sentence: str) -> None:
-        """Count a connection that was refused or ended for what its client did."""
+        """Count a connection that was refused or ended because of what its client did."""
         self.refused[reason] += 1
         self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
 

@@ -1,4 +1,4 @@
-"""What the attach server does for each client: read its frames, make its calls, answer."""
+"""What the attach server does for each client: it reads frames, makes calls and answers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from kvstow_service.node.attach.sessionlife import SessionLife, described
 from kvstow_service.node.attach.sessiontable import Member, Session
 
 _FRAMES_PER_TURN = 64
-"""Of one client, before the others have their turn."""
+"""How much is handled for one client before the others have their turn."""
 _PAUSED_ABOVE_BYTES = 1 << 20
-"""A client that leaves so much unread is not read from, either."""
+"""A client that leaves this much unread is not read from either."""
 _FAILED = "the service has failed in this call; its log says how"
 
 
 class ClientCalls:
-    """Used by the attach server's thread alone. An error of one client ends its connection, and so its session, and
-    nothing else."""
+    """Used only by the attach server's thread. An error of one client ends only its connection, and so its session."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class ClientCalls:
         self._guarded(client, partial(self._serve, client, mask))
 
     def on_turn(self, client: Client) -> None:
-        """Go on with the client's backlog."""
+        """Continue with the client's backlog."""
         self._guarded(client, partial(self._work, client))
 
     def watch(self, client: Client) -> None:
@@ -67,7 +66,7 @@ class ClientCalls:
         self._epoll.register(client.channel.fileno(), client.interest)
 
     def _guarded(self, client: Client, step: Callable[[], object]) -> None:
-        """Take a step for one client. Whatever goes wrong in it ends that client alone."""
+        """Take a step for one client. Any error in it ends only that client."""
         try:
             step()
         except DisconnectedError as error:
@@ -85,7 +84,7 @@ class ClientCalls:
             client.channel.flush()
             self._rewatch(client)
         if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-            if not client.interest & select.EPOLLIN:  # it has closed while it was not read from
+            if not client.interest & select.EPOLLIN:  # it disconnected while it was not read from
                 raise DisconnectedError("the other end has closed the connection")
             self._read(client)
 
@@ -98,7 +97,7 @@ class ClientCalls:
             self._work(client)
 
     def _work(self, client: Client) -> None:
-        """Handle some of the client's frames; the rest waits until the others had their turn."""
+        """Handle some of the client's frames. The rest waits until the other clients have had their turn."""
         self.busy.pop(client, None)
         for _ in range(min(len(client.backlog), _FRAMES_PER_TURN)):
             if client.channel.unsent_bytes > _PAUSED_ABOVE_BYTES or not client.backlog:
@@ -140,7 +139,7 @@ class ClientCalls:
             client.channel.send(answer.KIND, answer.pack(), frame.request_id)
 
     def _later(self, client: Client, frame: Frame) -> Later | None:
-        """Where the answer goes if it takes time."""
+        """Where to send the answer if it takes time."""
         if not frame.request_id or client.version < RULES[Kind.PENDING].since:
             return None
         return partial(self._answer_later, client, frame.request_id)
@@ -175,7 +174,8 @@ class ClientCalls:
         client.channel.send(welcome.KIND, welcome.pack())
 
     def _hear_farewell(self, client: Client, hello: Hello) -> None:
-        """Its session may be over already, and the process may have ended: neither is a fault of the client."""
+        """Handle a farewell. Its session may already be over, and the process may have ended. Neither is the client's
+        fault."""
         with (
             suppress(AttachRefusedError),
             closing(self._find_peer(client.socket, needs_pidfd=self.life.needs_pidfd)) as peer,
@@ -185,7 +185,7 @@ class ClientCalls:
         self.forget(client)
 
     def _take_leave(self, member: Member) -> None:
-        """The process has said that nothing of the pool is mapped or under way in it."""
+        """Handle a detach: the process has nothing of the pool mapped, and no copy under way."""
         if member.rank is not None:
             self.life.process_ended(member, expected=True)
         else:
@@ -194,7 +194,7 @@ class ClientCalls:
     # -- sending unasked ------------------------------------------------------------------------------------
 
     def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
-        """On the server's thread: send a message to a member, if it is connected and its version has this kind."""
+        """On the server's thread. Send a message to a member, if it is connected and its version has this kind."""
         member = session.member_of(rank)
         client = None if member is None else self._connected.get(member)
         if member is None or client is None or client.has_detached or RULES[message.KIND].since > client.version:
@@ -210,7 +210,7 @@ class ClientCalls:
     # -- watching and dropping ------------------------------------------------------------------------------
 
     def _rewatch(self, client: Client) -> None:
-        """Watch for what the client can do next. Nothing is read from it while it has a backlog or does not read."""
+        """Watch for what the client can do next. Nothing is read from a client that has a backlog or does not read."""
         if client.channel.fileno() < 0:
             return
         unsent = client.channel.unsent_bytes

@@ -1,4 +1,4 @@
-"""The attach server's open connections: few strangers, a limited number in all, and bounded memory."""
+"""The attach server's open connections. Their number, the number of strangers and the memory are limited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstow_service.node.attach.sessiontable import Member
 
 HELLO_SECONDS = 5.0
 MAX_PARTIAL_BYTES = 128 << 20
-"""Over all connections: bytes of frames that are not complete."""
+"""The limit over all connections for bytes of incomplete frames."""
 
 _MAX_CLIENTS = 1024
 _MIN_CLIENTS = 16
@@ -24,7 +24,7 @@ _SHARE_OF_DESCRIPTORS = 8  # each client has a socket and a pidfd; extents and t
 
 
 class Client:
-    """One accepted connection. A stranger until its hello is accepted: then it is a member of a session."""
+    """One accepted connection. It is a stranger until its hello is accepted. Then it is a member of a session."""
 
     __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket", "version")
 
@@ -34,12 +34,12 @@ class Client:
         self.opened = opened
         self.member: Member | None = None
         self.version = 0
-        """Of the protocol, once it is a member."""
+        """The version of the protocol, once it is a member."""
         self.backlog: deque[Frame] = deque()
-        """Received, and not yet answered."""
+        """Frames that were received and not yet answered."""
         self.partial_bytes = 0
         self.interest = 0
-        """What epoll watches."""
+        """The events that epoll watches."""
 
     @property
     def is_stranger(self) -> bool:
@@ -47,12 +47,12 @@ class Client:
 
     @property
     def has_detached(self) -> bool:
-        """Whether it has said so, behind what is not answered yet: it reads no answers any more."""
+        """Whether the backlog ends with its detach. It no longer reads answers."""
         return bool(self.backlog) and self.backlog[-1].kind == Kind.DETACH
 
 
 class Clients:
-    """The open connections. Used by the attach server's thread alone; O(1) but for `expired`."""
+    """The open connections. Used only by the attach server's thread. O(1), except `expired`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
@@ -82,7 +82,7 @@ class Clients:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a stranger must go before another client comes."""
+        """Whether a stranger must be dropped before another client is accepted."""
         return len(self._strangers) >= self.max_strangers or len(self) >= self.limit
 
     @property
@@ -95,12 +95,12 @@ class Clients:
         return client
 
     def accept_member(self, client: Client) -> None:
-        """The client is no stranger any more."""
+        """The client is no longer a stranger."""
         fd = client.channel.fileno()
         self._members[fd] = self._strangers.pop(fd)
 
     def remove(self, client: Client) -> bool:
-        """Before its channel is closed; False if it was removed before."""
+        """Call before the client's channel is closed. Returns False if the client was already removed."""
         fd = client.channel.fileno()
         found = self._members if self._members.get(fd) is client else self._strangers
         if found.get(fd) is not client:
@@ -110,14 +110,14 @@ class Clients:
         return True
 
     def count_partial(self, client: Client) -> bool:
-        """Take note of what is buffered of the client's next frame; False if that is too much over all clients."""
+        """Count what is buffered of the client's next frame. Returns False if that is too much over all clients."""
         now = client.channel.buffered_bytes
         self.partial_bytes += now - client.partial_bytes
         client.partial_bytes = now
         return self.partial_bytes <= MAX_PARTIAL_BYTES
 
     def expired(self) -> list[Client]:
-        """Strangers that have not said hello in time. O(those)."""
+        """Strangers that have not said hello in time. O(those strangers)."""
         latest = self._clock() - HELLO_SECONDS
         found = []
         for client in self._strangers.values():
@@ -127,13 +127,13 @@ class Clients:
         return found
 
     def next_deadline(self) -> float | None:
-        """When the oldest stranger will have expired."""
+        """When the oldest stranger expires."""
         oldest = self.oldest_stranger()
         return None if oldest is None else oldest.opened + HELLO_SECONDS
 
 
 def client_limit() -> int:
-    """How many connections the attach server may hold, of the descriptors of this process."""
+    """How many connections the attach server may hold, given this process's descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = _MAX_CLIENTS if soft == resource.RLIM_INFINITY else soft // _SHARE_OF_DESCRIPTORS
     return max(_MIN_CLIENTS, min(_MAX_CLIENTS, share))

@@ -11,6 +11,7 @@ from kvstow.attach.calls import (
     Completions,
     CountLookup,
     Lookup,
+    LookupPrompt,
     Prefill,
     Refresh,
     Release,
@@ -36,13 +37,15 @@ from kvstow_service.node.attach.sessiontable import Member
 
 
 def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
-    """Make the call and return its answer, if its kind has one. `frame.fds` are the host's, or closed, afterwards.
-    `later`: see `SessionHost.lookup`.
+    """Make the call and return its answer, if its kind has one. After that, the host owns `frame.fds`, or they are
+    closed. `later`: see `SessionHost`.
 
-    Raises what the host raises, and `ProtocolError` for a payload that is no message of its kind.
+    Raises what the host raises. Raises `ProtocolError` for a payload that is not a message of its kind.
     """
     if frame.kind == Kind.LOOKUP:
         return host.lookup(member.session.session_id, Lookup.unpack(frame.payload), later)
+    if frame.kind == Kind.LOOKUP_PROMPT:
+        return host.lookup_prompt(member.session.session_id, LookupPrompt.unpack(frame.payload), later)
     return _CALLS[frame.kind](host, member, frame)
 
 
@@ -61,7 +64,7 @@ def _begin_store(host: SessionHost, member: Member, frame: Frame) -> Message:
 def _complete(host: SessionHost, member: Member, frame: Frame) -> None:
     call = Completions.unpack(frame.payload)
     if call.rank >= member.session.num_ranks or member.rank not in (None, call.rank):
-        raise InvalidRequestError(f"completions of rank {call.rank}, which the sender does not speak for")
+        raise InvalidRequestError(f"the sender may not report completions of rank {call.rank}")
     host.complete(member.session.session_id, call)
 
 

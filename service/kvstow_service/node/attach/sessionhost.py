@@ -13,6 +13,7 @@ from kvstow.attach.calls import (
     Found,
     LoadBegun,
     Lookup,
+    LookupPrompt,
     Pending,
     Prefill,
     ResetDone,
@@ -39,39 +40,43 @@ class SessionGrant(NamedTuple):
 
 
 class SessionLink(Protocol):
-    """The way to a session's connections. Thread-safe; never waits."""
+    """The way to a session's connections. Thread-safe. Never waits."""
 
     session_id: str
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Send a message to the worker of `rank`, or to the scheduler half. Messages to one of them arrive in the order
-        of the calls. Dropped if it is not connected, or speaks a version without this kind. The caller keeps its
-        descriptors. A worker to which descriptors are sent holds memory from then on: see
+        """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
+        order of the calls. A message is dropped if the receiver is not connected or speaks a version without this kind.
+        The caller keeps its descriptors. A worker to which descriptors are sent holds memory from then on: see
         `SessionHost.worker_let_go`."""
 
 
 class SessionHost(Protocol):
     """The control plane, as the attach server sees it.
 
-    All methods are called on the attach server's one thread, which all engines wait for: none may wait. A session is
-    one engine incarnation and is named by its id, which is never reused. Of each session, in this order: `open_session`
-    first; then calls, of this session only; `session_lost` once; `session_over` once, after which nothing mentions it.
+    The attach server calls all methods on its one thread. All engines wait for that thread, so no method may wait. A
+    session is one engine incarnation. Its id names it and is never reused. The calls of each session come in this
+    order: `open_session`; then the engine's calls; `session_lost` once; `session_over` once. Nothing mentions the
+    session after that.
 
-    A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. Ops, leases and
-    extents of a call may be invented: the host refuses those that are not the session's.
+    A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. The client may
+    have made up the ops, leases and extents in a call, so the host refuses those that are not the session's.
     """
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
-        """A scheduler half attaches. `hello` is what it claims; `peer.uid` is what the kernel says, and part of the
+        """A scheduler half attaches. `hello` is what it claims. `peer.uid` is what the kernel says, and is part of the
         pool's identity. Raises `AttachRefusedError` to refuse it."""
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
-        """The worker of `hello.rank` attaches; it has the token and the uid of the session, and no other worker has the
-        rank. Push its extents. Raises `AttachRefusedError` to refuse it."""
+        """The worker of `hello.rank` attaches. It has the session's token and uid, and no other worker has the rank.
+        Push its extents. Raises `AttachRefusedError` to refuse it."""
 
     def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
-        """`later`: takes the answer, on the attach server's thread, if this call returns `Pending`; None for a client
-        that must have it at once."""
+        """`later` takes the answer, on the attach server's thread, if this call returns `Pending`. It is None for a
+        client that needs the answer at once."""
+
+    def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
+        """`later`: as for `lookup`."""
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None: ...
 
@@ -80,7 +85,7 @@ class SessionHost(Protocol):
     def begin_store(self, session_id: str, call: BeginStore) -> StoreBegun: ...
 
     def complete(self, session_id: str, call: Completions) -> None:
-        """Push `SettledOps` for what became final. From a worker, `call.rank` is its own."""
+        """Push `SettledOps` for what became final. A worker can report only its own rank in `call.rank`."""
 
     def refresh(self, session_id: str, keys: Sequence[bytes]) -> None: ...
 
@@ -97,23 +102,24 @@ class SessionHost(Protocol):
     def extents_registered(self, session_id: str, rank: int, extents: Sequence[ExtentSlots]) -> None: ...
 
     def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
-        """The worker has nothing of these extents mapped any more."""
+        """The worker no longer has anything of these extents mapped."""
 
     def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """A worker hands back the memory of the service before this one; returns the ids of the extents that are kept.
-        The host owns the descriptors, also if it raises; it verifies each and closes what it does not keep."""
+        """A worker hands back the memory of the previous service. Returns the ids of the extents that are kept. The
+        host owns the descriptors, even if it raises. It verifies each and closes those that it does not keep."""
 
     def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
-        """A worker returns what the service before this one has deposited with it, before it hands back memory. The
-        host owns the descriptors, also if it raises."""
+        """A worker returns what the previous service has deposited with it. This comes before it hands back memory. The
+        host owns the descriptors, even if it raises."""
 
     def session_lost(self, session_id: str, reason: str) -> None:
-        """A connection of the session has ended: its leases and its filling slots go into quarantine, and no call of it
-        follows. Its processes may still read and write their slots."""
+        """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
+        makes no more calls. Its processes may still read and write their slots."""
 
     def worker_let_go(self, session_id: str, rank: int) -> None:
-        """The worker's process has ended, or has said that nothing is mapped or under way in it any more. Only for
-        workers that got descriptors; after `session_lost`."""
+        """The worker's process has ended, or has said that it has nothing mapped and no copy under way. Called after
+        `session_lost`, only for workers that received descriptors."""
 
     def session_over(self, session_id: str) -> None:
-        """All workers that got descriptors have let go: nothing of the session can reach memory. Free all it holds."""
+        """All workers that received descriptors have let go, so nothing of the session can reach memory. Free all it
+        holds."""

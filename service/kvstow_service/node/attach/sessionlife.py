@@ -1,5 +1,5 @@
-"""The life of sessions: they are opened by a hello, lost with a connection, and over when no process of them can reach
-memory any more."""
+"""The life of sessions. A hello opens a session. The end of a connection makes it lost. It is over when none of its
+processes can reach memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ logger = logging.getLogger("kvstow.attach")
 
 
 class Processes(Protocol):
-    """Where the deaths of processes are watched; the attach server's epoll."""
+    """Where the ends of processes are watched: the attach server's epoll."""
 
     def watch(self, member: Member) -> None:
         """Call `SessionLife.process_ended` when the member's pidfd becomes readable."""
 
     def unwatch(self, member: Member) -> None:
-        """Before the pidfd is closed."""
+        """Call before the pidfd is closed."""
 
     def disconnect(self, member: Member) -> None:
         """Close the member's connection."""
 
 
 class SessionLife:
-    """Used by the attach server's thread alone.
+    """Used only by the attach server's thread.
 
-    Nothing here is freed by a clock, with one exception that an operator must ask for: with `trust_eof`, processes
-    whose death cannot be seen count as ended so many seconds after their session was lost.
+    Nothing here is freed by a timeout, except with `trust_eof`, which an operator must set. In that case, processes
+    whose end cannot be seen count as ended so many seconds after their session was lost.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SessionLife:
         self._versions = versions
         self._clock = clock
         self._trusted: list[tuple[float, int, Member]] = []
-        """A heap of when a member without a pidfd counts as ended."""
+        """A heap of the times at which members without a pidfd count as ended."""
         self._num_trusted = 0
 
     @property
@@ -74,7 +74,7 @@ class SessionLife:
     # -- attaching ------------------------------------------------------------------------------------------
 
     def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
-        """Take a process into a session; it owns `peer` then. Raises `AttachRefusedError`."""
+        """Take a process into a session, which then owns `peer`. Raises `AttachRefusedError`."""
         version = self._versions.chosen_with(hello.versions)
         self.settle(hello, peer)
         if self._awaited() >= self._max_awaited:
@@ -110,14 +110,15 @@ class SessionLife:
         try:
             if peer.pidfd is not None:
                 self._processes.watch(member)
-        except OSError:  # its death would not be seen; the host has taken it in already
+        except OSError:  # its end would not be noticed; the host has already accepted it
             self.lose(session, f"{described(member)} cannot be watched")
             raise
         session.members.append(member)
         return member
 
     def settle(self, hello: Hello, peer: Peer) -> None:
-        """The same process may have been in sessions that are lost, and says in which its copies have all ended."""
+        """Handle what the process says about lost sessions: the same process may have been in them, and it lists those
+        whose copies in it have all ended."""
         for token in hello.settled_tokens:
             self._settle(token, hello, peer)
 
@@ -131,14 +132,14 @@ class SessionLife:
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
         """Whether the peer is the member's process. If nobody has the pidfd of a worker of the previous service, the
-        session's token identifies it: only its own process has that."""
+        session's token identifies the worker, because only its own process has that token."""
         if member.peer.pidfd is None and self._trust_eof is None:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
 
     def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
-        """A session of the service before: lost, with the workers that may still reach memory. The host knows it.
-        Owns the peers. Before a client that may name it."""
+        """Restore a session of the previous service as lost, with the workers that may still reach memory. The host
+        already knows it. Owns the peers. Call it before any client can name the session."""
         session = Session(session_id, "", *workers[0], token_digest=token_digest)
         session.state = "lost"
         self.table.add(session)
@@ -179,8 +180,7 @@ class SessionLife:
         self._end_if_over(session)
 
     def process_ended(self, member: Member, *, expected: bool = False) -> None:
-        """The member's process can reach no memory any more: it has died or, if that is `expected`, said so.
-        Idempotent."""
+        """The member's process can no longer reach memory: it has ended or, if `expected`, has said so. Idempotent."""
         if member.has_ended:
             return
         member.has_ended = True
@@ -193,17 +193,17 @@ class SessionLife:
             self._end_if_over(session)
 
     def expire(self) -> None:
-        """Let processes end whose death cannot be seen, as far as their time has come."""
+        """Count processes as ended whose end cannot be seen and whose time has come."""
         now = self._clock()
         while self._trusted and self._trusted[0][0] <= now:
             self.process_ended(heapq.heappop(self._trusted)[2])
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do."""
+        """When `expire` next has something to do."""
         return self._trusted[0][0] if self._trusted else None
 
     def close(self) -> None:
-        """Stop watching, without a call of the host."""
+        """Stop watching. Makes no call to the host."""
         for session in self.table:
             for member in session.members:
                 self._forget(member)
@@ -230,7 +230,7 @@ class SessionLife:
         return sum(member.is_awaited for found in self.table if found.state == "lost" for member in found.members)
 
     def _tell(self, event: str, *values: object) -> None:
-        """Call the host. If it fails, what the session holds stays held, and the others go on."""
+        """Call the host. If the call fails, what the session holds stays held, and other sessions continue."""
         try:
             getattr(self._host, event)(*values)
         except Exception:
@@ -239,5 +239,5 @@ class SessionLife:
 
 
 def described(member: Member) -> str:
-    """A member, for sentences."""
+    """A member, as it is named in sentences."""
     return "the scheduler half" if member.rank is None else f"the worker of rank {member.rank}"

@@ -19,7 +19,8 @@ _ID_BYTES, _TOKEN_BYTES = 8, 16
 class Member:
     """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
 
-    `has_memory`: it was sent descriptors, so that its death, or its word, must be awaited. `has_ended`: that has come.
+    `has_memory`: it was sent descriptors, so the service must wait until it ends or says that it has let go.
+    `has_ended`: that has happened.
     """
 
     __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "peer", "rank", "session")
@@ -42,7 +43,7 @@ class Session:
     """One engine incarnation: the connection of its scheduler half and one for the worker of each rank."""
 
     def __init__(self, session_id: str, token: str, hello: Hello, peer: Peer, *, token_digest: str = "") -> None:
-        """`token_digest`: of a session of the service before, whose token this one does not know."""
+        """`token_digest` is set for a session of the previous service, whose token this service does not know."""
         self.session_id = session_id
         self.token = token
         self.token_digest = token_digest or digest_of(token)
@@ -50,7 +51,7 @@ class Session:
         self.uid = peer.uid
         self.state: SessionState = "attached"
         self.members: list[Member] = []
-        """Also those that have ended."""
+        """Includes members that have ended."""
 
     @property
     def num_ranks(self) -> int:
@@ -67,7 +68,7 @@ class Session:
 
 
 class MemberView(NamedTuple):
-    """A process of a session, for display. `rank`: None for the scheduler half; `pid`: 0 where it is not visible."""
+    """A process of a session, for display. `rank` is None for the scheduler half. `pid` is 0 if it is not visible."""
 
     rank: int | None
     pid: int
@@ -89,7 +90,7 @@ class SessionView(NamedTuple):
 
 
 class SessionTable:
-    """The sessions that are not over. Used by one thread; `views` by any."""
+    """The sessions that are not over. Used by one thread. Any thread may use `views`."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
@@ -109,7 +110,7 @@ class SessionTable:
         return self._by_token.get(digest_of(token))
 
     def new_session(self, hello: Hello, peer: Peer) -> Session:
-        """A session that `add` has yet to make known."""
+        """A session that still has to be added with `add`."""
         return Session(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
 
     def add(self, session: Session) -> None:
@@ -122,7 +123,7 @@ class SessionTable:
         self._by_token.pop(session.token_digest, None)
 
     def session_to_join(self, hello: Hello, peer: Peer) -> Session:
-        """The session of a worker. Raises `AttachRefusedError` if it may not join it."""
+        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
         session = self.of_token(hello.token)
         if session is None or session.state != "attached":
             raise AttachRefusedError(

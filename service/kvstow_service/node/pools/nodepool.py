@@ -23,7 +23,7 @@ MAX_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What all pools of a node have in common. Times are in seconds."""
+    """Settings that all pools of a node share. Times are in seconds."""
 
     policy: str = "lru"
     transfer_timeout: float = 30.0
@@ -33,17 +33,23 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class KnownNamespace:
-    """A namespace under its name in the pool. `sharing_off`: see `HostedNamespace`."""
+    """A namespace and its name in the pool. `sharing_off`: see `HostedNamespace`."""
 
     name: str
     identity: NamespaceIdentity
     sharing_off: tuple[str, ...]
 
+    @property
+    def is_reset(self) -> bool:
+        """Whether it belongs to a session that has reset its cache. The journal has its name before the node knows of
+        it, so the name must say it: `SharedPool` adds an @, which `unique_name` never uses."""
+        return "@" in self.name
+
 
 class NodePool(SharedPool):
     """One memory layout of one owner. `facade` is what the admin API sees of it.
 
-    `known`, and `num_sessions`, which counts those that are not over, are used with the lock of the `NodeHost`.
+    `known` and `num_sessions`, which counts the sessions that are not over, are used under the lock of the `NodeHost`.
     """
 
     def __init__(
@@ -63,25 +69,25 @@ class NodePool(SharedPool):
         self.num_sessions = 0
         self.known: dict[str, KnownNamespace] = {}
         self.grow_above = -1
-        """The pool has use for more memory once it uses more slots than that. Set by the thread of the memory."""
+        """The pool can use more memory once it uses more slots than this. Set by the memory thread."""
         self.granted_bytes = self.due_bytes = 0
-        """What it has of the node's memory, and what it should have: its fair share, or what it has use for. Set by the
-        thread of the memory."""
+        """How much of the node's memory it has, and how much it should have: its fair share, or what it can use. Set by
+        the memory thread."""
         self.may_be_adopted = False
-        """It has had no memory yet: that of the service before may take its place. Used by the attach server's
+        """The pool has had no memory yet, so a pool of the previous service may replace it. Used by the attach server's
         thread."""
 
     def begin_journal(self, journal: IndexJournal) -> None:
-        """From now on the pool records what its slots hold. Before it has slots; the journal stays the caller's. One of
-        an earlier service stays as it is until it was recovered."""
+        """From now on, the pool records what its slots hold. Call it before the pool has slots. The caller keeps the
+        journal. A journal of an earlier service does not change until it was recovered."""
         with self.lock:
             self.journal = journal
             if any(self.index.namespaces):
                 self.journal_namespaces()
 
     def write_roster(self, roster: Mapping[str, Sequence[str]]) -> None:
-        """Note in the journal which extents and workers there are. Raises `JournalError` if that is too much, and then
-        nothing of it is there any more."""
+        """Note in the journal which extents and workers there are. Raises `JournalError` if that is too much; the
+        journal then has no roster."""
         with self.lock:
             journal = self.journal
             if isinstance(journal, IndexJournal):
@@ -93,7 +99,7 @@ class NodePool(SharedPool):
                     raise
 
     def end_journal(self) -> None:
-        """Before the journal is closed."""
+        """Call before the journal is closed."""
         with self.lock:
             self.journal = None
 
@@ -103,23 +109,24 @@ class NodePool(SharedPool):
 
     @property
     def stored_slot_bytes(self) -> tuple[int, ...]:
-        """What a slot takes in each extent of a row: one for each rank, or one for all if all have the same bytes."""
+        """How many bytes a slot takes in each extent of a row: one number for each rank, or one for all if all have the
+        same bytes."""
         return self.identity.slot_bytes[:1] if self.identity.replicated else self.identity.slot_bytes
 
     def place_of(self, rank: int) -> int:
-        """Which extent of a row is the rank's."""
+        """Which extent of a row belongs to the rank."""
         return 0 if self.identity.replicated else rank
 
     def layout(self, owner: int, extent_bytes: int) -> PoolLayout:
-        """How its slots lie in extents."""
+        """How the pool's slots lie in extents."""
         return PoolLayout(owner, tuple(map(RankLayout, self.stored_slot_bytes)), extent_bytes)
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
-        """The namespace of this identity, which may be new. Forgets those that the pool has forgotten."""
+        """The namespace of this identity, which may be new. Drops namespaces that the pool has forgotten."""
         alive = {one.name for one in self.namespaces() if not one.dropped} if self.known else set[str]()
         self.known = {name: one for name, one in self.known.items() if name in alive}
         for known in self.known.values():
-            if known.identity == identity and "@" not in known.name:
+            if known.identity == identity and not known.is_reset:
                 return known
         return KnownNamespace(unique_name(identity, identity.model, alive), identity, ())
 
@@ -129,7 +136,7 @@ class NodePool(SharedPool):
         return self.attach(engine, namespace.name)
 
     def enter_fresh(self, former: KnownNamespace, name: str) -> KnownNamespace:
-        """A session of the namespace `former` has been reset, and is in the namespace `name` now."""
+        """A session of the namespace `former` was reset, and is now in the namespace `name`."""
         reason = "the engine has reset its cache, so its blocks are in a namespace of their own until it attaches again"
         fresh = self.known[name] = KnownNamespace(name, former.identity, (reason,))
         return fresh
@@ -161,7 +168,8 @@ class NodePool(SharedPool):
 
 
 def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
-    """The control plane of such a pool. Raises `AttachRefusedError` for an identity that no pool can have."""
+    """The configuration of such a pool's control plane. Raises `AttachRefusedError` for an identity that no pool can
+    have."""
     sizes = identity.slot_bytes
     if not 1 <= len(sizes) <= MAX_RANKS:
         raise AttachRefusedError(

@@ -16,7 +16,7 @@ from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 MAX_PEERS = 200
-"""Workers of a pool whose pidfds each of them holds."""
+"""How many workers of a pool each of its workers holds pidfds of."""
 
 logger = logging.getLogger("kvstow.node")
 
@@ -27,17 +27,16 @@ class _Worker(NamedTuple):
 
 
 class NodeRecords:
-    """Journals and pidfds, here, at the keeper, and with the workers of each pool. Used by the thread of the node's
-    memory.
+    """Journals and pidfds: here, at the keeper, and with the workers of each pool. Used by the memory thread.
 
-    Orders that matter: a pool has its journal before it has slots, and a worker is known to the keeper, and to the
-    journal, before it gets a descriptor.
+    Two orders matter. A pool has its journal before it has slots. A worker is known to the keeper and to the journal
+    before it gets a descriptor.
     """
 
     def __init__(self, keeper: ExtentKeeper, most_bytes: int) -> None:
-        """`most_bytes`: of memory that a pool may ever have."""
+        """`most_bytes`: the most memory that a pool may ever have."""
         self.problems: dict[str, str] = {}
-        """By pool: why its index would not survive, as a sentence."""
+        """Why a pool's index would not survive, as a sentence, by pool."""
         self._keeper = keeper
         self._most_bytes = most_bytes
         self._journals: dict[str, IndexJournal] = {}
@@ -47,7 +46,7 @@ class NodeRecords:
         self._service = os.pidfd_open(os.getpid())
 
     def add_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
-        """Begin its journal. Without memory for it, the pool has none."""
+        """Begin the pool's journal. If there is no memory for it, the pool has none."""
         record = PoolRecord(pool.name, pool.model, owner, pool.identity, extent_bytes)
         most_slots = max(1, self._most_bytes // sum(pool.stored_slot_bytes))
         try:
@@ -60,13 +59,13 @@ class NodeRecords:
         self.keep_journal(pool)
 
     def restore_pool(self, pool: NodePool, journal: IndexJournal) -> None:
-        """Take over the journal of an earlier service. `keep_journal` comes after the pool was recovered."""
+        """Take ownership of an earlier service's journal. `keep_journal` follows once the pool is recovered."""
         self._journals[pool.name], self._pools[pool.name] = journal, pool
         pool.begin_journal(journal)
 
     def keep_journal(self, pool: NodePool) -> None:
-        """Give the keeper the pool's journal, in place of the one that it may have. From now on it may be given to
-        workers, too."""
+        """Give the keeper the pool's journal, in place of the journal that it may have. From now on, workers may get
+        it, too."""
         journal = self._journals[pool.name]
         try:
             journal.protect()
@@ -76,7 +75,7 @@ class NodeRecords:
         self._write_roster(pool.name)
 
     def remove_pool(self, pool: NodePool) -> None:
-        """Nobody finds the pool any more, and it has no memory."""
+        """Remove a pool that can no longer be found and has no memory."""
         self.problems.pop(pool.name, None)
         self._extents.pop(pool.name, None)
         self._pools.pop(pool.name, None)
@@ -87,30 +86,30 @@ class NodeRecords:
             journal.close()
 
     def set_extents(self, pool: str, extents: Sequence[str]) -> None:
-        """What the next service has to know of the extents in the pool's rows, before a worker gets them."""
+        """What the next service has to know about the extents in the pool's rows. Call it before a worker gets them."""
         if self._extents.get(pool, []) != extents:
             self._extents[pool] = extents
             self._write_roster(pool)
 
     def add_worker(self, record: WorkerRecord, pidfd: int) -> None:
-        """Takes over the pidfd, or what stands for it."""
+        """Takes ownership of the pidfd, or of the descriptor that stands for it."""
         self.restore_worker(record, pidfd)
         self._keeper.put({f"{WORKER_PREFIX}{record.client}": (pidfd, record.to_text())})
         self._write_roster(record.pool)
 
     def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
-        """One that the keeper has. Takes over the pidfd."""
+        """Restore a worker that the keeper has. Takes ownership of the pidfd."""
         self._workers[record.client] = _Worker(record, pidfd)
 
     def keep_workers(self, records: Sequence[WorkerRecord]) -> None:
-        """Give the keeper these, which were restored from others."""
+        """Give the keeper these workers, which were restored from elsewhere."""
         workers = {record.client: self._workers[record.client] for record in records if record.client in self._workers}
         self._keeper.put(
             {f"{WORKER_PREFIX}{client}": (one.pidfd, one.record.to_text()) for client, one in workers.items()}
         )
 
     def remove_worker(self, client: str) -> str | None:
-        """It can reach no memory any more. Returns its pool; None if it is not known."""
+        """The worker can no longer reach memory. Returns its pool, or None if the worker is unknown."""
         worker = self._workers.pop(client, None)
         if worker is not None:
             self._keeper.drop([f"{WORKER_PREFIX}{client}"])
@@ -119,8 +118,8 @@ class NodeRecords:
         return None if worker is None else worker.record.pool
 
     def deposits(self, pool: str, client: str) -> dict[str, int]:
-        """What a worker of the pool holds for the next service, by name; nothing if the index would not survive. The
-        descriptors stay this object's."""
+        """What a worker of the pool holds for the next service, by name. Empty if the index would not survive. This
+        object keeps the descriptors."""
         journal = self._journals.get(pool)
         if journal is None or not journal.is_protected or pool in self.problems:
             return {}
@@ -129,8 +128,8 @@ class NodeRecords:
         return {JOURNAL: journal.fd, SERVICE: self._service, **dict(list(pidfds.items())[-MAX_PEERS:])}
 
     def _write_roster(self, name: str) -> None:
-        """Which extents and workers the journal's blocks depend on: with a worker's first extent comes a roster that
-        names it."""
+        """Record which extents and workers the journal's blocks depend on. A worker's first extent comes with a roster
+        that names the worker."""
         if name not in self._journals:
             return
         workers = [one.record.to_text() for one in self._workers.values() if one.record.pool == name]
@@ -140,7 +139,7 @@ class NodeRecords:
             logger.warning("pool %s would not survive a pod that is replaced: %s", name, error)
 
     def close(self, pools: list[NodePool]) -> None:
-        """The keeper has everything still. Idempotent."""
+        """Close the records. The keeper still has everything. Idempotent."""
         for pool in pools:
             pool.end_journal()
         for journal in self._journals.values():

@@ -1,12 +1,12 @@
-"""A session of the wire, over a session of the control plane."""
+"""An engine's session over the wire, on top of a session of the control plane."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -16,6 +16,7 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
+    LookupPrompt,
     Pending,
     SettledOp,
     SettledOps,
@@ -30,6 +31,7 @@ from kvstow.errors import LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
+from kvstow_service.node.pools.memorywaits import MemoryWaits
 from kvstow_service.node.pools.rankmemory import RankMemory
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
@@ -37,22 +39,24 @@ if TYPE_CHECKING:
     from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
     from kvstow_service.node.tier.namespacetier import NamespaceTier
 
+_L = TypeVar("_L", Lookup, LookupPrompt)
+
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
-"""A page ends with the event that reaches it: 3,071 keys at most, 0.1 MB."""
+"""A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
 
 
 class NodeSession:
-    """One engine that is attached. Used by the attach server's thread alone, but for `view` and what never changes.
+    """One attached engine. Used only by the attach server's thread, except `view` and what never changes.
 
-    What a worker has registered and let go of is taken from its word about each extent, and not from its reports.
+    What a worker has registered and let go of is taken from its messages about each extent, not from its reports.
     """
 
     is_engine = True
     """False for the node's own transfers, which do not keep a pool."""
     tier: NamespaceTier | None = None
-    """The fleet tier of its namespace."""
+    """The fleet tier for its namespace."""
 
     def __init__(
         self,
@@ -77,11 +81,12 @@ class NodeSession:
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
         self.awaited_extents: dict[int, int] = {}
-        """By rank: of the service before, and not handed back yet."""
+        """Extents of the previous service that are not handed back yet, by rank."""
         self._began = pool.clock()
+        self._waits = MemoryWaits(pool.clock)
 
     def client(self, rank: int) -> str:
-        """Names the worker of a rank among all processes of the node."""
+        """The name of a rank's worker among all processes of the node."""
         return f"{self.session_id}/{rank}"
 
     def clients(self) -> list[str]:
@@ -93,17 +98,17 @@ class NodeSession:
         return len(self.workers) == len(self.ranks)
 
     def numa_nodes(self) -> list[int | None]:
-        """The node of each rank's device, where it is known."""
+        """The NUMA node of each rank's device, if it is known."""
         return [self.workers[rank].numa_node if rank in self.workers else None for rank in range(len(self.ranks))]
 
     def wanted_slots(self) -> int | None:
-        """What the engine asks for; None for all that there are."""
+        """How many slots the engine asks for. None for all of them."""
         if not self.hello.wanted_bytes:
             return None
         return max(1, self.hello.wanted_bytes // sum(self.pool.stored_slot_bytes))
 
     def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
-        """What the service after this one has to know of a worker."""
+        """What the next service has to know about a worker."""
         return WorkerRecord.of(
             hello,
             peer,
@@ -118,11 +123,33 @@ class NodeSession:
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
     def lookup(self, call: Lookup, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup`. While the tier may have more, what the pool has is held."""
+        """`later`: see `SessionHost.lookup`. Waits for blocks in memory that the ranks are about to register."""
+        if later is not None and call.hold != Hold.ALL and self._waits_for_memory(call, self._look_up, later):
+            return Pending()
+        return self._look_up(call, later)
+
+    def _waits_for_memory(self, call: _L, look_up: Callable[[_L, Later], Found | Pending], later: Later) -> bool:
+        """Whether the lookup is answered later because the ranks are about to register some of what it finds."""
+        slots = self.control.out_of_reach(call.keys)
+        if not slots:
+            return False
+        tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
+        return self._waits.put(max(slots) + 1, tokens, partial(self._look_again, look_up, call, later))
+
+    def _look_again(self, look_up: Callable[[_L, Later], Found | Pending], call: _L, later: Later) -> None:
+        """Look again after the wait for memory. On the attach server's thread."""
+        if self.control.is_lost:
+            return
+        found = look_up(call, later)
+        if not isinstance(found, Pending):
+            later(found)
+
+    def _look_up(self, call: Lookup, later: Later | None) -> Found | Pending:
+        """Hold what the pool has while the tier may have more."""
         tier = self.tier
-        if tier is None or call.hold not in (Hold.LEADING, Hold.PRESENT):
+        if tier is None or call.hold == Hold.NOTHING:
             return self._find(call)
-        if later is None or not tier.may_have_more:
+        if call.hold == Hold.ALL or later is None or not tier.may_have_more:
             found = self._find(call)
             tier.note_used(call.keys, found.runs)
             return found
@@ -136,8 +163,23 @@ class NodeSession:
         tier.ask(call.keys, partial(self._answer, call, held.lease_id, later))
         return Pending()
 
+    def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
+        """`later`: see `SessionHost.lookup_prompt`. Waits for memory as `lookup` does."""
+        if later is not None and self._waits_for_memory(call, self._look_up_prompt, later):
+            return Pending()
+        return self._look_up_prompt(call, later)
+
+    def _look_up_prompt(self, call: LookupPrompt, later: Later | None) -> Found | Pending:
+        lookup = Lookup(call.keys, Hold.NOTHING, counted=False)
+        found = self._find(lookup)
+        tier = self.tier
+        if tier is None or later is None or not tier.may_have_more or found.leading == len(call.keys):
+            return found
+        tier.ask_prompt(call.keys, partial(self._answer, lookup, 0, later))
+        return Pending()
+
     def _answer(self, call: Lookup, held: int, later: Later) -> None:
-        """The tier has nothing more to bring. On the attach server's thread."""
+        """Answer: the tier has nothing more to fetch. On the attach server's thread."""
         if self.control.is_lost:
             return
         found = self._find(call)
@@ -184,7 +226,7 @@ class NodeSession:
         return StoreBegun(grant.op.op_id, grant.accepted, grant.op.slots, tuple(grant.unplaced), grant.outcomes, room)
 
     def read_events(self, call: ReadEvents) -> EventPage:
-        """O(events given), whatever the other namespaces of the pool do."""
+        """O(events returned), whatever the other namespaces of the pool do."""
         log, tag = self.pool.events, self.control.namespace.tag
         page = log.read(call.after, _EVENTS_PER_PAGE)
         changes: list[BlockChange] = []
@@ -223,19 +265,21 @@ class NodeSession:
         )
         desired = self.control.report(report)
         self.send_settled()
+        self._advance_waits()
         return desired
 
     def granted(self, rank: int, grants: Sequence[ExtentGrant]) -> None:
-        """The extents are on their way."""
+        """The extents were sent to the worker."""
         self.ranks[rank].granted(grants)
 
     def revoked(self, rank: int, extent_ids: Sequence[int]) -> None:
-        """The worker is asked to let go of them."""
+        """The worker was asked to let go of these extents."""
         self.ranks[rank].revoked(extent_ids)
 
     def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
         self.ranks[rank].registered(extents)
         self._tell_control(rank)
+        self._advance_waits()
 
     def released(self, rank: int, extent_ids: Sequence[int]) -> None:
         self.ranks[rank].released(extent_ids)
@@ -250,8 +294,11 @@ class NodeSession:
         memory = self._follow_pool(rank)
         self.control.set_memory(rank, memory.registered_slots, memory.applied)
 
+    def _advance_waits(self) -> None:
+        self._waits.advance(min(memory.registered_slots for memory in self.ranks))
+
     def _follow_pool(self, rank: int) -> RankMemory:
-        """The rank has applied the newest desired state if it has no memory above."""
+        """Treat the newest desired state as applied by the rank once the rank has no memory above it."""
         memory, desired = self.ranks[rank], self.pool.desired
         if memory.top_slot <= desired.capacity_slots:
             memory.applied = desired.number

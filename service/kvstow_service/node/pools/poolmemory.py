@@ -15,7 +15,7 @@ from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
 
 MAX_FDS = 250
-"""In one frame."""
+"""How many extents one frame carries."""
 _SLICES_PER_TURN = 16
 
 Post = Callable[[Callable[[], object]], object]
@@ -25,8 +25,8 @@ logger = logging.getLogger("kvstow.node")
 
 
 class PoolWorker:
-    """A worker as far as it gets memory. `place`: which extent of a row is its own, unless it shares it with the other
-    ranks. `rows`: the extent that it has of each row, by the row's number."""
+    """A worker's share of memory. `place`: which extent of a row belongs to it, unless it shares one extent with the
+    other ranks. `rows`: the extent that it has of each row, by the row's number."""
 
     __slots__ = ("client", "has_deposits", "place", "rank", "rows", "session")
 
@@ -42,10 +42,10 @@ class PoolMemory:
     """Brings a pool and its workers in line with the rows that the budget has given it. Used by the memory thread.
 
     The pool itself counts as a client of its extents, under `holder`, from the moment it gets a row until it has
-    evicted the row's blocks. So no extent changes hands before that.
+    evicted the row's blocks. No extent changes hands before that.
 
-    Orders that matter: a row is the pool's before a worker gets it; a mapping is in the books before its descriptor is
-    sent; workers are asked to let go of a row only when none of its slots is in use any more.
+    Three orders matter. The pool has a row before a worker gets it. A mapping is in the books before its descriptor is
+    sent. Workers are asked to let go of a row only when none of its slots is in use any more.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class PoolMemory:
         on_smaller: Callable[[], object],
         deposit: Callable[[PoolWorker], object],
     ) -> None:
-        """`on_smaller`: called with `post` when the pool has lost slots. `deposit`: called before a worker's first
+        """`on_smaller` is called with `post` when the pool has lost slots. `deposit` is called before a worker's first
         extent."""
         self.pool = pool
         self.workers: dict[str, PoolWorker] = {}
         self.notice: str | None = None
-        """Why memory that the pool should get or give back must wait, as a sentence; None if it need not."""
+        """Why memory that the pool should get or give back must wait, as a sentence. None if it need not wait."""
         self.failure: str | None = None
         """Why a worker lacks the pool's memory, as a sentence."""
         self.waits = False
@@ -72,11 +72,11 @@ class PoolMemory:
         """The extents of the rows that the pool holds, by the row's number."""
         self._sweep: Sweep | None = None
         self._num_full = 0
-        """The leading rows that are populated."""
+        """How many leading rows are populated."""
         self._told: dict[int, int] = {}
-        """By extent: the populated bytes that workers know of."""
+        """How many populated bytes of each extent the workers know of."""
         self._num_told = 0
-        """The leading rows that the workers know to be populated."""
+        """How many leading rows the workers know to be populated."""
         self._wanted_rows = 0
 
     @property
@@ -85,12 +85,12 @@ class PoolMemory:
 
     @property
     def is_empty(self) -> bool:
-        """It has no memory, and no worker of an engine."""
+        """Whether it has no memory, and no worker of an engine."""
         has_engines = any(worker.session.is_engine for worker in self.workers.values())
         return not self._held and not has_engines and not self._budget.rows(self.pool.name)
 
     def want(self) -> bool:
-        """Ask for as many whole rows as are used, and one more. True if that is more than before."""
+        """Ask for as many whole rows as are used, plus one. Returns True if that is more than before."""
         row_slots = self._budget.layout(self.pool.name).row_slots
         rows = 1 - (-self.pool.used_slots // row_slots)
         if rows <= self._wanted_rows:
@@ -101,7 +101,7 @@ class PoolMemory:
         return True
 
     def follow(self) -> bool:
-        """After each change of the budget. True if the budget has to decide again."""
+        """Call after each change of the budget. Returns True if the budget has to decide again."""
         rows = self._budget.rows(self.pool.name)
         active = sum(not row.recalled for row in rows.values())
         notice, failure = self.notice, self.failure
@@ -118,11 +118,11 @@ class PoolMemory:
         return changed
 
     def restore(self) -> None:
-        """Take the rows that have survived a restart whole, before the budget decides."""
+        """Take the rows that have survived a restart whole. Call before the budget decides."""
         self._take(self._budget.rows(self.pool.name), self._budget.num_sound_rows(self.pool.name))
 
     def dissolve(self) -> None:
-        """The pool is gone; it has no sessions."""
+        """Remove the memory of a pool that is gone and has no sessions."""
         for number in sorted(self._held, reverse=True):
             self._let_go(number)
 
@@ -207,19 +207,19 @@ class PoolMemory:
                 return
 
     def _send(self, worker: PoolWorker, grants: list[ExtentGrant], fds: list[int]) -> bool:
-        """False if nothing was sent."""
+        """Send the extents. Returns False if nothing was sent."""
         session = worker.session
         try:
             session.control.map_memory(worker.client)
         except ConflictError:
-            return False  # it has just been lost
+            return False  # the worker was just lost
         if not worker.has_deposits:
             self._deposit(worker)
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
         stride = self._budget.layout(self.pool.name).ranks[worker.place].slot_stride
         try:
-            # Two actions of the same thread, in this order: the worker cannot speak of what is not in `RankMemory`.
+            # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
             self._post(lambda: session.granted(worker.rank, grants))
             session.link.push(GrantedExtents(stride, tuple(grants)), rank=worker.rank, fds=fds)
         except OSError as error:
@@ -268,13 +268,13 @@ class PoolMemory:
                 session.link.push(RevokedExtents((extent,)), rank=rank)
 
     def revoke_all(self) -> None:
-        """The service ends."""
+        """Ask the workers to let go of all rows, because the service ends."""
         for worker in self.workers.values():
             if worker.rows:
                 worker.session.link.push(RevokedExtents(tuple(worker.rows.values())), rank=worker.rank)
 
     def _let_go(self, number: int) -> None:
-        """The row's slots hold nothing of the pool any more."""
+        """The row's slots no longer hold anything of the pool."""
         for extent in self._held.pop(number):
             self._told.pop(extent, None)
             self._budget.record_unmapping(self.holder, extent)

@@ -1,4 +1,4 @@
-"""What the worker of one rank has of its pool's memory, as it says."""
+"""What the worker of one rank has of its pool's memory, as it reports."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ class _GrantedExtent:
 
 
 class RankMemory:
-    """The extents that a worker was sent and has not let go of. Used by the attach server's thread alone. O(extents
-    given), but for `released`, which is O(extents that there are)."""
+    """The extents that a worker was sent and has not let go of. Used only by the attach server's thread. O(extents
+    given), except `released`, which is O(all extents)."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, _GrantedExtent] = {}
         self._by_number: dict[int, _GrantedExtent] = {}
         self._num_full = 0
-        """Extents from the first one on whose slots are all registered."""
+        """How many leading extents have all their slots registered."""
         self.top_slot = 0
-        """All slots of all its extents are below."""
+        """A slot number that is above all slots of all its extents."""
         self.applied = 0
-        """The newest desired state whose memory it is known to have no more of."""
+        """The newest desired state above whose capacity the worker is known to have no memory."""
 
     def granted(self, grants: Iterable[ExtentGrant]) -> None:
-        """Extents are on their way to the worker."""
+        """Extents were sent to the worker."""
         for grant in grants:
             extent = self._by_id[grant.extent_id] = self._by_number[grant.number] = _GrantedExtent(grant)
             self.top_slot = max(self.top_slot, extent.end)
 
     def revoked(self, extent_ids: Iterable[int]) -> None:
-        """The worker is asked to let go of these."""
+        """The worker was asked to let go of these extents."""
         for extent_id in extent_ids:
             if extent_id in self._by_id:
                 self._by_id[extent_id].revoked = True
 
     def registered(self, extents: Sequence[ExtentSlots]) -> None:
-        """The worker can copy to and from so many slots of each. Raises `InvalidRequestError`, and changes nothing, for
-        extents that it has not, or has not so many slots."""
+        """The worker can copy to and from so many slots of each extent. Raises `InvalidRequestError`, and changes
+        nothing, for extents that it does not have, or that have fewer slots."""
         for extent_id, num_slots in extents:
             if num_slots > self._find(extent_id).grant.num_slots:
                 raise InvalidRequestError(
@@ -64,8 +64,8 @@ class RankMemory:
             self._num_full += 1
 
     def released(self, extent_ids: Sequence[int]) -> None:
-        """The worker has let go of these. Raises `InvalidRequestError`, and changes nothing, for extents that it was
-        not asked to let go of."""
+        """The worker has let go of these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
+        it was not asked to let go of."""
         for extent_id in extent_ids:
             if not self._find(extent_id).revoked:
                 raise InvalidRequestError(
@@ -81,7 +81,7 @@ class RankMemory:
 
     @property
     def registered_slots(self) -> int:
-        """All slots below are registered. O(1)."""
+        """The number below which all slots are registered. O(1)."""
         extent = self._by_number.get(self._num_full)
         if extent is not None:
             return extent.grant.first_slot + extent.registered

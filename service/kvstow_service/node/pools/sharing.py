@@ -11,16 +11,18 @@ _MAX_REASONS = 4
 
 
 def sharing_off(pool: NodePool, namespace: KnownNamespace, pools: Iterable[NodePool]) -> tuple[str, ...]:
-    """Sentences that say why a session in this namespace shares no blocks with others of its model; empty if it may.
+    """Sentences that say why a session in this namespace shares no blocks with others of its model. Empty if it may
+    share.
 
-    It may if the namespace was there before, or if there is no other of the model, unless its identity says otherwise.
+    It may share if the namespace already existed, or if the model has no other namespace, unless its identity forbids
+    sharing.
     """
     reasons = dict.fromkeys(filter(None, [namespace.identity.unshared]))
     if reasons or namespace.name in pool.known:
         return tuple(reasons)
     for other in sorted(pools, key=lambda one: one is not pool):
         for known in other.known.values():
-            if known.identity.model != namespace.identity.model or "@" in known.name:
+            if known.identity.model != namespace.identity.model or known.is_reset:
                 continue
             if other is pool:
                 reasons[_namespace_reason(namespace.identity, known)] = None

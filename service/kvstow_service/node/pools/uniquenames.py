@@ -1,4 +1,4 @@
-"""Names of pools and namespaces: short, and each for one identity only."""
+"""Names of pools and namespaces: short, and each for only one identity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DIGITS = 6
 
 
 def unique_name(identity: Identity, model: str, taken: Container[str]) -> str:
-    """The model as a slug and six hex digits of the identity; more digits where another one has that name."""
+    """The model as a slug, and six hex digits of the identity. Uses more digits if another identity has that name."""
     digest = identity.digest.hex()
     names = (f"{slug(model)}-{digest[:length]}" for length in range(_DIGITS, len(digest) + 1))
     return next(name for name in names if name not in taken)

@@ -30,7 +30,7 @@ class Handover:
     """Owns the descriptors until `take` or `close`. Used by one thread at a time.
 
     The journal names all extents and workers. Only the previous service could write to it, so nothing depends on what
-    an engine says. A worker whose pidfd nobody has handed over counts as alive.
+    an engine says. A worker counts as alive if nobody has handed over its pidfd.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class Handover:
         return len(self._extents)
 
     def put_deposits(self, names: Sequence[str], fds: Sequence[int]) -> None:
-        """Takes over the descriptors. Of equal names, the first one counts."""
+        """Takes ownership of the descriptors. If names are equal, the first one counts."""
         for name, fd in zip(names, fds, strict=True):
             self._put(self._deposits, name, fd)
 
     def put_extents(self, fds: Sequence[int]) -> None:
-        """Takes over the descriptors."""
+        """Takes ownership of the descriptors."""
         for fd in fds:
             self._put(self._extents, identify_memfd(fd), fd)
 
@@ -64,7 +64,7 @@ class Handover:
     def take(self, identity: PoolIdentity, first_extent: int) -> dict[str, Held]:
         """Everything that belongs to the pool, named as at a keeper. The caller owns the descriptors. The extents are
         numbered from `first_extent` on. Waits up to 5 s for the end of the previous service. Raises `KvstowError`, and
-        takes nothing, if it has not ended by then, or if the journal is that of another layout."""
+        takes nothing, if that service has not ended by then, or if the journal is that of another layout."""
         service = self._deposits.get(SERVICE)
         if service is None or not select.select([service], [], [], _SERVICE_SECONDS)[0]:
             raise JournalError("the previous service still runs, or its end cannot be seen")
@@ -104,7 +104,7 @@ class Handover:
 
 
 def _extents(pool: str, texts: Sequence[str]) -> Mapping[MemfdIdentity, str]:
-    """By identity: how the previous service has described the extents in the pool's rows."""
+    """How the previous service has described the extents in the pool's rows, by identity."""
     try:
         return {identity_of(text, pool): text for text in texts}
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The service's side of the keeper."""
+"""The service's side of the connection to the keeper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keeper import ALREADY_RUNNING
 from kvstow_service.node.survival.keepermessages import (
     MAX_INFO,
     MAX_NAME,
@@ -27,6 +26,7 @@ from kvstow_service.node.survival.keepermessages import (
     send,
     take_apart,
 )
+from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING
 
 _START_SECONDS = 10.0
 _RETRY_SECONDS = 0.01
@@ -34,15 +34,15 @@ _PUT_BYTES = MESSAGE_BYTES * 3 // 4  # of names and texts in one request
 
 
 def keeper_command(folder: Path, keep_timeout: float, option: str) -> tuple[list[str], dict[str, str]]:
-    """The command that becomes the keeper of a state folder, and its environment. For `option` see the keeper."""
-    module = "kvstow_service.node.survival.keeper"
+    """The command that becomes the keeper of a state folder, and its environment. For `option`, see `keeperprocess`."""
+    module = "kvstow_service.node.survival.keeperprocess"
     command = [sys.executable, "-m", module, str(folder), str(keep_timeout), option]
     return command, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class KeeperListing(NamedTuple):
-    """What a keeper holds: texts by name. `seconds_left` until it lets go of that; None while a service is connected.
-    `refused` counts requests and connections that it refused."""
+    """What a keeper holds: texts by name. `seconds_left`: how long until it lets go of that; None while a service is
+    connected. `refused` counts the requests and connections that it refused."""
 
     pid: int
     infos: Mapping[str, str]
@@ -51,9 +51,9 @@ class KeeperListing(NamedTuple):
 
 
 class KeeperClient:
-    """A connection by which a service puts descriptors, and has them back after a restart. Use `connect` or `start`.
+    """A connection over which a service puts descriptors, and gets them back after a restart. Use `connect` or `start`.
 
-    Each call raises `KeeperError` if the keeper refuses it or is gone; the service then starts another and puts
+    Each call raises `KeeperError` if the keeper refuses it or is gone. The service then starts another keeper and puts
     everything again. Thread-safe. The keeper has duplicates: the caller keeps, uses and closes its own descriptors.
     """
 
@@ -66,8 +66,8 @@ class KeeperClient:
 
     @classmethod
     def connect(cls, folder: Path, *, timeout: float = 5.0) -> KeeperClient:
-        """To the keeper that is there, as its service. Raises `KeeperError` if there is none, or if the service before
-        has neither left nor ended."""
+        """Connect, as the service, to the keeper that is running. Raises `KeeperError` if there is none, or if the
+        previous service has neither left nor ended."""
         client = cls(folder, timeout)
         try:
             client._request({"do": "hello", "version": VERSION})
@@ -78,12 +78,12 @@ class KeeperClient:
 
     @classmethod
     def start(cls, folder: Path, keep_timeout: float, *, timeout: float = 5.0) -> KeeperClient:
-        """To the keeper that is there, or to a new one, which outlives this process and its process group. Raises
-        `KeeperError`, also if the machine has no process or descriptor left."""
+        """Connect to the keeper that is running, or to a new one, which outlives this process and its process group.
+        Raises `KeeperError`, also if the machine has no process or descriptor left."""
         statefolder.require_state_folder(folder)
 
         def replace_ended() -> None:
-            if not statefolder.is_locked(folder):  # the keeper that was there was about to end
+            if not statefolder.is_locked(folder):  # the running keeper was about to end
                 cls._make_keeper(folder, keep_timeout)
 
         try:
@@ -104,7 +104,7 @@ class KeeperClient:
 
     @classmethod
     def wait(cls, folder: Path, timeout: float) -> KeeperClient:
-        """To the keeper that comes up within `timeout` seconds. Raises `KeeperError` if none does."""
+        """Connect to the keeper that starts within `timeout` seconds. Raises `KeeperError` if none does."""
         statefolder.require_state_folder(folder)
         return cls._wait(folder, timeout)
 
@@ -115,7 +115,7 @@ class KeeperClient:
             try:
                 return cls.connect(folder)
             except KeeperError:
-                # It may hold the lock and not listen yet, or the service before may be dying.
+                # It may hold the lock without listening yet, or the previous service may be ending.
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(_RETRY_SECONDS)
@@ -123,7 +123,7 @@ class KeeperClient:
 
     @classmethod
     def look(cls, folder: Path, *, timeout: float = 5.0) -> KeeperListing:
-        """What a keeper holds, for any service. Raises `KeeperError` if there is no keeper."""
+        """What a keeper holds, whichever service put it there. Raises `KeeperError` if there is no keeper."""
         client = cls(folder, timeout)
         try:
             return client.list_held()
@@ -131,20 +131,20 @@ class KeeperClient:
             client.close()
 
     def put(self, held: Mapping[str, Held]) -> None:
-        """Have these held under their names, in place of what the names stood for."""
+        """Have the keeper hold these descriptors. Each replaces the one held under its name."""
         items = iter(held.items())
         while batch := dict(self._batch(items)):
             request = {"do": "put", "names": list(batch), "infos": [one.info for one in batch.values()]}
             self._request(request, [one.fd for one in batch.values()])
 
     def drop(self, names: Collection[str]) -> None:
-        """Have these let go of. Names that are not held are left out."""
+        """Have the keeper let go of these. Names that are not held are ignored."""
         left = iter(names)
         while batch := list(islice(left, MESSAGE_FDS)):
             self._request({"do": "drop", "names": batch})
 
     def take_all(self) -> dict[str, Held]:
-        """Everything that is held, as descriptors that the caller owns; the keeper holds its own still."""
+        """Everything that is held, as descriptors that the caller owns. The keeper still holds its own."""
         taken: dict[str, Held] = {}
         start: int | None = 0
         try:
@@ -173,12 +173,12 @@ class KeeperClient:
         return KeeperListing(answer["pid"], infos, answer["seconds_left"], answer["refused"])
 
     def leave(self) -> None:
-        """The next service may come at once, although this process still runs; closes the connection."""
+        """Let the next service connect at once, although this process still runs. Closes the connection."""
         self._request({"do": "leave"})
         self.close()
 
     def end(self) -> None:
-        """Have the keeper let go of everything and end; closes the connection."""
+        """Have the keeper let go of everything and end. Closes the connection."""
         self._request({"do": "end"})
         self.close()
 
@@ -187,12 +187,12 @@ class KeeperClient:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Idempotent. The keeper continues, and treats this as the death of its service."""
+        """Idempotent. The keeper continues, and treats this as the end of its service."""
         self._socket.close()
 
     @staticmethod
     def _batch(items: Iterator[tuple[str, Held]]) -> Iterator[tuple[str, Held]]:
-        """As many as fit into one message."""
+        """As many items as fit in one message."""
         size = 0
         for number, (name, held) in enumerate(items, 1):
             if len(name) > MAX_NAME or len(held.info) > MAX_INFO:
@@ -208,7 +208,7 @@ class KeeperClient:
                 send(self._socket, request, list(fds))
                 data, received, is_cut = receive(self._socket)
             except OSError as error:
-                self.close()  # a late answer would be taken for that of the next request
+                self.close()  # a late answer would be mistaken for that of the next request
                 raise KeeperError(f"the keeper is gone: {error.strerror or error}") from error
         if not data:
             raise KeeperError("the keeper is gone")

@@ -1,4 +1,4 @@
-"""Messages between the service and its keeper: JSON and descriptors, one message a packet."""
+"""Messages between the service and its keeper: JSON and descriptors, one message per packet."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAGIC = b"KVK1"
 
 
 class Held(NamedTuple):
-    """A descriptor, and what the service says of it; the keeper does not read that."""
+    """A descriptor, and what the service says about it. The keeper does not read that."""
 
     fd: int
     info: str
 
 
 class Garbage(Exception):
-    """Something that no program of ours sends."""
+    """A message that no program of KVStow sends."""
 
 
 def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
@@ -44,7 +44,7 @@ def send(peer: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> No
 
 
 def take_apart(data: bytes, is_cut: bool) -> dict[str, Any]:
-    """What the message says. Raises `Garbage`."""
+    """The content of a message. Raises `Garbage`."""
     if is_cut or not data.startswith(_MAGIC):
         raise Garbage
     try:

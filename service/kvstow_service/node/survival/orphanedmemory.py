@@ -1,4 +1,4 @@
-"""Memory of node services that is still taken although no service uses it: for `kvstow doctor`."""
+"""Memory of node services that still exists although no service uses it, for `kvstow doctor`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from kvstow.bytesize import format_size
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow_api.numberformat import counted
-from kvstow_service.node.survival.keeper import PROCESS_NAME
+from kvstow_service.node.survival.keeperprocess import PROCESS_NAME
 
 _LINK = f"/memfd:{EXTENT_NAME} (deleted)"
 _MAPPED = re.compile(rf"^\S+ \S+ \S+ (\S+) (\d+) +{re.escape(_LINK)}$", re.MULTILINE)
 _PROGRAM = re.compile(rb"(^|/)(kvstow|kvstow_service|kvstow_service/__main__\.py)$")
 _Extents = dict[tuple[int, int], int]
-"""By device and inode: the bytes that an extent takes, as far as a descriptor shows them."""
+"""How many bytes each extent takes, as far as a descriptor shows it, by device and inode."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrphanedMemory:
-    """A process that keeps extents alive. `num_bytes`: what they take, without those that the process has only mapped,
-    whose size is not shown. `added_bytes`: without those of processes before it in the list, so that the sum is right.
-    """
+    """A process that keeps extents alive. `num_bytes`: how much its extents take, without those that the process has
+    only mapped, whose size is not visible. `added_bytes`: the same without extents that an earlier process in the list
+    also has, so that the sum is right."""
 
     pid: int
     command: str
@@ -39,7 +39,7 @@ class OrphanedMemory:
 
     @property
     def sentence(self) -> str:
-        """What it is, and what to do."""
+        """What the process holds, and what to do about it."""
         extents = counted(self.num_extents, "extent") + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
         if self.is_keeper:
             return (
@@ -53,11 +53,10 @@ class OrphanedMemory:
 
 
 def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
-    """Processes with extents that none of the processes `in_use` has: the running services, which hold all of theirs.
-    As far as this process may look into others, and sees them: in a container, usually the container's own.
-
-    Looks twice if it finds any: an extent that a service makes meanwhile may be seen at its keeper alone.
-    """
+    """Processes with extents that none of the processes `in_use` has. These are the running services, which hold all of
+    theirs. It finds only processes that this one can see and inspect: in a container, usually those of the container.
+    If it finds any, it looks again, because the keeper may show an extent before the service that is creating it
+    does."""
     suspects = {extent for extents in _unused(in_use, proc).values() for extent in extents}
     if not suspects:
         return []
@@ -81,7 +80,7 @@ def _unused(in_use: Collection[int], proc: Path) -> dict[int, _Extents]:
 
 
 def running_services(*, proc: Path = Path("/proc")) -> list[int]:
-    """The processes of `kvstow serve` on this machine, by their command lines, and this one."""
+    """The processes of `kvstow serve` on this machine, found by their command lines, and this one."""
     found = {os.getpid()}
     for path in proc.iterdir():
         if path.name.isdigit() and _is_service(path):

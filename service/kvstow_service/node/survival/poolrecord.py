@@ -1,4 +1,4 @@
-"""What the journal of a pool says of the pool itself."""
+"""What the journal of a pool says about the pool itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstow.attach.jsonobject import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
-    """`extent_bytes`: of the service that made the pool; the rows that it has follow from them."""
+    """`extent_bytes` is that of the service that made the pool. It determines the pool's rows."""
 
     name: str
     model: str
@@ -31,7 +31,7 @@ class PoolRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Raises `InvalidRequestError` that names the field."""
+        """Raises `InvalidRequestError`, which names the field."""
         value = JsonObject(dict(content), "record of a pool")
         return cls(
             value.text("name"),

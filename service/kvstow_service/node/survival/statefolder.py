@@ -13,11 +13,11 @@ from kvstow.errors import KeeperError
 
 LOCK, SOCKET = "keeper.lock", "keeper.sock"
 _MODE = 0o700
-_LONGEST_PATH = 100  # of a socket; the kernel takes 107 bytes
+_LONGEST_PATH = 100  # of a socket; the kernel allows 107 bytes
 
 
 def require_state_folder(folder: Path) -> Path:
-    """Makes the folder if there is none. Raises `KeeperError` if others may enter it or it cannot be made."""
+    """Creates the folder if it does not exist. Raises `KeeperError` if others may enter it or it cannot be created."""
     try:
         folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
         found = folder.stat()
@@ -30,8 +30,8 @@ def require_state_folder(folder: Path) -> Path:
 
 
 def try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the keeper's lock until it is closed, also by the end of the process; None if there is a
-    keeper already."""
+    """A descriptor that holds the keeper's lock until it is closed, which the end of the process does, too. None if
+    there is a keeper already."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +53,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def listen(folder: Path) -> socket.socket:
-    """The keeper's socket, for this uid only. The caller holds the lock, so a socket that is there has no owner."""
+    """The keeper's socket, for this uid only. The caller holds the lock, so an existing socket has no owner."""
     (folder / SOCKET).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

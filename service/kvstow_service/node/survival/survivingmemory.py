@@ -1,4 +1,4 @@
-"""What survives the service: descriptors at the keeper, and a new keeper when that one is gone."""
+"""What survives the service: descriptors at the keeper. When the keeper is gone, a new one takes its place."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from kvstow_service.node.survival.keepermessages import Held
 logger = logging.getLogger("kvstow.keeper")
 
 _WAIT_SECONDS = 30.0
-"""For a keeper that others start, such as the kubelet."""
+"""How long to wait for a keeper that others start, such as the kubelet."""
 
 
 class SurvivingMemory:
     """An `ExtentKeeper` for extents, the journal and the pidfds of engines.
 
-    It knows what was put: when the keeper is gone, it starts another one, or finds the one that others have started,
-    and puts everything again. Nothing that the service does fails with the keeper; `notice` says so meanwhile. The
-    caller keeps its descriptors open until it has dropped them. Not locked: one thread at a time.
+    It remembers what was put. When the keeper is gone, it starts another one, or finds the one that others have
+    started, and puts everything again. Nothing that the service does fails because of the keeper; `notice` reports the
+    problem meanwhile. The caller keeps its descriptors open until it has dropped them. Not locked: one thread at a
+    time.
     """
 
     def __init__(self, folder: Path, keep_timeout: float | None) -> None:
-        """Connects to the keeper of the state folder, and starts it if there is none. `keep_timeout` None: starts none,
-        but waits for the one that others start. Raises `KeeperError`: the folder cannot be used, the service before is
-        still there, or no keeper has come."""
+        """Connects to the keeper of the state folder, and starts one if there is none. If `keep_timeout` is None, it
+        starts none, but waits for the keeper that others start. Raises `KeeperError` if the folder cannot be used, if
+        the previous service is still there, or if no keeper has come."""
         self._folder, self._keep_timeout = folder, keep_timeout
         self._held: dict[str, Held] = {}
         self._client: KeeperClient | None = self._connect(_WAIT_SECONDS)
         self.notice: str | None = None
-        """A sentence for people while there is no keeper, else None."""
+        """A sentence for users while there is no keeper; otherwise None."""
         self.restarts = 0
-        """How many keepers took the place of one that was gone."""
+        """How many keepers have replaced one that was gone."""
 
     def take_all(self) -> dict[str, Held]:
-        """What the service before has left, as descriptors that the caller owns; it is held until it is dropped or put
-        again. Call it first. Raises `KeeperError`."""
+        """What the previous service has left, as descriptors that the caller owns. The keeper holds it until it is
+        dropped or put again. Call this first. Raises `KeeperError`."""
         if self._client is None:
             raise KeeperError(self.notice or "there is no keeper")
         taken = self._client.take_all()
@@ -58,18 +59,19 @@ class SurvivingMemory:
         self._tell(partial(KeeperClient.drop, names=names))
 
     def check(self) -> None:
-        """Replace a keeper that is gone. Call it now and then: other calls notice it only when they need the keeper."""
+        """Replace a keeper that is gone. Call it regularly: other calls notice the loss only when they need the
+        keeper."""
         if self._client is not None and select.select([self._client], [], [], 0)[0]:
             self._lose("it has ended")
         if self._client is None:
             self._restart()
 
     def leave(self) -> None:
-        """The keeper keeps the memory for `keep_timeout`: for `--keep-on-stop`."""
+        """Leave the memory with the keeper for `keep_timeout`: for `--keep-on-stop`."""
         self._finish(KeeperClient.leave)
 
     def end(self) -> None:
-        """The keeper lets go of everything and ends."""
+        """Have the keeper let go of everything and end."""
         self._finish(KeeperClient.end)
 
     def _tell(self, request: Callable[[KeeperClient], None]) -> None:
@@ -92,7 +94,7 @@ class SurvivingMemory:
             self._client.close()
             self._client = None
         notice = f"the memory would not survive the service, as there is no keeper: {why}"
-        if notice != self.notice:  # it is tried every second
+        if notice != self.notice:  # it is retried every second
             self.notice = notice
             logger.warning("%s", notice)
 

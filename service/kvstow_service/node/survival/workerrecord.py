@@ -1,4 +1,4 @@
-"""What a restarted service has to know of a worker that may still use the memory."""
+"""What a restarted service has to know about a worker that may still use the memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """`number`: the session's in its pool, whose journal names it; `client`: the worker's name in the books of memory.
-    `token_digest`: of its session's token, which is for the engine alone. `has_pidfd`: whether the descriptor beside
-    this text tells of the process's end."""
+    """`number` is the session's number in its pool, whose journal names it. `client` is the worker's name in the books
+    of memory. `token_digest` is that of the session's token, which only the engine knows. `has_pidfd`: whether the
+    descriptor stored with this text shows the end of the process."""
 
     session_id: str
     client: str
@@ -99,7 +99,7 @@ class WorkerRecord:
         return replace(self, has_pidfd=False)
 
     def hello(self) -> Hello:
-        """As far as it is known."""
+        """The worker's hello, as far as it is known."""
         return Hello(
             role="worker",
             engine=self.engine,
@@ -110,11 +110,11 @@ class WorkerRecord:
         )
 
     def peer(self, pidfd: int | None) -> Peer:
-        """Takes over the pidfd. The process's number may be another one than before, in another pid namespace."""
+        """Takes ownership of the pidfd. In another pid namespace, the process may have another number than before."""
         return Peer(0 if pidfd is None else _pid_of(pidfd), self.uid, self.gid, pidfd)
 
 
 def _pid_of(pidfd: int) -> int:
-    """0 for a process that this one does not see, or that has ended."""
+    """0 if this process does not see the process, or if it has ended."""
     found = _PID.search(Path(f"/proc/self/fdinfo/{pidfd}").read_text())
     return max(0, int(found[1])) if found else 0

@@ -9,10 +9,13 @@ from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
-from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.control.fleettier import FleetTier
 from kvstow.control.tiersession import TierSession
+from kvstow.control.tierwait import TierWait
 from kvstow.tier.fingerprint import TIER_FAILED
+from kvstow_service.connectors.engine_core.longesthit import GroupNeeds
 from kvstow_service.node.pools.nodepool import KnownNamespace
+from kvstow_service.node.tier.askedkeys import groups_of, needs_of
 from kvstow_service.node.tier.pooltier import PoolTier
 
 logger = logging.getLogger("kvstow.tier")
@@ -26,8 +29,8 @@ class _Request(NamedTuple):
 class NamespaceTier:
     """Engines may be there or not: transfers are the node's, in a session of its own.
 
-    `may_have_more`, `ask`, `note_used`, `note_prefill` and `note_stored` may be called from any thread, and wait for
-    nothing. The rest is for the tier's thread, which alone uses the `FleetTier`.
+    `may_have_more`, `ask`, `ask_prompt`, `note_used`, `note_prefill` and `note_stored` may be called from any thread,
+    and wait for nothing. The rest is for the tier's thread, which alone uses the `FleetTier`.
     """
 
     def __init__(
@@ -42,28 +45,37 @@ class NamespaceTier:
         """`do`: has the tier's thread call something. `post`: the attach server's thread."""
         self.pool_tier, self.namespace, self.control = pool_tier, namespace, control
         self._do, self._wake, self._post = do, wake, post
+        self._groups = groups_of(pool_tier.pool.identity)
         self.fleet: FleetTier | None = None
         """None until the tier's thread has made it, and after `fail`."""
         self.failed: FleetTier | None = None
         """It is shown, as off, but not used any more."""
         self.is_closed = False
         """No engine may use it any more."""
-        self._early: deque[Sequence[bytes]] = deque(maxlen=1024)
-        """Stored before `fleet` was made. Used with the pool's lock held."""
+        self._early: deque[Sequence[bytes]] | None = deque(maxlen=1024)
+        """Stored before `fleet` was made; None from then on. Used with the pool's lock held."""
         self._requests: list[_Request] = []
 
     # -- for any thread -------------------------------------------------------------------------------------
 
     @property
     def may_have_more(self) -> bool:
-        """Whether it is worth to ask. Without a lock: an outage may just have begun."""
+        """Whether asking the store may pay. Reads without a lock, so an outage may just have begun."""
         fleet = self.fleet
         return fleet is not None and fleet.may_fetch
 
     def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
         """A request has these keys, not all of which are in the pool. `then` is called once, on the attach server's
         thread, when nothing more is to come for it."""
-        self._do(lambda: self._begin(keys, then))
+        self._do(lambda: self._begin(keys, None, then))
+
+    def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
+        """The same, for the keys of all blocks of a prompt, one KV group after the other."""
+        needs = None if self._groups is None else needs_of(self._groups, keys)
+        if needs is None:
+            self._post(then)
+        else:
+            self._do(lambda: self._begin(keys, needs, then))
 
     def note_used(self, keys: Sequence[bytes], runs: Sequence[tuple[int, int]]) -> None:
         """A request has found these runs of its keys in the pool."""
@@ -77,26 +89,27 @@ class NamespaceTier:
 
     def note_stored(self, keys: Sequence[bytes]) -> None:
         """An engine has stored these blocks. Called with the pool's lock held."""
-        if self.control.on_stored is not None:
+        if self._early is not None:
+            self._early.append(keys)
+        elif self.control.on_stored is not None:
             self.control.on_stored(keys)
             self._wake()
-        else:
-            self._early.append(keys)
 
     # -- the tier's thread ----------------------------------------------------------------------------------
 
     def begin(self, fleet: FleetTier) -> None:
         """From now on there is a tier."""
         with self.control.pool.lock:
+            early, self._early = self._early or (), None
             self.fleet = fleet
-            while self._early and self.control.on_stored is not None:
-                self.control.on_stored(self._early.popleft())
+            for keys in early:
+                self.note_stored(keys)
 
-    def _begin(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
+    def _begin(self, keys: Sequence[bytes], needs: GroupNeeds | None, then: Callable[[], object]) -> None:
         wait = None
         try:
-            wait = None if self.fleet is None else self.fleet.look_for(keys)
-        except Exception as error:  # noqa: BLE001 - the request goes on with what the pool has
+            wait = None if self.fleet is None else self.fleet.look_for(keys, 0, needs)
+        except Exception as error:  # noqa: BLE001 - the request continues with what the pool has
             self.fail(error)
         if wait is None:
             self._post(then)
@@ -104,12 +117,12 @@ class NamespaceTier:
             self._requests.append(_Request(wait, then))
 
     def step(self) -> None:
-        """Take what has ended, answer the requests that need not wait any longer, and start what is due."""
+        """Take results, answer the requests whose wait is over, and start what is due."""
+        if self.failed is not None:
+            with suppress(Exception):  # its state may be broken
+                self.pool_tier.submit(self, self.failed.take_plans())  # transfers under way end as usual
         fleet = self.fleet
         if fleet is None:
-            if self.failed is not None:
-                with suppress(Exception):  # its state may be broken
-                    self.pool_tier.submit(self, self.failed.take_plans())  # what has begun ends as usual
             return
         fleet.step()
         over = [one for one in self._requests if fleet.is_over(one.wait)]
@@ -121,7 +134,7 @@ class NamespaceTier:
 
     @property
     def next_deadline(self) -> float | None:
-        """When a request goes on at the latest."""
+        """When the first of the waits ends at the latest."""
         return min((one.wait.until for one in self._requests), default=None)
 
     @property
@@ -146,7 +159,7 @@ class NamespaceTier:
             self._post(one.then)
 
     def fail(self, error: Exception) -> None:
-        """A defect: this namespace goes on without the tier, and operators see why. Logs it."""
+        """Log a defect, and turn the tier off for this namespace. Its status gives the reason."""
         logger.error("the tier of namespace %s has failed and is off", self.namespace.name, exc_info=error)
         self.control.on_stored = None
         if self.fleet is not None:

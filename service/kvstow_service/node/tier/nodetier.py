@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Final
 
-from kvstow.attach.hello import Hello
-from kvstow.attach.identity import FleetWeights
-from kvstow.control.fleettier import FleetTier, TierSettings
-from kvstow.errors import ConflictError
-from kvstow.tier.fingerprint import TIER_FAILED, Fingerprint, fingerprint, named_weights
-from kvstow_api.tiercontrol import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
-from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.tier.actionthread import ActionThread
-from kvstow_service.node.tier.namespacetier import NamespaceTier
-from kvstow_service.node.tier.pooltier import PoolTier
-from kvstow_service.node.tier.sharedclients import SharedLookups, SharedTransfers
+from kvstow_service.node.tier.openstore import OpenStore
 from kvstow_service.tiers.tierhost import TierChoice, TierHost
-
-logger = logging.getLogger("kvstow.tier")
-
-_BUSY_SECONDS, _IDLE_SECONDS = 0.05, 1.0
-"""Between two steps without news, while there is something to do, and while there is not."""
-_END_SECONDS = 60.0
-"""For transfers under way; each ends within 30 s."""
-_RESET: Final = "the engine has reset its cache, and nothing names the weights that it has now"
-_GROUPS: Final = "the model has KV groups that do not keep all blocks, which the node service does not fetch"
 
 
 class NodeTier:
-    """Opens the clients of the store, and steps a `FleetTier` for each namespace that engines use. It is the
-    `TierClients` of its `host`.
+    """Opens and closes the store, and lets engines and pools enter and leave it. It is the `TierClients` of its `host`.
 
     `enter`, `leave` and `drop_pool` are for the attach server's thread, and wait for nothing. `open` and `close` may
-    wait. One thread steps the tiers, another one maps and lets go of memory, which can take as long as a network card
-    needs.
-
-    Nothing outlives `close`, but what the next service must know of: until then each process of the store's transfers
-    holds the other end of `end`, and so does this one.
+    wait.
     """
 
     def __init__(
@@ -61,11 +31,11 @@ class NodeTier:
     ) -> None:
         """`post`: has the attach server's thread call something. `sessions`: all that are attached, on that thread."""
         self.host = TierHost(self, clock=clock)
-        self.memory, self.post, self.clock = memory, post, clock
+        self._memory, self._post, self._clock = memory, post, clock
         self._sessions = sessions
         self._lock = Lock()
         """Of what `enter` finds and makes, which other threads remove."""
-        self._open: _Open | None = None
+        self._open: OpenStore | None = None
         self.closing_pools: set[str] = set()
         """Names of pools that were deleted, and whose memory the transfers may still have."""
 
@@ -77,10 +47,10 @@ class NodeTier:
         self.open(choice)
 
     def open(self, choice: TierChoice) -> None:
-        opened = _Open(choice, self)
+        opened = OpenStore(choice, self.host, self._memory, self._post, self._clock)
         with self._lock:
             self._open = opened
-        self.post(self._enter_all)
+        self._post(self._enter_all)
 
     def close(self) -> None:
         with self._lock:
@@ -101,7 +71,7 @@ class NodeTier:
                 self._open.enter(session)
 
     def leave(self, session: NodeSession) -> None:
-        """It is not any more: its keys have lost their meaning."""
+        """Take the session off the tier, because its keys no longer mean the same blocks."""
         session.control.on_stored = None
         session.tier = None
 
@@ -129,230 +99,3 @@ class NodeTier:
         finally:
             with self._lock:
                 self.closing_pools.discard(pool.name)
-
-
-class _Open:
-    """A store that is attached: its clients, its threads and the tiers. `pools` is used with the lock of the
-    `NodeTier`, as is `enter`."""
-
-    def __init__(self, choice: TierChoice, node: NodeTier) -> None:
-        self.pools: dict[str, PoolTier] = {}
-        self._choice, self._host = choice, node.host
-        self._memory, self._post, self._clock = node.memory, node.post, node.clock
-        with ExitStack() as opened:  # nothing stays open after an error
-            self._end, self._witness = os.pipe()
-            opened.callback(os.close, self._end)
-            opened.callback(os.close, self._witness)
-            self._shared = SharedTransfers(choice.store.open_transfers(0, self._witness))
-            opened.callback(self._shared.close)
-            self._lookups = choice.store.open_lookups()
-            opened.pop_all()
-        self._turn = Lock()
-        self._tiers: list[NamespaceTier] = []
-        self._ending: list[PoolTier] = []
-        """Of deleted pools."""
-        self._found: dict[int, NamespaceTier] = {}
-        """By the identity of the namespace; for `enter` alone."""
-        self._actions: deque[Callable[[], object]] = deque()
-        self._wake = threading.Event()
-        self._stopping = False
-        self._mapper = ActionThread("kvstow-tier-memory")
-        self._thread = threading.Thread(target=self._run, name="kvstow-tier", daemon=True)
-        self._thread.start()
-
-    def do(self, action: Callable[[], object]) -> None:
-        """Have the tier's thread call this."""
-        self._actions.append(action)
-        self._wake.set()
-
-    # -- engines --------------------------------------------------------------------------------------------
-
-    def enter(self, session: NodeSession) -> None:
-        """On the attach server's thread. Raises `ConflictError` if the pool was closed."""
-        namespace = session.control.namespace
-        self._found = {key: one for key, one in self._found.items() if not one.is_closed}
-        found = self._found.get(id(namespace))
-        if found is None or found.control.namespace is not namespace:
-            found = self._found[id(namespace)] = self._add(session)
-        session.tier = found
-        session.control.on_stored = found.note_stored
-
-    def _add(self, session: NodeSession) -> NamespaceTier:
-        pool, namespace = session.pool, session.namespace
-        control = pool.attach_tier(session.control.namespace)
-        pool_tier = self.pools.get(pool.name)
-        if pool_tier is None:
-            base = pool.attach_tier(session.control.namespace)
-            pool_tier = self.pools[pool.name] = PoolTier(
-                pool, namespace, base, self._shared, self._memory, self._mapper, self._post, self._wake.set
-            )
-            pool_tier.join(self._end)
-        pool_tier.member.add(control)
-        tier = NamespaceTier(pool_tier, namespace, control, self.do, self._wake.set, self._post)
-        self.do(partial(self._begin, tier, session.hello))
-        return tier
-
-    def _begin(self, tier: NamespaceTier, hello: Hello) -> None:
-        pool, identity = tier.pool_tier.pool, tier.namespace.identity
-        name = _fingerprint_of(pool, tier.namespace, hello.fleet_weights)
-        lookups = SharedLookups(self._lookups, self._turn)
-        fleet = FleetTier(
-            tier.control,
-            lookups,
-            TierSettings(write=self._choice.write, replicated=pool.identity.replicated),
-            name.value,
-            off_reason=name.reason,
-            name=self._choice.store.name,
-            most_slots=self._memory.total_bytes // pool.config.total_slot_bytes,
-            clock=self._clock,
-            on_news=self._wake.set,
-        )
-        self._tiers.append(tier)
-        self._host.add(
-            fleet,
-            pool=pool.name,
-            namespace=tier.namespace.name,
-            model=identity.model,
-            clients=self._clients,
-            fingerprint_of=partial(_name_weights, tier),
-        )
-        tier.begin(fleet)  # bypassed by now, if its pool is
-
-    def _clients(self) -> list[TierClient]:
-        transfers = self._shared.client
-        return [
-            TierClient("transfers of the node", transfers.health(), transfers.stats()),
-            TierClient("look-ups of the node", self._lookups.health(), self._lookups.stats()),
-        ]
-
-    # -- ends -----------------------------------------------------------------------------------------------
-
-    def end_pool(self, pool_tier: PoolTier, then: Callable[[], object] = lambda: None) -> None:
-        """End its transfers and let go of its memory; then call `then`, on the tier's thread. Waits for nothing, and
-        none may come during or after `close`, but its own."""
-        self._ending.append(pool_tier)
-        self.do(partial(self._end_pool, pool_tier, then))
-
-    def _end_pool(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
-        for tier in [one for one in self._tiers if one.pool_tier is pool_tier]:
-            self._guarded(partial(self._retire, tier))
-        pool_tier.begin_end(lambda: self.do(partial(self._end_sessions, pool_tier, then)))
-
-    def _end_sessions(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
-        try:
-            with ExitStack() as stack:  # all of it is done, the last one first
-                stack.callback(pool_tier.has_ended.set)
-                stack.callback(then)
-                stack.callback(pool_tier.end_sessions)
-                pool_tier.take_completions()
-        except Exception:  # noqa: BLE001 - the other pools go on
-            pool_tier.note_defect("the end of its sessions")
-
-    def _retire(self, tier: NamespaceTier) -> None:
-        """It starts nothing any more, and is not shown."""
-        self._tiers.remove(tier)
-        tier.is_closed = True
-        tier.answer_all()
-        fleet, tier.fleet, tier.failed = tier.fleet or tier.failed, None, None
-        if fleet is not None:
-            self._host.remove(fleet)
-            tier.pool_tier.submit(tier, fleet.take_plans())
-            self._mapper.do(fleet.close)
-
-    def _retire_all(self) -> None:
-        for tier in list(self._tiers):
-            self._retire(tier)
-
-    def _retire_obsolete(self) -> None:
-        """Namespaces that no engine can enter any more, such as those of engines that reset their caches."""
-        for tier in list(self._tiers):
-            if tier.is_obsolete:
-                self._retire(tier)
-                tier.pool_tier.retire(tier)
-
-    def close(self) -> None:
-        """Waits until nothing touches any slot for the store, and all ops have ended."""
-        retired = threading.Event()
-        self.do(self._retire_all)
-        self.do(retired.set)
-        retired.wait(_END_SECONDS)
-        self._shared.close()  # what is under way ends with it
-        for pool_tier in self.pools.values():
-            self.end_pool(pool_tier)
-        for pool_tier in self._ending:
-            if not pool_tier.has_ended.wait(_END_SECONDS):
-                logger.error("transfers of pool %s have not ended; its slots stay in quarantine", pool_tier.pool.name)
-        self._stopping = True
-        self._wake.set()
-        self._thread.join()
-        self._mapper.close()
-        self._lookups.close()
-        os.close(self._end)
-        os.close(self._witness)
-
-    # -- the thread -----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping or self._actions:
-                self._wake.wait(self._patience())
-                self._wake.clear()
-                self._step()
-        except Exception as error:
-            logger.exception("the thread of the fleet tier has ended; engines go on without the tier")
-            for tier in self._tiers:
-                tier.fail(error)
-
-    def _patience(self) -> float:
-        if self._actions:
-            return 0.0
-        longest = _IDLE_SECONDS if all(tier.is_idle for tier in self._tiers) else _BUSY_SECONDS
-        deadlines = [tier.next_deadline for tier in self._tiers]
-        left = [deadline - self._clock() for deadline in deadlines if deadline is not None]
-        return max(0.0, min([longest, *left]))
-
-    def _step(self) -> None:
-        for _ in range(len(self._actions)):
-            self._guarded(self._actions.popleft())
-        for pool_tier in {id(tier.pool_tier): tier.pool_tier for tier in self._tiers}.values():
-            self._guarded(pool_tier.take_completions)
-        for tier in list(self._tiers):
-            try:
-                tier.step()
-            except Exception as error:  # noqa: BLE001 - the other namespaces go on
-                tier.fail(error)
-        self._guarded(self._retire_obsolete)
-
-    def _guarded(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception:
-            logger.exception("an action of the fleet tier has failed; the others go on")
-
-
-def _fingerprint_of(pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
-    """What an engine in this namespace has in the store."""
-    if "@" in namespace.name:
-        return Fingerprint(None, _RESET)
-    if not _keeps_all_blocks(pool):
-        return Fingerprint(None, _GROUPS)
-    return fingerprint(pool.identity, namespace.identity, weights)
-
-
-def _keeps_all_blocks(pool: NodePool) -> bool:
-    groups = pool.identity.groups
-    return len(groups) == 1 and groups[0].kind.startswith("full")
-
-
-def _name_weights(tier: NamespaceTier, weights_id: str) -> str:
-    """Raises `ConflictError`."""
-    pool, namespace = tier.pool_tier.pool, tier.namespace
-    if tier.failed is not None:
-        raise ConflictError(TIER_FAILED)
-    if not _keeps_all_blocks(pool):
-        raise ConflictError(_GROUPS)
-    identity = replace(namespace.identity, epoch=0)
-    found = fingerprint(pool.identity, identity, named_weights(weights_id, identity.model))
-    if found.value is None:
-        raise ConflictError(found.reason)
-    return found.value

@@ -44,8 +44,8 @@ class _Extent:
 class PoolTier:
     """It is its own `SessionLink`: the memory thread grants and revokes extents as it does for an engine's workers.
 
-    An extent is mapped once all of it is populated, on a thread that may wait for the process that maps it. The word
-    that it was let go comes when nothing maps it for the transfers any more, and until then it goes to nobody else.
+    An extent is mapped once all of it is populated, on a thread that may wait for the process that maps it. It is
+    reported as released once no process of the transfers maps it. Until then no other session gets it.
 
     `submit`, `take_completions`, `retire`, `begin_end` and `end_sessions` are for the tier's thread.
     """
@@ -76,6 +76,8 @@ class PoolTier:
         self._owners: dict[int, NamespaceTier] = {}
         """Of each op under way."""
         self._is_closed = False
+        self.problem: str | None = None
+        """Why some of the pool's memory is not mapped for the transfers: its blocks are neither put nor fetched."""
         self.has_ended = threading.Event()
         """Nothing of the pool's memory is mapped for the transfers, and nothing is under way."""
 
@@ -119,7 +121,12 @@ class PoolTier:
             found = self._extents.get(extent_id)
             if found is None or found.is_mapped or num_bytes < found.grant.num_bytes:
                 continue
-            self.mapped[rank].add(found.grant, found.fd, found.slot_stride)
+            try:
+                self.mapped[rank].add(found.grant, found.fd, found.slot_stride)
+            except Exception as error:  # noqa: BLE001 - the other extents are mapped
+                self.problem = f"memory of rank {rank} could not be mapped: {error}"
+                self.note_defect("the mapping of memory")
+                continue
             found.is_mapped = True
             os.close(found.fd)
             found.fd = -1

@@ -199,7 +199,8 @@ class ChildChannel:
         finally:
             with self._changed:
                 self._users -= 1
-                self._changed.notify_all()
+                if self._child is not child:  # what waits for the last user waits then; else each call wakes a thread
+                    self._changed.notify_all()
 
     def _end(self, child: Child, what: str, *, timeouts: int = 0) -> str:
         """Kill a child and wait until it is gone: the slots of its calls are free only then. Returns what has

@@ -41,7 +41,7 @@ class TieredHost(VllmHost):
         self.embedded = EmbeddedTier(
             self.engine,
             control,
-            TierIdentity(pool, weights, lambda: namespace),
+            TierIdentity(pool, lambda: weights, lambda: namespace),
             model="model",
             max_step_tokens=1024,
             replicated=False,

@@ -3,137 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 from tests.engine.conftest import Eventually
-from tests.service.connectors.engine_core.vllmhost import FakeRequest, Output, VllmHost, keys_of
+from tests.service.connectors.engine_core.tieredvllmhost import KEYS, TOKENS, MakeHost, ask_until_fetching, filled
+from tests.service.connectors.engine_core.vllmhost import FakeRequest
 
-from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.control.fleettier import FleetTier
 from kvstow.errors import TierUnavailableError
-from kvstow.messages import TierCompletion, TierOp
-from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.fingerprint import TIER_FAILED, Fingerprint
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.writepolicy import WriteMode
-from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
-from kvstow_service.connectors.engine_core.enginetier import EngineTier
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
-
-TOKENS = "abcdefgh"
-KEYS = keys_of(TOKENS)
-
-
-class TierHost(VllmHost):
-    """Its ranks move the keys' names to and from `store`: a block's content is its key."""
-
-    def __init__(
-        self,
-        store: ControlledStore,
-        *,
-        num_ranks: int = 1,
-        write: WriteMode = "through",
-        identify: Callable[[], Fingerprint] | None = None,
-    ) -> None:
-        super().__init__(num_ranks=num_ranks)
-        self.store_of_tier = store
-        self.time = FakeClock()
-        settings = TierSettings(write=write)
-        fingerprint = "f" if identify is None else None
-        fleet = FleetTier(self.engine, store.open_lookups(), settings, fingerprint, clock=self.time)
-        self.tier = EngineTier(self.engine, fleet, 1024, identify=identify, clock=self.time)
-        control = self.side._control
-        assert isinstance(control, EmbeddedControl)
-        self.control = control
-        control.use_tier(self.tier)
-        self.ops: list[tuple[int, TierOp]] = []
-        self.number = 0
-
-    def step_tier(self) -> None:
-        """One more step of vLLM without tokens: what begins with it waits in `ops`."""
-        self.side.plan_step(Output({}))
-        self.ops += self.plan_tier({})
-
-    def plan_tier(self, tokens: dict[str, int]) -> tuple[tuple[int, TierOp], ...]:
-        self.number += 1
-        return self.tier.plan(self.number, Output(tokens))
-
-    def move(self, rank: int, op: TierOp, moved: int | None = None) -> None:
-        """A rank has moved these leading objects, and says so."""
-        self.ops.remove((rank, op))
-        moved = len(op.keys) if moved is None else moved
-        for key, slot in zip(op.keys[:moved], op.slots[:moved], strict=True):
-            name = str(ObjectName(op.fingerprint, key, rank, len(self.ranks)))
-            if op.direction == "put":
-                content = self.ranks[rank].slots[slot]
-                assert isinstance(content, bytes)
-                self.store_of_tier.put(name, content)
-            else:
-                self.ranks[rank].slots[slot] = self.store_of_tier.get(name)
-        done = TierCompletion(op.op_id, "done", moved=moved, seconds=0.001)
-        self.control.complete(rank, self.ranks[rank].boot_id, [done])
-
-    def move_all(self) -> None:
-        while self.ops:
-            self.move(*self.ops[0])
-            self.step_tier()
-
-    @property
-    def fetches(self) -> list[tuple[int, TierOp]]:
-        return [(rank, op) for rank, op in self.ops if op.direction == "fetch"]
-
-    def look_up_in_step(self, request: FakeRequest) -> int | None:
-        found = self.look_up(request)
-        self.step_tier()
-        return found
-
-    def look_up(self, request: FakeRequest) -> int | None:
-        return self.side.find_hit(request, 0)
-
-
-@pytest.fixture
-def store() -> Iterator[ControlledStore]:
-    store = ControlledStore()
-    yield store
-    for gate in (store.puts, store.gets, store.lookups):
-        gate.open()
-
-
-MakeHost = Callable[..., TierHost]
-
-
-@pytest.fixture
-def make(store: ControlledStore) -> Iterator[MakeHost]:
-    hosts: list[TierHost] = []
-
-    def make(**options: object) -> TierHost:
-        hosts.append(TierHost(store, **options))  # type: ignore[arg-type]
-        return hosts[-1]
-
-    yield make
-    for gate in (store.puts, store.gets, store.lookups):
-        gate.open()
-    for host in hosts:
-        host.tier.close()
-
-
-def filled(store: ControlledStore, num_ranks: int = 1) -> None:
-    for key in KEYS:
-        for rank in range(num_ranks):
-            store.put(str(ObjectName("f", key, rank, num_ranks)), key)
-
-
-def ask_until_fetching(host: TierHost, request: FakeRequest, eventually: Eventually) -> None:
-    """vLLM asks in each step."""
-
-    def is_fetching() -> bool:
-        assert host.look_up(request) is None
-        host.step_tier()
-        return bool(host.fetches)
-
-    eventually(is_fetching)
 
 
 def test_blocks_that_were_stored_are_put_in_later_steps(make: MakeHost, store: ControlledStore) -> None:
@@ -387,12 +269,22 @@ def test_a_put_that_is_under_way_when_the_tier_fails_ends_without_rank_0(make: M
     assert not host.tier.wants_steps
 
 
+class Known(NamedTuple):
+    """An `Identity` that the first request finds."""
+
+    found: Fingerprint
+    is_final: bool = True
+
+    def fingerprint(self) -> Fingerprint:
+        return self.found
+
+
 @pytest.mark.parametrize("value", ["f", None])
 def test_the_first_request_identifies_the_blocks(
     make: MakeHost, store: ControlledStore, value: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM has no block hashes before."""
-    host = make(identify=lambda: Fingerprint(value, "for a reason"))
+    host = make(identity=Known(Fingerprint(value, "for a reason")))
     assert host.tier.fleet.status().state == "off"
     waits = host.look_up(FakeRequest("r", TOKENS)) is None
     status = host.tier.fleet.status()
@@ -402,7 +294,7 @@ def test_the_first_request_identifies_the_blocks(
 
 def test_an_engine_that_was_reset_before_its_first_request_is_not_identified(make: MakeHost) -> None:
     """Its weights may be others than those that were loaded."""
-    host = make(identify=lambda: Fingerprint("f"))
+    host = make(identity=Known(Fingerprint("f")))
     assert host.side.reset()
     assert host.look_up(FakeRequest("r", TOKENS)) == 0
     assert host.tier.fleet.fingerprint is None

@@ -109,6 +109,8 @@ def test_every_other_option_is_refused_beside_attach() -> None:
 def test_what_belongs_to_attach_is_refused_without_it() -> None:
     with pytest.raises(ConfigError, match=r"attach_require_sharing.* needs attach"):
         ConnectorOptions.parse({"attach_require_sharing": True})
+    with pytest.raises(ConfigError, match=r"weights_id v1 needs attach or tier"):
+        ConnectorOptions.parse({"weights_id": "v1"})
 
 
 @pytest.mark.parametrize(

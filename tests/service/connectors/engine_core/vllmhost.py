@@ -88,6 +88,11 @@ class Output:
     num_scheduled_tokens: dict[str, int]
     scheduled_cached_reqs: Any = field(default_factory=Cached)
 
+    @property
+    def kv_connector_block_state(self) -> Any:
+        """No states are handed over."""
+        return None
+
 
 class VllmHost:
     """Runs requests the way vLLM does: blocks are cached under the hash of what will be written when they are handed

@@ -13,7 +13,11 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    Hold,
     Lookup,
+    LookupPrompt,
+    Pending,
+    Prefill,
     Refresh,
     Release,
     Reset,
@@ -25,7 +29,7 @@ from kvstow.attach.eventcalls import ReadEvents
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import VERSIONS
+from kvstow.attach.kinds import VERSIONS, Kind
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.poolfacade import PoolFacade
@@ -49,6 +53,9 @@ class SlowService:
         self.version = VERSIONS.newest
         self.is_silent = False
         """It takes messages, and answers none."""
+        self.holds_lookups = False
+        """It says of lookups that they take time, but for those of exactly one hit, and `answer_held` answers them."""
+        self.prefills: list[Prefill] = []
         self.session: AttachedSession | None = None
         self.connection: SlowConnection
 
@@ -81,6 +88,10 @@ class SlowService:
         """End the session, as when the service has gone and come back with its memory."""
         self.connection.disconnect("the service has gone")
 
+    def answer_held(self) -> None:
+        """The lookups that take time are answered now: their clients see it in the next step."""
+        self.connection.answer_held()
+
     def let_go(self, session: AttachedSession, rank: int) -> None:
         """Nothing of that session is under way on this rank any more."""
         self.pool.process_died((session.session_id, rank))
@@ -95,6 +106,7 @@ class SlowConnection:
         self._service, self._on_attached, self._on_lost = service, on_attached, on_lost
         self._step = 0
         self._answers: deque[tuple[int, Call, Frame]] = deque()
+        self._held: list[tuple[Lookup | LookupPrompt, Call]] = []
         self._pushed: list[Frame] = []
         self._session: Any = None
         self.state = "detached"
@@ -107,8 +119,9 @@ class SlowConnection:
         if self.state != "attached":
             call.fail(DisconnectedError(str(self.problem)))
             return call
+        message = type(message).unpack(message.pack())
         try:
-            answer: Any = self._answer(type(message).unpack(message.pack()))
+            answer: Any = self._answer(message, call)
         except KvstowError as error:
             answer = CallError(error.code, str(error))
         due = self._step + self._service.delay()
@@ -130,6 +143,8 @@ class SlowConnection:
                 self._session.control.refresh(message.keys)
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits)
+            case Prefill():
+                self._service.prefills.append(message)
         return True
 
     def poll(self, seconds: float = 0.0) -> list[Frame]:
@@ -152,7 +167,8 @@ class SlowConnection:
         self.state, self.problem, self.welcome, self._session = "detached", problem, None, None
         self._pushed.clear()
         answers, self._answers = self._answers, deque()
-        for _, call, _ in answers:
+        held, self._held = self._held, []
+        for call in [*(call for _, call, _ in answers), *(call for _, call in held)]:
             call.fail(DisconnectedError(problem))
         self._on_lost()
 
@@ -177,10 +193,18 @@ class SlowConnection:
         self.welcome = Welcome(version=version, session_id=session_id, service="slow", token="secret")
         self._on_attached(self.welcome)
 
-    def _answer(self, message: Message) -> Any:
+    def answer_held(self) -> None:
+        held, self._held = self._held, []
+        for message, call in held:
+            call.resolve(_frame(self._find(message)))
+
+    def _answer(self, message: Message, call: Call) -> Any:
         match message:
-            case Lookup():
-                return self._session.lookup(message)
+            case Lookup() | LookupPrompt():
+                if self._service.holds_lookups and not (isinstance(message, Lookup) and message.hold == Hold.ALL):
+                    self._held.append((message, call))
+                    return Pending()
+                return self._find(message)
             case BeginLoad():
                 return self._session.begin_load(message)
             case BeginStore():
@@ -191,10 +215,18 @@ class SlowConnection:
                 return ResetDone(self._session.control.reset())
         raise AssertionError(f"{message} has no answer")
 
+    def _find(self, message: Lookup | LookupPrompt) -> Any:
+        if isinstance(message, LookupPrompt):
+            return self._session.lookup_prompt(message)
+        return self._session.lookup(message)
+
     def _deliver(self) -> None:
         while self._answers and self._answers[0][0] <= self._step and not self._service.is_silent:
             _, call, frame = self._answers.popleft()
-            call.resolve(frame)
+            if frame.kind == Kind.PENDING:
+                call.is_pending = True
+            else:
+                call.resolve(frame)
 
 
 def _frame(message: Any) -> Frame:

@@ -53,6 +53,25 @@ def test_files_count_by_name_size_time_and_inode(folder: Path) -> None:
     assert len(seen) == 5
 
 
+def test_files_that_have_changed_since_a_moment_are_noticed(folder: Path) -> None:
+    weights = identify(folder)
+    changed = max((folder / name).stat().st_ctime for name in ("config.json", "model.safetensors"))
+    assert not weights.changed_after(changed)
+    assert weights.changed_after(changed - 1)
+    eventually_later(folder / "README.md", changed)
+    assert not weights.changed_after(changed), "that is no weight"
+    eventually_later(folder / "copy", changed)
+    (folder / "copy").rename(folder / "model.safetensors")
+    assert weights.changed_after(changed)
+    assert not identify_weights("a", None, "v1", not_cached).changed_after(0), "its name says what they are"
+
+
+def eventually_later(file: Path, moment: float) -> None:
+    """Write it until the file system's clock has gone on."""
+    while not file.exists() or file.stat().st_ctime <= moment:
+        file.write_text("new")
+
+
 def test_a_single_file_is_a_model_too(folder: Path) -> None:
     file = folder / "model.gguf"
     file.write_text("weights")

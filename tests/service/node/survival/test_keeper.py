@@ -20,8 +20,7 @@ import pytest
 
 from kvstow.errors import KeeperError
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.survival import keeper as keeper_module
-from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival import keeperpeer, statefolder
 from kvstow_service.node.survival.keeper import Keeper
 from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.keepermessages import MAX_HELD, MAX_INFO, MAX_NAME, Held, receive, send, take_apart
@@ -161,7 +160,7 @@ def test_a_service_is_refused_while_the_process_before_it_lives(running: Running
 def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(
     running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(keeperpeer, "_SO_PEERPIDFD", 9999)
     KeeperClient.connect(folder).close()
     with pytest.raises(KeeperError, match="still there"):
         KeeperClient.connect(folder)
@@ -173,7 +172,7 @@ def test_where_nothing_tells_of_a_death_the_end_of_the_connection_counts(
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(keeper_module, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(keeperpeer, "_SO_PEERPIDFD", 9999)
     monkeypatch.setattr(os, "pidfd_open", refuse)
     KeeperClient.connect(folder).close()
     KeeperClient.connect(folder).close()
@@ -368,7 +367,7 @@ def test_a_service_that_sends_garbage_is_cut_off(client: KeeperClient, request_:
 
 def test_it_holds_no_more_than_its_limit(client: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_HELD >= 4096
-    monkeypatch.setattr(keeper_module, "MAX_HELD", 2)
+    monkeypatch.setattr("kvstow_service.node.survival.keeper.MAX_HELD", 2)
     for name in "aba":
         put(client, name, b"")
     with pytest.raises(KeeperError, match="at most 2"):
@@ -489,12 +488,6 @@ def test_the_lock_is_held_once(folder: Path) -> None:
     again = statefolder.try_lock(folder)
     assert again is not None
     os.close(again)
-
-
-def test_wrong_arguments_are_answered_by_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["x"], ["x", "y"], ["x", "-1"], ["x", "1", "--fork"]):
-        assert keeper_module.main(arguments) == 2
-    assert "STATE_FOLDER" in capsys.readouterr().err
 
 
 class _Full(socket.socket):

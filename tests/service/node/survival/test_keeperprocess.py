@@ -15,9 +15,9 @@ import pytest
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keeper import ALREADY_RUNNING
 from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.keepermessages import Held
+from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING, main
 
 pytestmark = pytest.mark.process
 
@@ -121,7 +121,7 @@ def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_enviro
 
 def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
     client = KeeperClient.start(folder, 600)
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600"]
     result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
     assert result.returncode == ALREADY_RUNNING
     assert "has a keeper already" in result.stderr
@@ -130,7 +130,7 @@ def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]
 
 
 def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600", "--daemon"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600", "--daemon"]
     started = [subprocess.Popen(command, env=child_environ, stderr=subprocess.DEVNULL) for _ in range(6)]
     assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
 
@@ -203,3 +203,9 @@ def test_a_folder_that_it_cannot_use_is_told_at_the_start(tmp_path: Path) -> Non
     (tmp_path / "state" / statefolder.LOCK).mkdir()
     with pytest.raises(KeeperError, match=r"does not start: .*Is a directory"):
         KeeperClient.start(tmp_path / "state", 600)
+
+
+def test_wrong_arguments_are_answered_by_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["x"], ["x", "y"], ["x", "-1"], ["x", "1", "--fork"]):
+        assert main(arguments) == 2
+    assert "STATE_FOLDER" in capsys.readouterr().err

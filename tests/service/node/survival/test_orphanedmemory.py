@@ -89,7 +89,7 @@ def test_other_services_of_the_machine_are_known_by_their_command_lines(tmp_path
         2: ["/usr/local/bin/kvstow", "serve", "--memory=1GiB"],
         3: ["/usr/local/bin/vllm", "serve", "model", '{"kv_connector_module_path": "kvstow_service.connectors.vllm"}'],
         6: ["/usr/bin/python", "/opt/kvstow_service/__main__.py", "serve"],
-        4: ["/usr/bin/python", "-m", "kvstow_service.node.survival.keeper"],
+        4: ["/usr/bin/python", "-m", "kvstow_service.node.survival.keeperprocess"],
     }
     for pid, line in lines.items():
         (tmp_path / str(pid)).mkdir()

@@ -86,7 +86,9 @@ class Cluster:
 
     def _start_master(self, port: int, *options: str) -> subprocess.Popen[Any]:
         return self._start(
-            str(Path(sys.executable).with_name("mooncake_master")),
+            sys.executable,
+            "-c",
+            "from mooncake.cli import main; main()",
             "--rpc_address=127.0.0.1",
             f"--rpc_port={port}",
             "--metrics_host=127.0.0.1",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,7 @@ from tests.service.node.survival.test_survival import end_keeper
 from tests.service.tiers.mooncake.cluster import Cluster
 
 from kvstow.attach.identity import FleetWeights
-from kvstow.control.fleettier import TierSettings
-from kvstow.memory.limits import MemoryLimits
-from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.node.node import Node
 
 pytestmark = [pytest.mark.tier, pytest.mark.usefixtures("patient")]
 
@@ -33,50 +29,13 @@ Engines = Callable[..., RawEngine]
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for the store as long as it takes on a busy machine."""
-    settings = partial(TierSettings, deadline=60.0, lookup_wait=60.0)
-    monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", settings)
-
-
-@pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
     return make_cluster()
 
 
 @pytest.fixture
-def make_node(tmp_path: Path, cluster: Cluster) -> Iterator[MakeNode]:
-    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
-    limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
-    nodes: list[Node] = []
-
-    def make() -> Node:
-        settings = NodeSettings(
-            memory_bytes=8 * EXTENT,
-            attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
-            extent_bytes=EXTENT,
-            tier=TierChoice.of(cluster.url, "through"),
-        )
-        nodes.append(Node(settings, limits=limits))
-        nodes[-1].start()
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-
-
-@pytest.fixture
-def engines() -> Iterator[Engines]:
-    made: list[RawEngine] = []
-
-    def make(socket: Path) -> RawEngine:
-        made.append(RawEngine(socket, NAMED))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def make_node(make_tiered_node: Callable[[str], Node], cluster: Cluster) -> MakeNode:
+    return lambda: make_tiered_node(cluster.url)
 
 
 def keys_of(first: int, count: int) -> list[bytes]:

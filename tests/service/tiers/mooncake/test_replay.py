@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.service.replay.fleetreplay import replay
 from tests.service.tiers.mooncake.cluster import WATERMARK, Cluster
 
-from kvstow.control.fleettier import TierSettings
+from kvstow.control.tiersettings import TierSettings
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import GetStatus, PutStatus, SlotObject
 from kvstow.tier.tierstatus import TierStatus
@@ -27,6 +28,7 @@ from kvstow_service.tiers.objectheader import HEADER_BYTES, MAGIC
 pytestmark = pytest.mark.tier
 
 PATIENCE = 60.0
+_PAUSE = 0.05
 SLOT_BYTES = 64 << 10
 SEGMENT_BYTES = 256 << 20
 OBJECT_BYTES = SLOT_BYTES + HEADER_BYTES
@@ -35,7 +37,12 @@ PRODUCTION = Path(__file__).parents[4].parent / "shared" / "data" / "conversatio
 
 class PatientTransfers(MooncakeTransfers):
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        return super().put(objects, PATIENCE)
+        """Again while there is no room: the master evicts on a thread of its own, which a busy machine keeps
+        waiting."""
+        deadline = time.monotonic() + PATIENCE
+        while "full" in (statuses := super().put(objects, PATIENCE)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        return statuses
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         return super().get(objects, PATIENCE)
@@ -47,7 +54,7 @@ class PatientLookups(MooncakeLookups):
 
 
 class PatientStore(MooncakeStore):
-    """Gives calls time that the engine does not: on a busy machine, a call that takes half a second is no fault."""
+    """Gives calls, and evictions, time that the engine does not: on a busy machine, half a second is no fault."""
 
     def open_transfers(self, rank: int, witness: int | None = None) -> MooncakeTransfers:
         return PatientTransfers(super().open_transfers(rank, witness).channel)

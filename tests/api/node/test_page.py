@@ -7,19 +7,13 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.fakenode import FakeNode
+from tests.api.node.conftest import KEYS, get
 from tests.api.test_page import Document
 
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.page.live import INTERVAL, StatusPage
 
 pytestmark = pytest.mark.anyio
-
-KEYS = [b"\x00\x00" + bytes([number]) * 4 for number in range(4)]
-
-
-@pytest.fixture
-def node(clock: FakeClock) -> FakeNode:
-    return FakeNode(clock)
 
 
 @pytest.fixture
@@ -41,6 +35,17 @@ def page(client: httpx.AsyncClient, apps: list[Any]) -> StatusPage:
 
 def text_of(html: str) -> str:
     return " ".join(" ".join(Document(html).texts).split())
+
+
+async def test_the_page_shows_pools_and_engines(client: httpx.AsyncClient, node: FakeNode, pools: list[str]) -> None:
+    text = await get(client, "/")
+    for name in pools:
+        assert name in text
+    for engine in node.engines:
+        assert engine.session_id in text
+    section = text.partition('<section id="pools">')[2].partition("</section>")[0]
+    assert ("no engine has attached yet" in section) == (not pools)
+    assert ("Hit ratio" in text) == (len(pools) == 1), "figures are of one pool"
 
 
 async def test_every_pool_and_every_session_has_a_row(client: httpx.AsyncClient, node: FakeNode) -> None:

@@ -3,164 +3,37 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import trustme
+from tests.service.admin.embedded.conftest import (
+    CAPACITY,
+    SLOT,
+    free_ports,
+    over,
+    uds_of,
+)
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
-from kvstow.messages import DesiredState, RankReport
 from kvstow_api import app
-from kvstow_api.client import ApiError, calls
 from kvstow_service.admin import adminhost
 from kvstow_service.admin import embedded as embedded_module
 from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.agent import RankAgent
-from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.admin.server import AdminServer, _EmbeddedUvicorn
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
-from kvstow_service.admin.tls import TlsFiles
 
 # httpcore leaks the socket of a Unix connection that is refused
 pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>")
-
-SLOT = 4096
-CAPACITY = 8
-ANY_PORT = AdminOptions(port=0)
-
-
-class PinnedRank:
-    """A rank that has pinned everything, and remembers what is wanted of it."""
-
-    def __init__(self, rank: int = 0) -> None:
-        num_bytes = CAPACITY * SLOT
-        self._report = RankReport(
-            rank=rank,
-            boot_id=f"boot-{rank}",
-            state="ready",
-            slot_bytes=SLOT,
-            pinned_slots=CAPACITY,
-            target_slots=CAPACITY,
-            pinned_bytes=num_bytes,
-            target_bytes=num_bytes,
-            sender="process",
-            number=0,
-        )
-        self.applied: list[DesiredState] = []
-
-    def report(self) -> RankReport:
-        self._report = replace(self._report, number=self._report.number + 1)
-        return self._report
-
-    def apply(self, desired: DesiredState) -> None:
-        self.applied.append(desired)
-
-    def add_listener(self, callback: Callable[[], None]) -> None:
-        """It never changes."""
-
-
-@pytest.fixture(autouse=True)
-def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return {"XDG_RUNTIME_DIR": str(tmp_path)}
-
-
-@pytest.fixture
-def engine() -> OffloadEngine:
-    return OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def make(engine: OffloadEngine, environ: dict[str, str], stack: ExitStack) -> Callable[..., EmbeddedAdmin]:
-    """Makes servers, which are stopped at the end."""
-
-    def make_admin(options: AdminOptions = ANY_PORT, **changes: Any) -> EmbeddedAdmin:
-        given = {"identity": "engine", "mode": "vllm", "max_capacity_slots": CAPACITY, "environ": environ}
-        admin = EmbeddedAdmin(changes.pop("engine", engine), options, **{**given, **changes})
-        stack.callback(admin.stop)
-        return admin
-
-    return make_admin
-
-
-@pytest.fixture
-def launch(make: Any, eventually: Any) -> Callable[..., EmbeddedAdmin]:
-    """Starts a server, and waits until it answers."""
-
-    def launch_admin(*args: Any, **changes: Any) -> EmbeddedAdmin:
-        admin: EmbeddedAdmin = make(*args, **changes)
-        admin.start()
-        eventually(lambda: admin.addresses or admin.failure, "an address")
-        assert admin.failure is None
-        return admin
-
-    return launch_admin
-
-
-@pytest.fixture
-def report(environ: dict[str, str], stack: ExitStack) -> Callable[..., RankAgent]:
-    """Starts an agent of a pinned rank, which looks for the server of `identity`."""
-
-    def start_agent(identity: str = "engine", interval: float = 0.02) -> RankAgent:
-        agent = RankAgent(0, PinnedRank(), Rendezvous(identity, environ), interval=interval)
-        agent.start()
-        stack.callback(agent.stop)
-        return agent
-
-    return start_agent
-
-
-@pytest.fixture
-def taken(stack: ExitStack) -> Callable[[int], None]:
-    """Listens on a port for as long as the test runs."""
-
-    def take(port: int) -> None:
-        stack.callback(AdminSockets(TcpAddress.resolve("127.0.0.1", port)).close)
-
-    return take
-
-
-def over(uds: Path) -> httpx.Client:
-    return httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(uds)))
-
-
-def uds_of(admin: EmbeddedAdmin) -> Path:
-    (address,) = (address for address in admin.addresses if address.startswith("unix:"))
-    return Path(address.removeprefix("unix:"))
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that are free."""
-    for first in range(20_000, 30_000, count):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
 
 
 def test_the_import_waits_for_the_hosts_head_start(make: Any) -> None:
@@ -287,78 +160,6 @@ def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
         forbidden = client.put("/v1/drain", json={}, headers={"Authorization": f"Bearer {agents.token}"})
     assert (refused.status_code, forbidden.status_code) == (401, 403)
     assert allowed.status_code in (200, 202)
-
-
-def test_if_its_port_is_taken_the_server_uses_the_next(
-    launch: Any, taken: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    port = free_ports(16)
-    taken(port)
-    taken(port + 1)
-    admin = launch(AdminOptions(port=port))
-    assert admin.addresses[0] == f"http://127.0.0.1:{port + 2}"
-    assert f"port {port} is taken: the admin server uses port {port + 2}" in caplog.messages
-
-
-def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
-    launch: Any, taken: Any, report: Any, eventually: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    port = free_ports(16)
-    for number in range(16):
-        taken(port + number)
-    admin = launch(AdminOptions(port=port))
-    assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
-    agent = report()
-    eventually(lambda: agent.stats.sent, "a report")
-    words = f"the admin server has no TCP socket: ports {port} to {port + 15} of 127.0.0.1 are taken"
-    assert words in caplog.messages
-    assert engine.stats().faults.errors["admin_server"] == 1
-
-
-def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t")
-    admin = launch(AdminOptions(host="192.0.2.1", port=9595, token_file=token))
-    assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
-    assert admin.address_for_remote_ranks is None
-
-
-def test_operators_can_have_their_own_unix_socket(launch: Any, tmp_path: Path) -> None:
-    uds = tmp_path / "people.sock"
-    launch(AdminOptions(port=0, uds=uds))
-    with over(uds) as client:
-        assert client.get("/livez").status_code == 200
-
-
-def test_the_server_does_without_sockets_that_cannot_be_opened(
-    launch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither a place for agents nor the socket for people."""
-    file = tmp_path / "file"
-    file.write_text("")
-    (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
-    admin = launch(AdminOptions(port=0, uds=file))
-    assert httpx.get(admin.addresses[0] + "/livez").status_code == 200
-    assert len(admin.addresses) == 1
-    starts = [message.partition(":")[0] for message in caplog.messages]
-    assert "the admin server cannot be reached by this machine's ranks" in starts
-    assert "the admin server does not listen on admin_uds" in starts
-
-
-def test_without_any_socket_the_host_continues(
-    make: Any, taken: Any, eventually: Any, tmp_path: Path, engine: OffloadEngine
-) -> None:
-    (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
-    port = free_ports(16)
-    for number in range(16):
-        taken(port + number)
-    admin = make(AdminOptions(port=port))
-    admin.start()
-    eventually(lambda: admin.failure, "the failure")
-    assert "no socket can be opened" in admin.failure
-    assert admin.addresses == ()
-    assert engine.stats().faults.errors["admin_server"] == 3
-    engine.lookup([b"key"])
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'fastapi'"), ValueError("odd")])
@@ -493,7 +294,7 @@ def test_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.Mon
 def test_a_killed_host_does_not_block_its_successor(
     launch: Any, environ: dict[str, str], stack: ExitStack, tmp_path: Path
 ) -> None:
-    code = f"""
+    code = rf"""
 import os
 from pathlib import Path
 from kvstow.config import EngineConfig
@@ -562,115 +363,3 @@ def test_the_hosts_signal_handlers_are_kept(launch: Any) -> None:
 def test_invalid_options_are_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdminOptions(**given)
-
-
-def on_another_node() -> None:
-    """Finds no server, as there is none."""
-
-
-def test_ranks_on_other_nodes_get_a_reachable_address(
-    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
-) -> None:
-    token = tmp_path / "token"
-    token.write_text("of-people")
-    options = AdminOptions(host="0.0.0.0", port=0, token_file=token)
-    admin = launch(options, node_host="127.0.0.1")
-    port = admin.addresses[0].rpartition(":")[2]
-    address = admin.address_for_remote_ranks
-    assert (address.url, address.uds) == (f"http://127.0.0.1:{port}", None)
-    agent = RankAgent(0, PinnedRank(), on_another_node)
-    stack.callback(agent.stop)
-    agent.offer(address)
-    agent.start()
-    eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TCP")
-
-
-def test_ranks_on_other_nodes_trust_the_servers_certificate(
-    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
-) -> None:
-    authority = trustme.CA()
-    authority.issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    tls = TlsFiles(tmp_path / "server.pem", client_ca=tmp_path / "ca.pem")
-    admin = launch(AdminOptions(host="0.0.0.0", port=0, tls=tls), node_host="127.0.0.1")
-    assert admin.addresses[0].startswith("https://")
-    address = admin.address_for_remote_ranks
-    (tmp_path / "server.pem").unlink()  # as while certificates are renewed: scheduling asks on
-    assert admin.address_for_remote_ranks == address
-    assert "PRIVATE KEY" not in address.certificate
-    another = replace(address, certificate=trustme.CA().cert_pem.bytes().decode())
-    with another.connect() as stranger, pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
-        stranger.send(calls.info())
-    with address.connect() as agents:
-        assert agents.send(calls.info()).name == "kvstow"
-        assert "kvstow_tls_certificate_expiry_timestamp_seconds " in agents.send(calls.metrics())
-    agent = RankAgent(0, PinnedRank(), address)
-    stack.callback(agent.stop)
-    agent.start()
-    eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TLS")
-
-
-def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
-    launch: Any, tmp_path: Path, stack: ExitStack, eventually: Any
-) -> None:
-    path, token = tmp_path / "server.pem", tmp_path / "token"
-    token.write_text("of-people")
-
-    def issue() -> None:
-        trustme.CA().issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(path))
-
-    issue()
-    options = AdminOptions(host="0.0.0.0", port=0, token_file=token, tls=TlsFiles(path))
-    admin = launch(options, node_host="127.0.0.1")
-    first = admin.address_for_remote_ranks
-    running, late = (RankAgent(0, PinnedRank(), on_another_node, interval=0.02) for _ in range(2))
-    for agent in (running, late):
-        stack.callback(agent.stop)
-        agent.offer(first)
-    running.start()
-    eventually(lambda: running.stats.sent, "the first report")
-    issue()
-    eventually(lambda: admin.address_for_remote_ranks != first, "the new certificate")
-    late.start()  # it has lost its connection, while no step has told it the new one
-    eventually(lambda: late.stats.failed, "a report that does not arrive")
-    for agent in (running, late):
-        agent.offer(admin.address_for_remote_ranks)
-        sent = agent.stats.sent
-        eventually(lambda agent=agent, sent=sent: agent.stats.sent > sent + 2, "reports over the new certificate")
-    assert running.stats.failed == 0
-
-
-def test_viewers_need_their_token_if_there_is_one(launch: Any, tmp_path: Path) -> None:
-    for name in ("admin", "viewer"):
-        (tmp_path / name).write_text(name)
-    options = AdminOptions(port=0, token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
-    url = launch(options).addresses[0]
-    assert httpx.get(f"{url}/v1/info").status_code == 401
-    assert httpx.get(f"{url}/v1/info", headers={"Authorization": "Bearer viewer"}).status_code == 200
-    with pytest.raises(ConfigError, match="viewer_token_file"):
-        AdminOptions(viewer_token_file=tmp_path / "viewer")
-
-
-def test_a_server_on_all_addresses_is_reached_by_the_node_host_or_the_machines_name(
-    launch: Any, tmp_path: Path
-) -> None:
-    token = tmp_path / "token"
-    token.write_text("of-people")
-    admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
-    assert admin.address_for_remote_ranks.url.startswith(f"http://{socket.gethostname()}:")
-
-
-def test_a_loopback_address_is_not_given_to_other_nodes_and_logged_once(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    admin = make()
-    assert [admin.address_for_remote_ranks, admin.address_for_remote_ranks] == [None, None]
-    assert caplog.messages == [
-        "ranks on other nodes cannot report to 127.0.0.1: set admin_host to a reachable address, and token_file"
-    ]
-
-
-def test_other_nodes_get_no_address_before_the_server_listens(make: Any, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("of-people")
-    assert make(AdminOptions(host="0.0.0.0", token_file=token)).address_for_remote_ranks is None

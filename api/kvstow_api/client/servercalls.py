@@ -1,0 +1,69 @@
+"""The calls about the server: what it is, how it is, its settings and log levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from kvstow_api.client.call import Call, Reply, decoded, get, params
+from kvstow_api.history import HistoryView
+from kvstow_api.views.doctor import DoctorView
+from kvstow_api.views.server import InfoView, ReadinessView, Section, StatsView
+from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
+
+ProbeName = Literal["livez", "readyz", "startupz"]
+
+
+class ProbeResult(NamedTuple):
+    """Whether the probe passed, and its text."""
+
+    ok: bool
+    text: str
+
+
+def info() -> Call[InfoView]:
+    return get("/v1/info", InfoView)
+
+
+def readiness(*, pool: str | None = None) -> Call[ReadinessView]:
+    """Of the host, or of one pool."""
+    return get("/v1/readiness", ReadinessView, pool=pool)
+
+
+def stats(*sections: Section, pool: str | None = None) -> Call[StatsView]:
+    return get("/v1/stats", StatsView, section=",".join(sections), pool=pool)
+
+
+def history(*, pool: str | None = None) -> Call[HistoryView]:
+    return get("/v1/history", HistoryView, pool=pool)
+
+
+def doctor() -> Call[DoctorView]:
+    return get("/v1/doctor", DoctorView)
+
+
+def probe(name: ProbeName, *, verbose: bool = True, exclude: Iterable[str] = ()) -> Call[ProbeResult]:
+    given = params(verbose=verbose or None, exclude=",".join(exclude))
+    return Call("GET", f"/{name}", _probe_result, given, accepts=frozenset({503}))
+
+
+def metrics() -> Call[str]:
+    return Call("GET", "/metrics", lambda reply: reply.body.decode())
+
+
+def config(*, pool: str | None = None) -> Call[ConfigView]:
+    return get("/v1/config", ConfigView, pool=pool)
+
+
+def log_levels() -> Call[LogLevelsView]:
+    return get("/v1/loglevel", LogLevelsView)
+
+
+def set_log_level(level: str, *, logger: str = "kvstow", ttl_seconds: float | None = None) -> Call[LogLevelView]:
+    """For `ttl_seconds`, or until the server stops."""
+    body = {"logger": logger, "level": level, "ttl_seconds": ttl_seconds}
+    return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body=body)
+
+
+def _probe_result(reply: Reply) -> ProbeResult:
+    return ProbeResult(reply.status == 200, reply.body.decode())

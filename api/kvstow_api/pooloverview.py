@@ -1,0 +1,115 @@
+"""The overview of one pool: its slots, its curves, and what it evicts and drops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstow.bytesize import format_size
+from kvstow.stats import SLOT_STATES, EngineStats, PoolStats, SlotState
+from kvstow_api.history import METRICS, HistoryView, NowView, lines_of
+from kvstow_api.numberformat import percent, rate
+from kvstow_api.views.ranks import RankView
+from kvstow_api.views.server import StatsView
+
+NUM_POINTS = 60
+"""Points of a curve at most: one every 5 s."""
+NOT_PINNED = "not pinned"
+"""In place of a slot state: slots that the ranks have yet to pin."""
+
+_SLOT_ORDER: tuple[SlotState, ...] = ("protected", "leased", "cached", "filling", "quarantined", "free")
+assert set(_SLOT_ORDER) == set(SLOT_STATES)
+
+
+class PoolReadings(NamedTuple):
+    """Of one pool. `stats` has all sections."""
+
+    stats: EngineStats | StatsView
+    ranks: Sequence[RankView]
+    history: HistoryView
+
+
+class Row(NamedTuple):
+    name: str
+    value: str
+    note: str = ""
+
+
+class Curve(NamedTuple):
+    """A figure over time, None where it has no value, and its present value."""
+
+    name: str
+    now: str
+    points: tuple[float | None, ...]
+
+
+class Chart(NamedTuple):
+    """Curves from 0 to `top`, which `scale` describes. `since_start`: the value for the server's whole life."""
+
+    curves: tuple[Curve, ...]
+    top: float
+    scale: str
+    since_start: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOverview:
+    """One pool. `slots`: number by state, and of those not pinned, in the order of display."""
+
+    about: str
+    slots: Mapping[str, int]
+    hits: Chart
+    bandwidth: Chart
+    evictions: tuple[Row, ...]
+    drops: tuple[Row, ...]
+    block_rates: str
+
+
+def pool_overview(given: PoolReadings) -> PoolOverview:
+    stats, history = given.stats, given.history
+    assert stats.pool is not None
+    assert stats.lookups is not None
+    drops = {name: count for name, count in (stats.stores or {}).items() if name.startswith(("dropped_", "failed"))}
+    return PoolOverview(
+        about=_pool(stats.pool),
+        slots=_slots(stats.pool),
+        hits=_hits(history, stats.lookups.hit_ratio),
+        bandwidth=_bandwidth(history),
+        evictions=_counts(stats.evictions or {}),
+        drops=_counts(drops),
+        block_rates=_block_rates(history.now),
+    )
+
+
+def _pool(pool: PoolStats) -> str:
+    size = format_size(pool.capacity_slots * pool.slot_bytes)
+    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, {size} per rank, {pool.policy}"
+
+
+def _slots(pool: PoolStats) -> Mapping[str, int]:
+    counts: dict[str, int] = {state: getattr(pool.slots, state) for state in _SLOT_ORDER}
+    return {**counts, NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots)}
+
+
+def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:
+    return tuple(Row(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
+
+
+def _block_rates(now: NowView) -> str:
+    evicted, dropped = now.evicted_blocks_per_second or 0.0, now.dropped_blocks_per_second or 0.0
+    return f"evicted for capacity: {evicted:.1f} blocks/s, dropped: {dropped:.1f} blocks/s"
+
+
+def _hits(history: HistoryView, since_start: float | None) -> Chart:
+    (line,) = lines_of(METRICS["hit-ratio"], history.items[-NUM_POINTS - 1 :])
+    now = "no lookups" if history.now.hit_ratio is None else percent(history.now.hit_ratio)
+    ever = "" if since_start is None else f"{percent(since_start)} since the start"
+    return Chart((Curve(line.name, now, line.points),), 1.0, "0 to 100 %", ever)
+
+
+def _bandwidth(history: HistoryView) -> Chart:
+    lines = lines_of(METRICS["bandwidth"], history.items[-NUM_POINTS - 1 :])
+    top = max((point for line in lines for point in line.points if point is not None), default=0.0)
+    curves = tuple(Curve(line.name, rate(getattr(history.now, line.figure)), line.points) for line in lines)
+    return Chart(curves, top, f"0 to {rate(top)}" if top else "no transfers")

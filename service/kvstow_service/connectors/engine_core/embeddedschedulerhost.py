@@ -1,0 +1,189 @@
+"""The scheduler's half with its own engine and admin server in vLLM's process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.network_utils import get_ip
+
+import kvstow
+from kvstow.bytesize import format_size
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConfigError, KvstowError
+from kvstow.messages import DesiredState, RankReport
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.admin.embedded import EmbeddedAdmin
+from kvstow_service.admin.tls import TlsFiles
+from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
+from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.metadata import RankHello
+from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
+from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
+from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.stepplan import TierPlan
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.engine_core.workerside import RankClient
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
+    from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
+
+_HEAD_START_SECONDS = 1.0  # for vLLM's start, which ends soon after; until then, ranks report with the steps
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class EmbeddedSchedulerHost(SchedulerHost):
+    """Runs an engine and an admin server in vLLM's process."""
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        process: VLLMProcess,
+        groups: KVGroups,
+        *,
+        build: Mapping[str, str],
+        make_events: Callable[[OffloadEngine], EventFeed | None],
+        tier_identity: Callable[[list[RankHello]], TierIdentity] | None = None,
+    ) -> None:
+        """`tier_identity` is called when all ranks are known; None if there can be no tier. Raises `ConfigError` if the
+        options do not allow an admin server to start."""
+        super().__init__(options, process, groups)
+        self.engine: OffloadEngine | None = None
+        self.admin: EmbeddedAdmin | None = None
+        self._build, self._make_events = build, make_events
+        self._admin_options = _admin_options(options, process)
+        self._spans_nodes = False
+        self._tier_identity = tier_identity
+        self.tier: EmbeddedTier | None = None
+
+    @property
+    def wants_steps(self) -> bool:
+        """Steps report the end of transfers."""
+        return self.tier is not None and not self._has_failed and self.tier.wants_steps
+
+    def plan_tier(self, step: Any) -> TierPlan | None:
+        return None if self.tier is None else self.tier.plan(step)
+
+    def _step_ended(self, number: int) -> None:
+        if self.tier is not None:
+            self.tier.ended(number)
+
+    def _note_tier_client(self, rank: int, client: RankClient) -> None:
+        if self.tier is not None:
+            self.tier.note_client(rank, client)
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        return self.admin.address_for_remote_ranks if self.admin is not None and self._spans_nodes else None
+
+    def close(self) -> None:
+        if self.admin is not None:
+            self.admin.stop()
+        if self.tier is not None:
+            self.tier.end()
+        if self.engine is not None:
+            self.engine.close()
+
+    def _take_report(self, report: RankReport) -> DesiredState | None:
+        assert self.engine is not None
+        try:
+            return self.engine.report(report)
+        except KvstowError as error:
+            self.engine.count_error("rank_report")
+            logger.warning("rank %d: its report is not accepted: %s", report.rank, error)
+            return None
+
+    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload:
+        sizes = [hello.slot_bytes for hello in hellos]
+        self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
+        engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        events = self._make_events(engine)
+        stats = StatsFeed(EngineFigures(engine, sum(sizes), self._slot_tokens))
+        control = EmbeddedControl(engine)
+        side = self._make_side(control, pool, stats, events)
+        self.engine = engine
+        if self._options.tier is not None:
+            self.tier = self._open_tier(control, self._options.tier, hellos)
+        admin = EmbeddedAdmin(
+            engine,
+            self._admin_options,
+            identity=self._process.engine_id,
+            mode="vllm",
+            max_capacity_slots=self._max_slots(hellos),
+            settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
+            build=self._build,
+            tier=None if self.tier is None else self.tier.host,
+            node_host=get_ip() if self._spans_nodes else "",
+            head_start=_HEAD_START_SECONDS,
+            freezes_heap=True,
+        )
+        self.admin = admin
+        admin.start()
+        slots = engine.config.capacity_slots
+        logger.info(
+            "KVStow %s keeps %d blocks of %d tokens in %s of host memory, over %d ranks; stores are %s",
+            *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
+            "lazy" if self._options.lazy_offload else "eager",
+        )
+        return Offload(control, side, stats, events)
+
+    def _open_tier(self, control: EmbeddedControl, url: str, hellos: list[RankHello]) -> EmbeddedTier:
+        """Connects to the store in the background."""
+        from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier  # only with a tier
+        from kvstow_service.tiers import stores
+        from kvstow_service.tiers.tierhost import TierChoice
+
+        assert self.engine is not None
+        assert self._tier_identity is not None
+        process = self._process
+        tier = EmbeddedTier(
+            self.engine,
+            control,
+            self._tier_identity(hellos),
+            model=process.model,
+            max_step_tokens=process.max_batched_tokens,
+            replicated=process.replicated,
+            shares_memory=self._options.shares_memory,
+        )
+        tier.begin(TierChoice(url, stores.open_store(url), self._options.tier_write))
+        return tier
+
+    def _max_slots(self, hellos: list[RankHello]) -> int:
+        """The largest size that a resize may set. On each node, the slots of its ranks share the available memory."""
+        fitting = [
+            min(hello.node_bytes for hello in ranks) // sum(hello.slot_bytes for hello in ranks)
+            for node in {hello.node for hello in hellos}
+            if (ranks := [hello for hello in hellos if hello.node == node])
+        ]
+        wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
+        return min(wanted, *(hello.max_slots for hello in hellos))
+
+
+def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:
+    """Each data-parallel engine has its own port."""
+    tls = None
+    if options.tls_cert is not None:
+        tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
+    elif options.tls_key is not None or options.tls_client_ca is not None:
+        raise misuse("tls_cert", None, "is needed by tls_key and tls_client_ca")
+    try:
+        return AdminOptions(
+            host=options.admin_host,
+            port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
+            uds=options.admin_uds,
+            token_file=options.token_file,
+            viewer_token_file=options.viewer_token_file,
+            readiness_require=options.readiness_require,
+            allowed_hosts=options.allowed_hosts,
+            tls=tls,
+        )
+    except ConfigError as error:
+        key = f"admin_{error.key}" if error.key in ("host", "port") else error.key
+        raise error.renamed(f"kv_connector_extra_config: {key}") from None

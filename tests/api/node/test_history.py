@@ -1,0 +1,146 @@
+"""What a node remembers and tells: histories, its journal, its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
+from tests.api.node.conftest import KEYS, NAMES, get
+
+from kvstow_api.eventstream import EventStreams
+from kvstow_api.journal import Journal
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_histories_are_of_pools_and_end_with_them(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    sampler = apps[0].state.kvstow.sampler
+    node.attach(NAMES[0]).store(KEYS)
+    node.attach(NAMES[1])
+    sampler.tick()
+    histories = {name: await get(client, f"/v1/history?pool={name}") for name in NAMES[:2]}
+    assert [[one["stored_blocks"] for one in each["items"]] for each in histories.values()] == [[4], [0]]
+    node.end(node.engines[0])
+    node.delete_pool(NAMES[0])
+    node.attach(NAMES[0])  # another life of it
+    sampler.tick()
+    (sample,) = (await get(client, f"/v1/history?pool={NAMES[0]}"))["items"]
+    assert sample["stored_blocks"] == 0
+
+
+@pytest.mark.parametrize(("shares_memory", "copies"), [(False, RANKS), (True, 1)])
+async def test_memory_that_several_engines_have_pinned_counts_once(
+    launch: Any, node: FakeNode, shares_memory: bool, copies: int
+) -> None:
+    node.shares_memory = shares_memory
+    node.attach("a")
+    node.attach("a")
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    apps[0].state.kvstow.sampler.tick()
+    assert (await get(client, "/v1/history?pool=a"))["now"]["pinned_bytes"] == copies * SLOTS * SLOT_BYTES
+
+
+async def test_the_journal_names_pools_and_sessions(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    state = apps[0].state.kvstow
+    node.attach(NAMES[0])
+    state.sampler.tick()
+    node.attach(NAMES[1]).report(state="degraded", error="no memory")
+    state.sampler.tick()
+    told = [
+        (entry.type, entry.data["pool"], entry.data.get("session"), entry.data["state"])
+        for entry in state.journal.after(0)[0]
+        if entry.type in ("state", "rank")
+    ]
+    assert told == [
+        ("state", None, None, "ready"),
+        ("state", NAMES[0], None, "ready"),
+        *[("rank", NAMES[0], "s1", "ready")] * RANKS,
+        ("state", None, None, "degraded"),
+        ("state", NAMES[1], None, "degraded"),
+        *[("rank", NAMES[1], "s2", "degraded")] * RANKS,
+    ]
+
+
+async def test_memory_that_a_pool_gets_after_the_first_is_no_event(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    state = apps[0].state.kvstow
+    engine = node.attach(NAMES[0], reports=False)
+
+    def tick(rank_state: str, **changes: Any) -> list[tuple[str, str]]:
+        last = state.journal.last
+        engine.report(state=rank_state, **changes)
+        state.sampler.tick()
+        return [(entry.type, entry.data["state"]) for entry in state.journal.after(last)[0]]
+
+    assert tick("pinning") == [
+        ("state", "ready"),
+        ("state", "ready"),
+        ("session", "attached"),
+        *[("rank", "pinning")] * RANKS,
+    ]
+    assert tick("ready") == [("rank", "ready")] * RANKS
+    for _ in range(3):
+        engine.pool.add_extent(SLOTS)
+        assert node.pools()[0].facade.readiness().state == "pinning"
+        assert tick("pinning") == []
+        engine.pool.set_populated(engine.pool.capacity)
+        assert tick("ready") == []
+    assert tick("degraded", error="no memory") == [
+        ("state", "degraded"),
+        ("state", "degraded"),
+        *[("rank", "degraded")] * RANKS,
+    ]
+    assert tick("pinning") == [("state", "ready"), ("state", "ready"), *[("rank", "pinning")] * RANKS]
+
+
+async def test_block_events_are_of_one_pool(client: httpx.AsyncClient, pools: list[str]) -> None:
+    if len(pools) != 1:  # else the stream does not end
+        answer = await client.get("/v1/events?types=stored")
+        assert answer.status_code == (422 if pools else 409)
+    assert (await client.get("/v1/events?pool=unknown")).status_code == 404
+
+
+async def test_a_stream_of_a_pool_leaves_out_what_is_said_of_others(node: FakeNode) -> None:
+    engine, other = node.attach(NAMES[0]), node.attach(NAMES[1])
+    journal = Journal()
+    stream = EventStreams(node, journal).open(("state", "change", "stored"), node.find_pool(NAMES[0]), poll=0.0)
+    await anext(stream)  # how soon to reconnect
+    journal.add("state", pool=NAMES[1], state="ready")
+    journal.add("state", pool=NAMES[0], state="degraded")
+    journal.add("change", actor="admin")
+    other.store([b"other"])
+    engine.store([b"mine"])
+    text = (await anext(stream)).decode()
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert [line for line in text.splitlines() if line.startswith("event:")] == [
+        "event: state",
+        "event: change",
+        "event: stored",
+    ]
+    assert "degraded" in text
+    assert b"mine".hex() in text
+
+
+async def test_a_stream_of_the_node_goes_on_when_its_pools_change(node: FakeNode) -> None:
+    journal = Journal()
+    streams = EventStreams(node, journal)
+    journal.add("state", pool=None, state="ready")
+    first = streams.open(("state",), recent=1, poll=0.0)
+    text = [await anext(first) for _ in range(2)][1].decode()
+    seen = text.partition("id: ")[2].partition("\n")[0]
+    await first.aclose()  # type: ignore[attr-defined]
+    node.attach(NAMES[0])
+    journal.add("state", pool=NAMES[0], state="degraded")
+    again = streams.open(("state",), after=seen, poll=0.0)
+    text = [await anext(again) for _ in range(2)][1].decode()
+    await again.aclose()  # type: ignore[attr-defined]
+    assert "degraded" in text
+    assert "lost" not in text

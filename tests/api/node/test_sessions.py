@@ -1,0 +1,219 @@
+"""The sessions and namespaces of a node."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.conftest import AGENT
+from tests.api.fakenode import RANKS, SLOTS, FakeNode
+from tests.api.node.conftest import KEYS, NAMES, get
+
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.history import SessionNowView, SessionSample, session_now_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_rejected_engines_are_counted_by_reason(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.rejected["identity"] = 2
+    assert (await get(client, "/v1/sessions"))["rejected"] == {"identity": 2, "version": 0}
+
+
+async def test_the_life_of_a_session_is_told(launch: Any, node: FakeNode, clock: FakeClock) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    sampler, journal = apps[0].state.kvstow.sampler, apps[0].state.kvstow.journal
+
+    def told() -> list[Any]:
+        last = journal.last
+        sampler.tick()
+        return [entry.data for entry in journal.after(last)[0] if entry.type == "session"]
+
+    sampler.tick()
+    engine = node.attach(NAMES[0], reports=False)
+    (data,) = told()
+    del data["time"]
+    assert data == {
+        "pool": NAMES[0],
+        "session": "s1",
+        "engine": "fake",
+        "model": "org/model",
+        "state": "attaching",
+        "reason": "not all ranks have reported and registered slots",
+    }
+    engine.report()
+    assert [one["state"] for one in told()] == ["attached"]
+    assert told() == []
+    engine.begin_store(KEYS[:1])
+    clock.advance(31.0)
+    engine.pool.tick()
+    assert [one["state"] for one in told()] == ["stuck"]
+    engine.control.lose("it ended")
+    assert [one["state"] for one in told()] == ["lost"]
+    node.end(engine)
+    assert [(one["session"], one["state"]) for one in told()] == [("s1", "over")]
+    assert told() == []
+
+
+async def test_what_a_session_copies_now_is_a_rate() -> None:
+    began = datetime(2026, 11, 2, tzinfo=UTC)
+
+    def sample(seconds: float, load_bytes: int, store_bytes: int) -> SessionSample:
+        return SessionSample(began + timedelta(seconds=seconds), load_bytes, store_bytes)
+
+    assert session_now_of([]) == SessionNowView()
+    assert session_now_of([sample(0, 0, 0)]).load_bytes_per_second is None
+    now = session_now_of([sample(0, 0, 0), sample(5, 900, 50), sample(15, 1000, 250)])
+    assert now == SessionNowView(seconds=10.0, load_bytes_per_second=10.0, store_bytes_per_second=20.0)
+    restarted = session_now_of([sample(0, 1000, 0), sample(5, 0, 100)])
+    assert (restarted.load_bytes_per_second, restarted.store_bytes_per_second) == (None, 20.0)
+
+
+async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    sampler = apps[0].state.kvstow.sampler
+    engine = node.attach(NAMES[0])
+    sampler.tick()
+    engine.report(load_bytes_total=1 << 20, store_bytes_total=1 << 10)
+    sampler.tick()
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    now = session["now"]
+    assert now["load_bytes_per_second"] == 1024 * now["store_bytes_per_second"] > 0
+    node.end(engine)
+    sampler.tick()
+    assert sampler.now_of_session("s1") == SessionNowView()
+
+
+async def test_sessions_have_these_fields(client: httpx.AsyncClient, node: FakeNode, clock: FakeClock) -> None:
+    engine = node.attach(NAMES[0])
+    engine.begin_store(KEYS)
+    clock.advance(2.0)
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    assert session == {
+        "id": "s1",
+        "engine": "fake",
+        "model": "org/model",
+        "pool": NAMES[0],
+        "namespace": f"{NAMES[0]}-keys",
+        "host": "node",
+        "pid": 1000,
+        "state": "attached",
+        "age_seconds": 2.0,
+        "in_flight": 1,
+        "oldest_seconds": 2.0,
+        "leases": 0,
+        "leased_slots": 0,
+        "registered_slots": SLOTS,
+        "quarantined_slots": 0,
+        "processes": 1,
+        "ranks": [
+            {"rank": rank, "pid": 1001 + rank, "device": f"cuda:{rank}", "registered_slots": SLOTS}
+            for rank in range(RANKS)
+        ],
+        "now": {"seconds": 0.0, "load_bytes_per_second": None, "store_bytes_per_second": None},
+    }
+
+
+@pytest.mark.parametrize(("query", "killed"), [("", False), ("?kill=false", False), ("?kill=true", True)])
+async def test_a_session_is_gone_when_its_processes_are(
+    client: httpx.AsyncClient, node: FakeNode, query: str, killed: bool
+) -> None:
+    engine = node.attach(NAMES[0])
+    engine.begin_store(KEYS)
+    answer = await client.delete(f"/v1/sessions/s1{query}")
+    assert (answer.status_code, answer.json()) == (202, {"id": "s1", "killed": killed})
+    assert node.detached == [("s1", killed)]
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    assert (session["state"], session["quarantined_slots"]) == ("lost", len(KEYS))
+    node.end(engine)
+    assert (await get(client, "/v1/sessions"))["items"] == []
+    assert (await client.delete("/v1/sessions/s1")).status_code == 404
+
+
+async def test_a_bad_word_detaches_nobody(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.attach(NAMES[0])
+    for query in ("?kill=perhaps", "?killed=true", "?kill"):
+        assert (await client.delete(f"/v1/sessions/s1{query}")).status_code == 422
+    assert node.detached == []
+
+
+async def test_a_pool_is_deleted_when_no_session_uses_it(client: httpx.AsyncClient, node: FakeNode) -> None:
+    engine = node.attach(NAMES[0])
+    path = f"/v1/pools/{NAMES[0]}"
+    assert (await client.delete(path)).status_code == 409
+    node.end(engine)
+    answer = await client.delete(path)
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert (await client.delete(path)).status_code == 404
+    assert (await get(client, "/v1/pools"))["items"] == []
+
+
+async def test_namespaces_say_why_nothing_is_shared(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.sharing_off = ("its keys are not reproducible",)
+    node.attach(NAMES[0]).store(KEYS)
+    node.attach(NAMES[0])
+    (namespace,) = (await get(client, "/v1/namespaces"))["items"]
+    assert namespace == {
+        "name": f"{NAMES[0]}-keys",
+        "pool": NAMES[0],
+        "model": "org/model",
+        "weights_id": "w",
+        "weights_source": "snapshot",
+        "sessions": 2,
+        "blocks": len(KEYS),
+        "dropped": False,
+        "sharing_off": ["its keys are not reproducible"],
+    }
+
+
+async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any, engine: Any, ranks: Any) -> None:
+    client = await launch()
+    ranks.store(KEYS)
+    ranks.begin_store([b"more"])
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    assert (session["id"], session["pool"], session["namespace"]) == (engine.engine_id, "host", "host")
+    assert (session["state"], session["in_flight"], session["processes"]) == ("attached", 1, 2)
+    assert session["ranks"] == [
+        {"rank": rank, "pid": 1000 + rank, "device": f"cuda:{rank}", "registered_slots": 16} for rank in range(2)
+    ]
+    (namespace,) = (await get(client, "/v1/namespaces"))["items"]
+    assert (namespace["pool"], namespace["sessions"], namespace["blocks"]) == ("host", 1, 4)
+    assert len(namespace["sharing_off"]) == 1
+    memory = (await get(client, "/v1/readiness"))["memory"]
+    pool_bytes = 2 * 16 * 4096
+    assert memory == {
+        "target_bytes": pool_bytes,
+        "populated_bytes": pool_bytes,
+        "failure": None,
+        "granted_bytes": pool_bytes,
+        "used_bytes": 2 * 5 * 4096,
+        "recalled_bytes": 0,
+        "orphaned_bytes": None,
+        "notices": [],
+        "keeper": None,
+        "keeper_restarts": 0,
+        "extents_kept": 0,
+        "extents_given_up": 0,
+    }
+    for path in ("/v1/ranks", "/v1/ranks?pool=host", f"/v1/ranks?session={engine.engine_id}"):
+        items = (await get(client, path))["items"]
+        assert [(one["rank"], one["pool"], one["session"]) for one in items] == [
+            (rank, "host", engine.engine_id) for rank in range(2)
+        ]
+    assert (await client.delete(f"/v1/sessions/{engine.engine_id}")).status_code == 409
+    assert (await client.delete("/v1/sessions/another")).status_code == 404
+    assert (await client.delete("/v1/pools/host")).status_code == 409
+
+
+async def test_nobody_reports_over_http(launch: Any, node: FakeNode, tmp_path: Any) -> None:
+    token = tmp_path / "token"
+    token.write_text("admin")
+    client = await launch(directory=node, agent_token=None, token_file=token)
+    for headers in ({}, AGENT, {"Authorization": "Bearer admin"}):
+        answer = await client.post("/v1/ranks/0/report", json={}, headers=headers)
+        assert answer.status_code == 401, headers
+        assert answer.headers["www-authenticate"].startswith("Bearer")

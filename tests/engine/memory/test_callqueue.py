@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.errors import PinError
+from kvstow.memory.callqueue import Call, CallQueue
+
+Eventually = Callable[[Callable[[], object]], None]
+
+
+class Calls:
+    """A queue of calls that note their number. `failing`: the number of the one that raises."""
+
+    def __init__(self, number: int, failing: int | None = None) -> None:
+        self.made: list[int] = []
+        self.queue = CallQueue()
+        self.queue.add([Call(lambda index=index: self._make(index, failing), 10) for index in range(number)])  # type: ignore[misc]
+
+    def _make(self, index: int, failing: int | None) -> None:
+        if index == failing:
+            raise ValueError("refused")
+        self.made.append(index)
+
+    def make(self) -> bool:
+        """Claim and make the next one, if there is one."""
+        if not self.queue.claim():
+            return False
+        assert self.queue.make() == 10
+        self.queue.done()
+        return True
+
+
+def test_calls_are_made_once_and_in_order_and_more_may_follow() -> None:
+    calls = Calls(2)
+    assert [calls.make() for _ in range(3)] == [True, True, False]
+    calls.queue.add([Call(lambda: calls.made.append(7), 10)])
+    assert calls.make()
+    assert calls.made == [0, 1, 7]
+    assert calls.queue.settle() == 3
+    calls.queue.raise_error()
+
+
+def test_the_first_call_that_fails_is_the_last_that_is_made() -> None:
+    calls = Calls(4, failing=1)
+    assert [calls.make() for _ in range(3)] == [True, True, False]
+    assert (calls.made, calls.queue.settle()) == ([0], 1)
+    with pytest.raises(ValueError, match="refused"):
+        calls.queue.raise_error()
+
+
+def test_one_thread_alone_has_claimed_a_call() -> None:
+    calls = Calls(2)
+    assert calls.queue.claim()
+    assert not calls.queue.claim()
+    calls.queue.make()
+    assert not calls.queue.claim(), "it is not done yet"
+    calls.queue.done()
+    assert calls.queue.claim()
+    calls.queue.done()
+
+
+def test_a_queue_that_is_held_begins_no_call_and_one_that_is_stopped_never_does() -> None:
+    calls = Calls(3)
+    calls.queue.is_held = True
+    assert not calls.make()
+    calls.queue.is_held = False
+    assert calls.make()
+    calls.queue.stop()
+    assert not calls.make()
+    assert calls.queue.settle() == 1
+    calls.queue.raise_error()
+
+
+def test_the_waiting_thread_wakes_once_enough_calls_are_made() -> None:
+    calls = Calls(5)
+    calls.make()  # an earlier call wakes nobody
+    waiting = threading.Thread(target=calls.queue.wait, args=(4, 60.0), daemon=True)
+    waiting.start()
+    while calls.queue._wake_at != 4:
+        threading.Event().wait(0.001)
+    for _ in range(2):
+        calls.make()
+        assert calls.queue._wake.locked(), "nobody is woken"
+    calls.make()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert len(calls.made) == 4
+
+
+@pytest.mark.parametrize("how", ["stop", "abandon", "fail"])
+def test_the_waiting_thread_wakes_when_there_will_be_no_more_calls(how: str) -> None:
+    calls = Calls(5, failing=0)
+    waiting = threading.Thread(target=calls.queue.wait, args=(5, 60.0), daemon=True)
+    waiting.start()
+    {"stop": calls.queue.stop, "abandon": calls.queue.abandon, "fail": calls.make}[how]()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_settling_waits_for_the_call_under_way() -> None:
+    queue, begun, go_on = CallQueue(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    queue.add([Call(call, 1), Call(call, 1)])
+
+    def make() -> None:
+        assert queue.claim()
+        queue.make()
+        queue.done()
+
+    making = threading.Thread(target=make, daemon=True)
+    making.start()
+    assert begun.wait(30)
+    settled: list[int] = []
+    settling = threading.Thread(target=lambda: settled.append(queue.settle()), daemon=True)
+    settling.start()
+    settling.join(0.05)
+    assert settling.is_alive()
+    go_on.set()
+    settling.join(30)
+    making.join(30)
+    assert settled == [1], "and no other is begun"
+
+
+def test_a_thread_that_was_interrupted_during_a_call_is_not_waited_for() -> None:
+    calls = Calls(2)
+    assert calls.make()
+    assert calls.queue.claim()
+    calls.queue.abandon()
+    assert calls.queue.settle() == 1
+    with pytest.raises(PinError, match="interrupted during a register call"):
+        calls.queue.raise_error()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_who_waits_for_calls_is_woken_when_none_will_be_made(held: bool) -> None:
+    calls = Calls(2)
+    waiting = threading.Thread(target=calls.queue.wait, args=(2, 3600.0), daemon=True)
+    waiting.start()
+    if held:
+        calls.queue.hold(True)
+    else:
+        calls.queue.stop()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert not calls.make()
+    calls.queue.hold(False)
+    assert calls.make() == held

@@ -1,0 +1,170 @@
+"""Lookups that the service says take time, as it waits for the fleet tier, or for memory to be registered."""
+
+from __future__ import annotations
+
+import pytest
+from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
+from tests.service.connectors.vllm.attachedvllmhost import AttachedVllmHost
+
+from kvstow.attach.calls import Prefill, SettledOp, SettledOps
+from kvstow.attach.frames import Frame
+from kvstow.messages import Completion
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
+from kvstow_service.connectors.vllm.attachedhits import LONGEST_PATIENCE_SECONDS, PATIENCE_SECONDS
+from kvstow_service.connectors.vllm.attachstate import AttachState
+
+PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
+BEFORE_PREFILL = 2  # the newest version of the protocol without answers that take time
+
+
+def with_prompt(groups: KVGroups = ONE_GROUP) -> AttachedVllmHost:
+    """A host whose pool has the blocks of `PROMPT`, whose GPU has forgotten them, and whose service takes its time."""
+    host = AttachedVllmHost(groups)
+    first = FakeRequest("first", PROMPT)
+    host.run(first)
+    host.finish(first)
+    host.settle()
+    for block in host.pool.blocks:
+        block.block_hash = None
+    host.service.holds_lookups = True
+    return host
+
+
+def asked(host: AttachedVllmHost, name: str = "r") -> FakeRequest:
+    """A request of `PROMPT` that has been told to wait, as the service has said that its lookup takes time."""
+    request = FakeRequest(name, PROMPT)
+    host.expect(request)
+    host.step()
+    assert host.ask_now(request) is None
+    return request
+
+
+def found(host: AttachedVllmHost, request: FakeRequest) -> int:
+    """What is found after as many steps as it takes."""
+    for _ in range(10):
+        if (hit := host.ask_now(request)) is not None:
+            return hit
+        host.step()
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
+def test_a_request_waits_for_a_lookup_that_takes_time(groups: KVGroups) -> None:
+    host = with_prompt(groups)
+    request = asked(host)
+    host.clock.advance(LONGEST_PATIENCE_SECONDS - 0.01)
+    host.step()
+    assert host.ask_now(request) is None
+    host.service.answer_held()
+    assert found(host, request) == 12
+    host.admit(request, load=12)
+    host.step()
+    host.step()
+    for group in groups.groups:
+        first = group.first_block(12)
+        assert host.contents(request, group)[first:] == keys_of(PROMPT, group)[first:]
+    assert host.leases == 0
+
+
+def test_a_lookup_that_is_only_late_is_a_miss_much_sooner() -> None:
+    host = with_prompt()
+    host.service.is_silent = True
+    request = FakeRequest("r", PROMPT)
+    assert host.ask_now(request) is None
+    host.clock.advance(PATIENCE_SECONDS + 0.01)
+    assert host.ask_now(request) == 0
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
+def test_an_answer_that_takes_too_long_is_a_miss_and_holds_nothing_when_it_comes(groups: KVGroups) -> None:
+    host = with_prompt(groups)
+    request = asked(host)
+    host.clock.advance(LONGEST_PATIENCE_SECONDS + 0.01)
+    assert host.ask_now(request) == 0
+    host.service.answer_held()
+    host.step()
+    assert host.leases == 0
+
+
+def test_a_request_that_ends_meanwhile_leaves_no_lease() -> None:
+    host = with_prompt()
+    request = asked(host)
+    host.side.finish(request, [[]])
+    host.service.answer_held()
+    host.step()
+    assert host.leases == 0
+
+
+def test_a_request_that_does_not_wait_is_answered_before_one_that_does() -> None:
+    host = with_prompt()
+    first = asked(host, "first")
+    host.service.holds_lookups = False
+    assert found(host, FakeRequest("second", PROMPT)) == 12
+    assert host.ask_now(first) is None
+    host.service.answer_held()
+    assert found(host, first) == 12
+
+
+def test_a_session_that_ends_meanwhile_costs_the_hit_and_the_next_one_has_it() -> None:
+    host = with_prompt()
+    request = asked(host)
+    host.service.lose()
+    assert host.ask_now(request) == 0
+    host.service.holds_lookups = False
+    host.step()
+    host.step()
+    assert found(host, FakeRequest("next", PROMPT)) == 12
+
+
+def test_a_service_that_takes_its_time_does_not_count_as_silent() -> None:
+    host = with_prompt()
+    asked(host)
+    for _ in range(4):
+        host.clock.advance(SLOW_SECONDS + 0.01)
+        host.step()
+        assert host.control.state == AttachState("attached", sharing="yes")
+    host.clock.advance(SILENT_SECONDS + 0.1)
+    host.step()
+    assert host.control.engine.is_attached
+    assert host.control.problem is None
+
+
+def test_the_speed_of_prefill_is_told_to_a_service_that_takes_time() -> None:
+    host = with_prompt()
+    assert not host.control.has_tier
+    asked(host)
+    host.step()
+    assert host.control.has_tier
+    host.control.note_prefill(4096, 0.5)
+    assert host.service.prefills == [Prefill(4096, 0.5)]
+    host.service.lose()
+    assert not host.control.has_tier, "the next service may have none"
+
+
+def test_the_speed_of_prefill_is_kept_from_an_older_service() -> None:
+    host = AttachedVllmHost(is_up=False)
+    host.control.note_prefill(4096, 0.5)
+    host.service.is_up, host.service.version = True, BEFORE_PREFILL
+    host.step()
+    assert host.control.engine.is_attached
+    host.control.note_prefill(4096, 0.5)
+    assert host.service.prefills == []
+
+
+def test_the_times_of_ops_that_have_failed_are_not_kept() -> None:
+    """The service has given up a store that a rank ends afterwards."""
+    host, request = AttachedVllmHost(), FakeRequest("r", PROMPT)
+    host.run(request, copy=False)
+    host.finish(request)
+    plans = [host.step(copy=False) for _ in range(4)]
+    (op,) = [op for plan in plans for op in plan.stores.ops]
+    (entry,) = host.control.engine._ops._of_service.values()
+    said = SettledOps((SettledOp(entry.service_id, "store", "failed", "too late"),), room=0)
+    host.service.connection._pushed.append(Frame(said.KIND, 0, said.pack()))
+    host.step(copy=False)
+    (rank,) = host.ranks
+    host.control.complete(0, rank.boot_id, [Completion(op.op_id, "done", seconds=0.5)])
+    host.step()
+    assert not host.control.moved_seconds
+    assert not host.control._seconds

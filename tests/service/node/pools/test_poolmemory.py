@@ -1,0 +1,146 @@
+"""Memory on demand: what a pool gets, and when its engines see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.service.node.conftest import MakeBench
+from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, HostBench
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
+
+from kvstow.attach.calls import Hold
+from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents
+from kvstow.errors import LeaseError
+
+
+def test_a_pool_gets_memory_when_all_ranks_are_there_and_more_as_it_fills(bench: HostBench) -> None:
+    engine = bench.attach()
+    engine.join(0)
+    bench.run()
+    assert engine.grants == {}
+    engine.join(1)
+    bench.run()
+    assert [len(engine.grants[rank]) for rank in (0, 1)] == [1, 1]
+    engine.register()
+    engine.report()
+    engine.store(0)
+    bench.run()
+    assert engine.pool.extents == (ROW_SLOTS, ROW_SLOTS), "one row is always ahead"
+    engine.register()
+    for start in range(1, ROW_SLOTS, 4):
+        engine.store(*range(start, start + 4))
+    bench.run()
+    assert len(engine.pool.extents) == 3
+    grants = sorted(engine.grants[0].values(), key=lambda grant: grant.number)
+    assert [(grant.number, grant.first_slot, grant.num_slots) for grant in grants] == [
+        (number, number * ROW_SLOTS, ROW_SLOTS) for number in range(3)
+    ]
+
+
+def test_a_pool_gets_no_more_than_its_engines_ask_for(bench: HostBench) -> None:
+    engine = bench.start(wanted_bytes=2 * SLOT_BYTES * (ROW_SLOTS + 5))
+    for start in range(0, 60, 4):
+        engine.store(*range(start, start + 4))
+        bench.run()
+        engine.register()
+    assert engine.pool.extents == (ROW_SLOTS, 5)
+    assert bench.memory.figures.spare_bytes > 0
+    other = bench.start()
+    other.store(*range(100, 108))
+    bench.run()
+    assert other.pool.extents == (ROW_SLOTS, 5, ROW_SLOTS), "the larger wins"
+
+
+def test_a_second_engine_gets_all_that_the_pool_has(bench: HostBench) -> None:
+    first = bench.start()
+    first.store(1)
+    bench.run()
+    second = bench.attach()
+    second.join(1)
+    bench.run()
+    assert [grant.number for grant in second.grants[1].values()] == [0, 1]
+    assert second.grants[1].keys() == first.grants[1].keys()
+
+
+def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=260)
+    engine = bench.start(ONE_RANK)
+    bench.budget.want(engine.pool.name, None)
+    bench.memory.retry()
+    bench.run()
+    late = bench.start(ONE_RANK)
+    sizes = [len(pushed.inodes) for pushed in late.pushed if isinstance(pushed.message, GrantedExtents)]
+    assert sizes == [250, 10]
+
+
+def test_ranks_of_unlike_slots_have_as_many_of_them(bench: HostBench) -> None:
+    sizes = (SLOT_BYTES, 2 * SLOT_BYTES)
+    engine = bench.attach(replace(HELLO, pool=replace(POOL, slot_bytes=sizes)))
+    engine.join()
+    bench.run()
+    granted = {pushed.rank: pushed.message for pushed in engine.pushed if isinstance(pushed.message, GrantedExtents)}
+    assert {rank: message.slot_stride for rank, message in granted.items()} == dict(enumerate(sizes))
+    for rank in (0, 1):
+        (grant,) = engine.grants[rank].values()
+        assert (grant.first_slot, grant.num_slots, grant.num_bytes) == (0, ROW_SLOTS // 2, EXTENT)
+
+
+def test_devices_numa_nodes_decide_where_memory_is_made(bench: HostBench) -> None:
+    engine = bench.attach()
+    engine.join(0, numa_node=1)
+    engine.join(1)
+    bench.run()
+    assert [rank.numa_node for rank in bench.budget.layout(engine.pool.name).ranks] == [1, None]
+
+
+def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBench) -> None:
+    bench = make_bench(starts_populated=False)
+    engine = bench.attach()
+    engine.join()
+    bench.run()
+    engine.report()
+    assert bench.host.sessions()[0].status.state == "attaching"
+    assert engine.begin_store(1).outcomes == {"dropped_not_ready": 1}
+    (row,) = bench.budget.rows(engine.pool.name).values()
+    first, second = (bench.memory.memory.extent(number) for number in row.extents)
+    assert first is not None
+    assert second is not None
+    first.populated_bytes, second.populated_bytes = 2 * SLOT_BYTES, 3 * SLOT_BYTES
+    bench.run()
+    assert engine.pool.slots.limit == 2
+    first.populated_bytes = 8 * SLOT_BYTES
+    bench.run()
+    assert engine.populated == {row.extents[0]: 8 * SLOT_BYTES, row.extents[1]: 3 * SLOT_BYTES}
+    assert engine.pool.slots.limit == 3
+    assert engine.begin_store(1).outcomes == {"dropped_not_ready": 1}
+    engine.register()
+    assert bench.host.sessions()[0].status.state == "attached"
+    begun = engine.begin_store(*range(5))
+    assert sorted(begun.slots) == [0, 1, 2]
+
+
+def test_an_engine_sees_nothing_above_what_it_has_registered(bench: HostBench) -> None:
+    first = bench.start()
+    first.store(*range(10))
+    second = bench.attach()
+    second.join()
+    bench.run()
+    second.report()
+    assert second.has(*range(10)) == 0
+    second.register(limit=4)
+    assert second.has(*range(10)) == 4
+    assert max(second.begin_store(100, 101).slots, default=0) < 4
+    second.register()
+    assert second.has(*range(4, 10)) == 6
+
+
+def test_a_rank_that_registers_less_than_before_sees_less(bench: HostBench) -> None:
+    engine = bench.start()
+    engine.store(*range(10))
+    lease = engine.find(9, hold=Hold.PRESENT)
+    (extent,) = engine.grants[0]
+    bench.host.extents_registered(engine.session_id, 0, [ExtentSlots(extent, 4)])
+    assert engine.has(*range(10)) == 4
+    with pytest.raises(LeaseError, match="broken"):
+        engine.begin_load(lease.lease_id)

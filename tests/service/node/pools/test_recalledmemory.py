@@ -1,0 +1,174 @@
+"""Memory that goes from one pool to another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.service.node.conftest import MakeBench
+from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
+from tests.service.node.pools.test_sharing import OTHER
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
+
+from kvstow.attach.calls import Hold
+from kvstow.attach.extentcalls import RevokedExtents
+from kvstow.errors import ConflictError
+
+
+def last_number(engine: Engine) -> int:
+    """Of the block in the pool's last slot."""
+    last = sum(engine.pool.extents) - 1
+    ((_, key),) = engine.pool.index.slot_keys.between(last, last + 1)
+    return int.from_bytes(key, "big")
+
+
+def test_memory_of_a_pool_without_sessions_goes_to_a_new_one(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    old.end()
+    bench.run()
+    new = bench.start(ONE_RANK_OTHER)
+    assert len(new.pool.extents) == 1
+    assert old.pool.extents == (ROW_SLOTS,) * 3, "the last row went"
+    again = bench.start(ONE_RANK)
+    assert again.has(*range(4 * ROW_SLOTS)) == 3 * ROW_SLOTS
+
+
+def test_a_pool_is_not_without_sessions_while_an_engine_starts(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=6)
+    first, second = grown(bench, rows=2), grown(bench, ONE_RANK_OTHER, rows=2)
+    for engine in (first, second):
+        engine.end()
+    bench.run()
+    bench.attach(ONE_RANK)
+    third = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1, kv_cache_dtype="int8")
+    bench.start(replace(HELLO, pool=third))
+    assert [len(pool.extents) for pool in (first.pool, second.pool)] == [3, 2], "although it ended before the other"
+
+
+def test_an_extent_changes_hands_only_after_every_worker_has_let_go(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    first = grown(bench)
+    second = bench.start(ONE_RANK)
+    bench.run()
+    assert len(second.grants[0]) == 4
+    mapped = {grant.number: extent for extent, grant in second.grants[0].items()}
+    first.end()
+    second.lose()
+    new = bench.attach(ONE_RANK_OTHER)
+    new.join()
+    bench.run()
+    assert bench.memory.figures.recalled_bytes > 0
+    assert new.grants == {}
+    assert bench.budget.mappers(mapped[3]) == [second.client(0)]
+    second.let_go()
+    second.over()
+    bench.run()
+    assert list(new.grants[0]) == [mapped[3]]
+
+
+def test_a_live_engine_gives_up_its_last_row_once_nothing_of_it_is_used(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    lease = old.find(last_number(old), hold=Hold.PRESENT)
+    new = bench.attach(ONE_RANK_OTHER)
+    new.join()
+    bench.run()
+    assert old.revoked == {}, "a slot is leased"
+    assert not any(isinstance(pushed.message, RevokedExtents) for pushed in old.pushed)
+    assert old.has(*range(4 * ROW_SLOTS)) < 4 * ROW_SLOTS, "its blocks are evicted meanwhile"
+    load = old.begin_load(lease.lease_id)
+    bench.run()
+    assert old.revoked == {}, "a copy is under way"
+    old.complete(load.op_id)
+    bench.run()
+    (extents,) = old.revoked.values()
+    assert [old.grants[0][extent].number for extent in extents] == [3], "the other asks for one row"
+    assert new.grants == {}, "the worker has them mapped"
+    with pytest.raises(ConflictError, match="some engines still use memory"):
+        old.pool.add_extent(1)
+    old.release_revoked()
+    bench.run()
+    new.register()
+    new.report()
+    assert list(new.grants[0]) == extents
+    assert old.pool.extents == (ROW_SLOTS,) * 3
+    assert old.store(1000).op_id
+
+
+def test_a_pool_gets_its_rows_back_with_the_same_slots_only_when_all_have_let_go(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    new = bench.attach(ONE_RANK_OTHER)
+    new.join()
+    bench.run()
+    new.lose()
+    new.over()
+    bench.run()
+    assert len(old.pool.extents) == 3
+    old.release_revoked()
+    bench.run()
+    old.register()
+    old.store(*range(1000, 1020))
+    bench.run()
+    assert len(old.pool.extents) == 4
+    assert {grant.number for grant in old.grants[0].values()} == {0, 1, 2, 3}
+    old.register()
+    assert bench.host.sessions()[0].status.registered_slots == 4 * ROW_SLOTS
+
+
+def test_a_rank_without_memory_keeps_none_from_anybody(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=8)
+    old = grown(bench, HELLO)
+    half = bench.attach(HELLO)
+    half.join(0)
+    bench.run()
+    assert len(half.grants[0]) == 4
+    new = bench.attach(OTHER)
+    new.join()
+    bench.run()
+    old.release_revoked()
+    half.release_revoked()
+    bench.run()
+    assert len(new.grants[0]) == 1
+    new.end()
+    bench.host.delete_pool(new.answer.pool)
+    bench.run()
+    assert len(old.pool.extents) == 4
+    assert bench.memory.figures.notices == ()
+
+
+def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    lease = old.find(last_number(old), hold=Hold.PRESENT)
+    bench.attach(ONE_RANK_OTHER).join()
+    bench.run()
+    late = bench.attach(ONE_RANK)
+    late.join()
+    bench.run()
+    assert {grant.number for grant in late.grants[0].values()} == {0, 1, 2}
+    late.register()
+    late.report()
+    bench.host.release_leases(old.session_id, [lease.lease_id])
+    bench.run()
+    old.release_revoked()
+    bench.run()
+    assert len(bench.engines[1].grants[0]) == 1, "nobody waits for the late one"
+
+
+def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    old.pool.facade.admin.protect([key_of(number) for number in range(4 * ROW_SLOTS)], None)
+    new = bench.attach(ONE_RANK_OTHER)
+    new.join()
+    bench.run()
+    (notice,) = bench.memory.figures.notices
+    assert notice.startswith(f"memory of pool {old.pool.name} is recalled, but {ROW_SLOTS} protected blocks")
+    old.pool.facade.admin.unprotect(None)
+    bench.run()
+    old.release_revoked()
+    bench.run()
+    assert len(new.grants[0]) == 1
+    assert bench.memory.figures.notices == ()
