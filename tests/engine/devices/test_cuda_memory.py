@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,27 +18,33 @@ SLOTS = 8
 
 
 @pytest.fixture
-def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Eventually) -> Any:
+def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Eventually) -> Iterator[Any]:
     """A data plane whose device has a copy of the top slot under way, which waits for the host's work."""
 
     ranks: list[Any] = []  # they keep the KV caches
+    planes: list[DataPlane] = []
 
     def start(direction: Direction) -> DataPlane:
         ranks.append(rank := make_cuda_rank(slots=SLOTS))
-        plane = DataPlane(0, rank.pool, rank.device)
+        planes.append(plane := DataPlane(0, rank.pool, rank.device))
         fence, _ = new_fence()
         plane.submit(StepPlan((Op(1, direction, (0,), (SLOTS - 1,)),)), fence)
         eventually(lambda: {"copy", "gather", "scatter"} & {name for stream in cuda.streams for name in stream.names})
         return plane
 
-    return start
+    yield start
+    for plane in planes:
+        cuda.run()  # a copy that has not ended keeps the thread
+        plane.close()
 
 
 def _finish(cuda: Any, plane: DataPlane) -> str:
     for _ in range(1000):
         cuda.run()
         if plane.wait_completions(0.01):
-            return plane.take_completions()[-1].mark
+            mark = plane.take_completions()[-1].mark
+            if mark != "source_free":  # a store's first completion may come alone
+                return mark
     raise AssertionError("the copy does not end")
 
 
@@ -53,7 +59,6 @@ def test_a_shrink_waits_for_the_copy(
     assert _finish(cuda, plane) == "done"
     eventually(lambda: plane.pool.status().chunks_done == 1)
     assert cuda.offences == []
-    plane.close()
 
 
 def test_without_holds_memory_is_unregistered_during_the_copy(
@@ -72,4 +77,3 @@ def test_without_holds_memory_is_unregistered_during_the_copy(
     eventually(lambda: cuda.offences)
     assert cuda.offences[0] == "memory of the host is unregistered while a copy is to touch it"
     _finish(cuda, plane)
-    plane.close()
