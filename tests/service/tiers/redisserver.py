@@ -9,7 +9,7 @@ import subprocess
 from itertools import count
 from pathlib import Path
 
-_ports = count(46_379)
+_ports = count(26_379)  # below the ports of outgoing connections
 
 
 class Server:

@@ -41,7 +41,9 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[1]), 0, "tcp", "", 
 print(code, flush=True)
 sys.stdin.read()
 """
-_ports: Iterator[int] = count(50_051, 2)  # in the namespace of `make test-tier` nobody else has any
+_ports: Iterator[int] = count(20_051, 2)
+"""Nobody else listens in the namespace of `make test-tier`. They are below `ip_local_port_range`, from which the kernel
+takes the ports of outgoing connections: one of these once kept a master from listening."""
 
 
 def require_network() -> None:
@@ -81,7 +83,8 @@ class Cluster:
 
     def start_master(self) -> subprocess.Popen[Any]:
         self.master = self._start_master(self._port)
-        _wait_until(lambda: is_listening(self._port), "the master does not listen")
+        _wait_until(lambda: is_listening(self._port) or self.master.poll() is not None, "the master does not listen")
+        assert self.master.poll() is None, f"the master has ended: {self._log.name}"
         return self.master
 
     def _start_master(self, port: int, *options: str) -> subprocess.Popen[Any]:
