@@ -113,12 +113,12 @@ class TierLedger:
         )
 
     def cancel_fetches(self) -> int:
-        """Let no fetch under way become visible; returns how many keys that concerns. O(slots being fetched)."""
+        """Let no fetch under way become visible; returns how many keys would have. O(slots being fetched)."""
         cancelled = 0
         for entry in self._ops:
             if isinstance(entry, OpenTierOp) and entry.tier_op.direction == "fetch" and not entry.abandoned:
-                entry.namespace.pending_stores.disown(entry.tier_op.keys)
-                cancelled += len(entry.tier_op.keys)
+                op = entry.tier_op
+                cancelled += entry.namespace.pending_stores.disown_store(op.keys, op.slots)
         return cancelled
 
     def dissolve(self) -> None:

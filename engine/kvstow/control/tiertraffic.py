@@ -132,7 +132,7 @@ class TierTraffic:
 
     def cancel_fetches(self) -> int:
         """No fetch that is under way becomes visible; its slots are freed when all ranks have finished it. Returns how
-        many keys that concerns."""
+        many keys would have become visible."""
         with self._pool.lock:
             return self._session.ops.tier.cancel_fetches()
 

@@ -311,6 +311,32 @@ def test_cancelled_fetches_stay_invisible_and_free_their_slots_at_their_end(
     assert slots_of(node) == {"free": 7, "cached": 1}
 
 
+@pytest.mark.parametrize("disown", ["cancel", "purge"])
+def test_cancelling_a_fetch_leaves_a_later_store_of_its_keys_alone(
+    make_node: MakeNode, objects: Objects, disown: str
+) -> None:
+    node = make_node(ranks=1)
+    in_store(objects, KEYS[:3], 1)
+    fetch = only(node.fetch(KEYS[:3]))
+    node.deliver()
+    assert isinstance(node.engine, OffloadEngine)
+    if disown == "cancel":
+        assert node.tier.cancel_fetches() == 3
+    else:
+        node.engine.admin.purge(keys=KEYS[:3]).run()
+    (rank,) = node.ranks
+    rank.blocks.update({number: node.content(KEYS[number], 0) for number in range(2)})
+    op = node.engine.begin_store(KEYS[:2], range(2)).op
+    rank.submit(op)
+    cancelled = node.tier.cancel_fetches()
+    node.run(0, fetch)
+    assert node.engine.lookup(KEYS) == 0
+    rank.run_all()
+    assert node.loaded(KEYS) == 2
+    assert cancelled == 0
+    assert slots_of(node) == {"free": 6, "cached": 2}
+
+
 def test_repeated_and_late_completions_change_nothing(make_node: MakeNode, objects: Objects) -> None:
     node = make_node(ranks=2)
     in_store(objects, KEYS, 2)
