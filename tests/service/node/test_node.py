@@ -163,11 +163,21 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
     assert pool.facade.stats().evicted_for_capacity == 2 * ROW_SLOTS
 
 
+def _fill(node: Node, engine: RawEngine) -> None:
+    """Store four rows until the pool has all of the node's memory. Each store that misses memory asks for a row, and
+    evicts if none has come yet."""
+
+    def has_all() -> bool:
+        engine.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
+        return node.memory.figures.spare_bytes == 0
+
+    engine.wait_for(has_all)
+
+
 def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engines: Engines) -> None:
     node = make_node(extents=8)
     first = engines(node)
-    first.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
-    first.wait_for(lambda: node.memory.figures.spare_bytes == 0)
+    _fill(node, first)
     second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
     keys = [key_of(number) for number in range(ROW_SLOTS)]
 
@@ -187,8 +197,7 @@ def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: Ma
     node = make_node(extents=8)
     directory = NodeDirectory(node)
     first = engines(node)
-    first.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
-    first.wait_for(lambda: node.memory.figures.spare_bytes == 0)
+    _fill(node, first)
     total = 8 * EXTENT
     (pool,) = directory.pools()
     assert (pool.granted_bytes, pool.due_bytes, directory.memory().granted_bytes) == (total, total, total)
