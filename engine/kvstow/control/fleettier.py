@@ -161,9 +161,11 @@ class FleetTier:
             return
         if self._breaker.is_closed:
             assert self.fingerprint is not None
-            # Where groups need parts of a prefix, its other blocks must not make room for these.
-            keys = remote if wait.needs is None else found.keys
-            wait.ops += self._fetches.begin(self.fingerprint, keys, found)
+            # Where groups need parts of a prefix, its other blocks must not make room for these, and a part of these is
+            # no hit.
+            whole = wait.needs is not None
+            keys = found.keys if whole else remote
+            wait.ops += self._fetches.begin(self.fingerprint, keys, found, whole=whole)
         if wait.ops:
             wait.state = "fetching"
             compute = inf if estimate.compute_seconds is None else estimate.compute_seconds

@@ -154,7 +154,7 @@ class Index:
         self.times.mark_used(runs, now)
         if self._put_while_new:
             self._put_while_new.difference_update(*runs)
-        slots = self._evictable(runs)
+        slots = self.evictable(runs)
         if slots:
             self.namespaces.policy_of(slots).use(slots)
 
@@ -162,11 +162,11 @@ class Index:
         """Mark these visible slots of one namespace as just used. Held and protected ones return to the policy as just
         used anyway."""
         self.times.mark_used(runs, now)
-        slots = self._evictable(runs)
+        slots = self.evictable(runs)
         if slots:
             self.namespaces.policy_of(slots).refresh(slots)
 
-    def _evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
+    def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that the policy has, without repeats."""
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):

@@ -57,16 +57,19 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
-def place_fetch(session: Session, keys: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
+def place_fetch(session: Session, keys: Sequence[bytes], *, whole: bool = False) -> tuple[list[bytes], list[int]]:
     """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
-    ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. The caller holds
-    the lock. O(keys)."""
+    ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. `whole`: none of
+    the keys if there are not slots for all. The caller holds the lock. O(keys)."""
     pool = session.pool
     now = pool.clock()
     if _refusal(session, now):
         return [], []
     fresh, present = _select(session.namespace, keys, {})
     slots = _make_room(session, len(fresh), present, now)
+    if whole and len(slots) < len(fresh):
+        pool.deallocate(slots)
+        return [], []
     wanted = [keys[i] for i in fresh[: len(slots)]]
     session.namespace.pending_stores.start(wanted, slots)
     if pool.journal is not None:
@@ -74,15 +77,22 @@ def place_fetch(session: Session, keys: Sequence[bytes]) -> tuple[list[bytes], l
     return wanted, slots
 
 
-def store_room(session: Session) -> int:
-    """Slots for a store, free or by eviction; 0 while stores are refused. An upper bound while the session has not
-    registered all slots, or leases too many. The caller holds the lock."""
+def has_room(session: Session, keys: Sequence[bytes]) -> bool:
+    """Whether `place_fetch` would find slots for all of the keys; as little exact as `store_room`. The caller holds the
+    lock. O(keys)."""
+    fresh, present = _select(session.namespace, keys, {})
+    return len(fresh) <= store_room(session, kept=len(session.pool.index.evictable(present)))
+
+
+def store_room(session: Session, *, kept: int = 0) -> int:
+    """Slots for a store, free or by eviction; 0 while stores are refused. `kept`: evictable blocks that must stay. An
+    upper bound while the session has not registered all slots, or leases too many. The caller holds the lock."""
     pool = session.pool
     if _refusal(session, pool.clock()):
         return 0
     room = pool.slots.free
     if pool.earlier is None:
-        room += pool.index.num_cached + sum(one.leases.excess_slots for one in pool.sessions)
+        room += pool.index.num_cached - kept + sum(one.leases.excess_slots for one in pool.sessions)
     return room if session.watermark is None else min(room, session.watermark)
 
 

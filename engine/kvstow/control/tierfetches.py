@@ -38,9 +38,9 @@ class TierFetches:
         ops = dict.fromkeys(map(self._op_of.get, keys))
         return [op for op in ops if op is not None]
 
-    def begin(self, fingerprint: str, keys: Sequence[bytes], found: Found) -> list[int]:
-        """Fetch those of the keys, some of what was `found`, that the pool lacks."""
-        ops = self._traffic.begin_fetch(fingerprint, keys)
+    def begin(self, fingerprint: str, keys: Sequence[bytes], found: Found, *, whole: bool = False) -> list[int]:
+        """Fetch those of the keys, some of what was `found`, that the pool lacks. `whole`: see `begin_fetch`."""
+        ops = self._traffic.begin_fetch(fingerprint, keys, whole=whole)
         for op in ops:
             self._keys_of[op.op_id] = op.keys
             self._worth[op.op_id] = found.blocks / len(found.keys)

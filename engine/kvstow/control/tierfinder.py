@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from kvstow.control.tierfetches import TierFetches
-from kvstow.control.tierneeds import NOTHING, Found, Needs
+from kvstow.control.tierneeds import NOTHING, Found, Needed, Needs
 from kvstow.control.tierswitch import TierSwitch
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.control.tierwait import TierWait
@@ -41,7 +41,7 @@ class TierFinder:
     def _needed(self, wait: TierWait, needs: Needs) -> Found | None:
         """What a request needs of several groups for the longest hit that the pool, fetches under way and the store
         give together, and how much longer it is than that of the pool alone; None: not known yet. O(keys) when the
-        request comes and when the store has answered."""
+        request comes and when the store has answered, and O(keys log keys) where the pool is short of slots."""
         if wait.inquiry is None:
             if needs(self._traffic.visible).blocks == needs.most:
                 return NOTHING
@@ -51,11 +51,29 @@ class TierFinder:
                 return None
         elif wait.inquiry.is_open:
             return None
-        pool, longest = needs(self._traffic.visible), needs(self._has)
+        pool = needs(self._traffic.visible)
+        longest = self._longest(needs, pool.blocks)
         saved = longest.blocks - pool.blocks
         if saved <= 0:
             return NOTHING
         return Found(longest.keys, saved, len(set(longest.keys).difference(pool.keys)))
+
+    def _longest(self, needs: Needs, least: int) -> Needed:
+        """The longest hit that the three give together and that the pool has room for; if none is longer than `least`
+        blocks, a shorter one. Bisects, so it may miss a longer hit that needs fewer slots, as with chunked attention.
+        """
+        longest = needs(self._has)
+        if longest.blocks <= least or self._traffic.has_room(longest.keys):
+            return longest
+        longest, most = Needed((), 0), longest.blocks - 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            hit = needs(self._has, middle)
+            if self._traffic.has_room(hit.keys):
+                longest, least = hit, middle
+            else:
+                most = hit.blocks - 1
+        return longest
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether the pool, a fetch under way or the store has it. What the store has does not count

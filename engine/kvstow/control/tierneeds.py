@@ -22,8 +22,8 @@ class Needs(Protocol):
     def most(self) -> int:
         """`Needed.blocks`, if all keys were there."""
 
-    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]]) -> Needed:
-        """The longest hit of one request; `has` says for each key whether it is present."""
+    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
+        """The longest hit of one request, of at most so many blocks; `has` says for each key whether it is present."""
 
 
 class Found(NamedTuple):

@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvstow.control.openop import LAST_RANK, OpenTierOp
-from kvstow.control.placement import place_fetch
+from kvstow.control.placement import has_room, place_fetch
 from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
@@ -109,13 +109,19 @@ class TierTraffic:
             pool.remove_blocks(slots, "capacity")
             return self._start("put", fingerprint, [key for _, key in found], slots)
 
-    def begin_fetch(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
-        """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had.
-        Each transfer becomes visible on its own, when all ranks have finished it."""
+    def has_room(self, keys: Sequence[bytes]) -> bool:
+        """Whether slots can be had to fetch all of the keys that are neither visible nor being filled, while the
+        visible ones stay."""
+        with self._pool.lock:
+            return has_room(self._session, keys)
+
+    def begin_fetch(self, fingerprint: str, keys: Sequence[bytes], *, whole: bool = False) -> list[TierOp]:
+        """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had;
+        `whole`: all or none of them. Each transfer becomes visible on its own, when all ranks have finished it."""
         with self._pool.lock:
             if self._is_closed:
                 return []
-            wanted, slots = place_fetch(self._session, keys)
+            wanted, slots = place_fetch(self._session, keys, whole=whole)
             return self._start("fetch", fingerprint, wanted, slots)
 
     def _start(

@@ -41,8 +41,9 @@ class GroupNeeds:
     def most(self) -> int:
         return (self._end - self._local) // self._groups.alignment
 
-    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]]) -> Needed:
-        end = longest_end(_Said(has), self._groups, _Kept(self._keys), self._local, self._end)
+    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
+        end = self._end if most is None else min(self._end, self._local + most * self._groups.alignment)
+        end = longest_end(_Said(has), self._groups, _Kept(self._keys), self._local, end)
         if end <= self._local:
             return Needed((), 0)
         places = self._groups.places(self._local, end)

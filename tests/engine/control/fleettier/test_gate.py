@@ -87,8 +87,9 @@ class Leading:
 
     most = 6
 
-    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]]) -> Needed:
+    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
         number = next((at for at, present in enumerate(has(KEYS[3:9])) if not present), 6)
+        number = number if most is None else min(number, most)
         return Needed(KEYS[3 : 3 + number], number)
 
 

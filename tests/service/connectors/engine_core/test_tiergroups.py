@@ -137,6 +137,24 @@ def test_a_full_pool_keeps_the_blocks_that_a_fetch_completes(
     assert {b"other", b"another"}.isdisjoint(host.stored())
 
 
+@pytest.mark.parametrize("slots", [6, 9, 14])
+@pytest.mark.parametrize("kind", ["two full", "window", "window of another block size", "window alone"])
+def test_in_a_small_pool_the_longest_hit_that_it_has_room_for_is_fetched(
+    make: MakeHost, store: ControlledStore, eventually: Eventually, kind: str, slots: int
+) -> None:
+    groups = PARTIAL[kind]
+    filled(store, keys=keys_at(all_blocks(groups)))
+    host = make(groups=groups, slots=slots)
+    longest = oracle(groups, len(PROMPT), 0, set(all_blocks(groups)))
+    hits = {end: keys_at(needed(groups, 0, end)) for end in range(0, longest + 1, groups.alignment)}
+    expected = max(end for end, keys in hits.items() if len(keys) <= slots)
+    request = FakeRequest("r", PROMPT)
+    ask_until_fetching(host, request, eventually)
+    assert fetched(host) == set(hits[expected])
+    host.move_all()
+    assert host.look_up(request) == expected
+
+
 def test_a_request_that_waits_for_what_is_fetched_for_another_fetches_nothing(
     make: MakeHost, store: ControlledStore, eventually: Eventually
 ) -> None:
