@@ -62,7 +62,7 @@ def test_what_one_node_has_stored_another_one_hits(make_node: MakeNode, engines:
     first = engines(here.settings.attach_socket)
     first.wait_for(lambda: is_connected(here))
     first.store_until_found(keys)
-    first.wait_for(lambda: put_blocks(here) == 12)
+    first.wait_for(lambda: put_blocks(here) >= 12)  # one that was evicted and stored again is put again
     second = engines(there.settings.attach_socket)
     second.wait_for(lambda: second.load(keys) == 12)  # every byte of both ranks is verified
     for node in (here, there):
@@ -105,7 +105,7 @@ def test_a_service_is_killed_with_its_processes_and_the_next_one_goes_on(
         engine = engines(socket)
         engine.wait_for(lambda: nodes[0].show()["connected"])
         engine.store_until_found(keys_of(0, 60))
-        engine.wait_for(lambda: nodes[0].show()["put"] == 60)
+        engine.wait_for(lambda: nodes[0].show()["put"] >= 60)
         nodes[0].kill()
         nodes.append(RunningNode(socket, state, child_environ, 8, f"tier={cluster.url}"))
         again = RawEngine(socket, NAMED, (engine.welcome.token,))
