@@ -23,16 +23,19 @@ from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
 pytestmark = pytest.mark.tier
 
 POD_IP = "127.0.0.2"  # other tests have Mooncake's ports at 127.0.0.1
+PORT = 19_051
+"""Instead of 50051, which the kernel may give to an outgoing connection of another test."""
 SEGMENT = 1 << 30
 
 
 def command(name: str) -> list[str]:
-    """Of the only container, with what Kubernetes and its DNS would put in, and less memory."""
+    """Of the only container, with what Kubernetes and its DNS would put in, another port, and less memory."""
     program, *arguments = examples.container("mooncake.yaml", "Deployment", name)["args"]
     given = [one.replace("$(POD_IP)", POD_IP).replace("=mooncake-master:", f"={POD_IP}:") for one in arguments]
     assert (name == "mooncake-provider") == ("--global_segment_size=64GB" in given)
-    shrunk = [one.replace("=64GB", f"={SEGMENT}") for one in given]
-    return [str(Path(sys.executable).with_name(program)), *shrunk]
+    assert sum("50051" in one for one in given) == 1
+    changed = [one.replace("=64GB", f"={SEGMENT}").replace("50051", str(PORT)) for one in given]
+    return [str(Path(sys.executable).with_name(program)), *changed]
 
 
 def ask(path: str) -> str:
@@ -76,7 +79,7 @@ class TestTheExample:
             return f"master_total_capacity_bytes {SEGMENT}" in ask("/metrics")
 
         eventually(has_memory, "a provider's memory", seconds=120)
-        return MooncakeStore(MooncakeLocation.parse(f"mooncake://{POD_IP}:50051?host=127.0.0.1"))
+        return MooncakeStore(MooncakeLocation.parse(f"mooncake://{POD_IP}:{PORT}?host=127.0.0.1"))
 
     def test_kvstow_puts_and_gets_a_block(
         self, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
