@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvstow.memory.chunks import Chunk
+
+logger = logging.getLogger("kvstow.pool")
 
 
 class Populating:
@@ -17,6 +20,7 @@ class Populating:
         self._commit = commit
         self._thread: ThreadPoolExecutor | None = None
         self._chunks: Future[list[Chunk]] | None = None
+        self._has_no_thread = False
 
     @property
     def is_under_way(self) -> bool:
@@ -24,11 +28,21 @@ class Populating:
         return self._chunks is not None
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Populate these. None may be under way."""
+        """Populate these. None may be under way. If the process can start no thread, this call populates them itself,
+        and raises what `commit` raises."""
         assert self._chunks is None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstow-ahead")
-        self._chunks = self._thread.submit(self._commit, chunks)
+        if not self._has_no_thread:
+            thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="kvstow-ahead")
+            try:
+                self._chunks = thread.submit(self._commit, chunks)
+                self._thread = thread
+                return
+            except RuntimeError as error:
+                self._has_no_thread = True
+                logger.warning("memory is not populated ahead, so pinning takes longer: %s", error)
+        done = Future[list[Chunk]]()
+        done.set_result(self._commit(chunks))
+        self._chunks = done
 
     def take(self, *, wait: bool) -> list[Chunk]:
         """The chunks that have been populated since the last time; none if they are not finished, unless `wait`. Raises
