@@ -21,23 +21,32 @@ def runs_below(runs: list[Sequence[int]], watermark: int) -> list[Sequence[int]]
     return below
 
 
-def first_present(slots: list[int | None], count: int) -> list[int | None]:
-    """The slots with only the first `count` that are not None."""
-    kept = list[int | None]()
-    for slot in slots:
-        count -= slot is not None
-        kept.append(slot if count >= 0 else None)
+def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
+    """The runs of the first `count` keys."""
+    kept: list[KeyRun] = []
+    for first, length in runs:
+        if not count:
+            break
+        kept.append(KeyRun(first, min(length, count)))
+        count -= kept[-1].length
     return kept
 
 
-def key_runs(slots: Sequence[int | None]) -> list[KeyRun]:
-    """The runs of keys whose slot is not None."""
+def keys_of(runs: Sequence[KeyRun], keys: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys of the runs."""
+    if len(runs) == 1 and runs[0].length == len(keys):
+        return keys
+    return [key for first, length in runs for key in keys[first : first + length]]
+
+
+def key_runs(slots: Sequence[int | None], start: int = 0) -> list[KeyRun]:
+    """The runs of keys whose slot is not None. The first slot is that of key `start`."""
     present = bytes(slot is not None for slot in slots)
     runs: list[KeyRun] = []
-    start = present.find(1)
-    while start >= 0:
-        end = present.find(0, start)
+    begin = present.find(1)
+    while begin >= 0:
+        end = present.find(0, begin)
         end = len(present) if end < 0 else end
-        runs.append(KeyRun(start, end - start))
-        start = present.find(1, end)
+        runs.append(KeyRun(start + begin, end - begin))
+        begin = present.find(1, end)
     return runs

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from kvstow.control.acceptance import SessionAcceptance
-from kvstow.control.keyruns import first_present, key_runs, runs_below
+from kvstow.control.keyruns import first_of_runs, key_runs, keys_of, runs_below
 from kvstow.control.leases import LeaseBook
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import OpsInFlight
@@ -93,7 +93,7 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return []
-            return key_runs(self.visible_slots(keys))
+            return self._present_runs(keys)[1]
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
@@ -124,20 +124,19 @@ class Session:
         with pool.lock:
             now = pool.clock()
             refusal = self.acceptance.load_refusal(now)
-            found: list[int | None] = [None] * len(keys) if refusal else self.visible_slots(keys)
-            slots = [slot for slot in found if slot is not None]
+            runs, found = ([], []) if refusal else self._present_runs(keys)
+            slots = list(chain.from_iterable(runs))
             if len(slots) > self.leases.max_slots:
                 slots = slots[: int(self.leases.max_slots)]
-                found = first_present(found, len(slots))
+                runs, found = [slots], first_of_runs(found, len(slots))
             lease = _NOTHING
             if slots:
                 pool.ages.sample_found(slots, now)
-                present = tuple([key for key, slot in zip(keys, found, strict=True) if slot is not None])
-                lease = self._hold(present, slots, (slots,), now)
+                lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
             counters.lookups.seconds.observe(time.perf_counter() - begun)
-        return lease, key_runs(found)
+        return lease, found
 
     def count_lookup(self, queried: int, hits: int) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
@@ -152,10 +151,11 @@ class Session:
             now = pool.clock()
             if self.acceptance.load_refusal(now):
                 return None
-            slots = [slot for slot in self.visible_slots(keys) if slot is not None]
+            runs = self._leading_runs(keys)
+            slots = list(chain.from_iterable(runs))
             if len(slots) < len(keys) or len(slots) > self.leases.max_slots:
                 return None
-            return self._hold(tuple(keys), slots, (slots,), now)
+            return self._hold(tuple(keys), slots, runs, now)
 
     def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""
@@ -166,6 +166,19 @@ class Session:
     def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         runs = self.namespace.keys.leading_runs(keys)
         return runs if self.watermark is None else runs_below(runs, self.watermark)
+
+    def _present_runs(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
+        """The slots of all visible keys, as runs of neighbours where possible, and the runs of these keys."""
+        runs = self._leading_runs(keys)
+        leading = sum(map(len, runs))
+        found = [KeyRun(0, leading)] if leading else []
+        if leading < len(keys):  # the key after the leading ones is not visible
+            slots = self.visible_slots(keys[leading:])
+            rest = key_runs(slots, leading)
+            if rest:
+                runs.append([slot for slot in slots if slot is not None])
+                found += rest
+        return runs, found
 
     def visible_slots(self, keys: Sequence[bytes]) -> list[int | None]:
         """Where each key is; None for those that are absent, or above what the session can reach. The caller holds the
