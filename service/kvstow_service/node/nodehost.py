@@ -85,6 +85,8 @@ class NodeHost:
         """The fleet tier of the node; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
+        self._waiting: dict[str, NodeSession] = {}
+        """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
 
     # -- for any thread -------------------------------------------------------------------------------------
 
@@ -268,10 +270,29 @@ class NodeHost:
     # -- calls ----------------------------------------------------------------------------------------------
 
     def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
-        return self._sessions[session_id].lookup(call, later)
+        return self._note_wait(session_id, self._sessions[session_id].lookup(call, later))
 
     def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
-        return self._sessions[session_id].lookup_prompt(call, later)
+        return self._note_wait(session_id, self._sessions[session_id].lookup_prompt(call, later))
+
+    def _note_wait(self, session_id: str, answer: Found | Pending) -> Found | Pending:
+        if isinstance(answer, Pending):
+            self._waiting[session_id] = self._sessions[session_id]
+        return answer
+
+    def next_deadline(self) -> float | None:
+        """O(sessions whose lookups wait)."""
+        if not self._waiting:
+            return None
+        deadlines = [session.next_deadline for session in self._waiting.values()]
+        return min([deadline for deadline in deadlines if deadline is not None], default=None)
+
+    def expire(self) -> None:
+        """O(sessions whose lookups wait)."""
+        for session_id, session in list(self._waiting.items()):
+            session.expire_waits()
+            if session.next_deadline is None:
+                self._waiting.pop(session_id, None)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
         self._sessions[session_id].release(lease_ids)

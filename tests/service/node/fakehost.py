@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -66,6 +68,9 @@ class FakeHost:
         self.refusal: AttachRefusedError | None = None
         self.holds_lookups = False
         self.held: list[Callable[[], object]] = []
+        self.deadline: float | None = None
+        """When to answer what is held, on the server's clock."""
+        self.clock: Callable[[], float] = time.monotonic
         self.on_lookup: Callable[[], object] = lambda: None
         self.on_join: Callable[[SessionLink, int], object] = lambda link, rank: None
 
@@ -85,12 +90,20 @@ class FakeHost:
     def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
         """Pending while `holds_lookups`: `answer_held` answers then."""
         if self.holds_lookups and later is not None:
-            self.held.append(lambda: later(self._found(session_id, call)))
+            self.held.append(lambda: later(partial(self._found, session_id, call)))
             return Pending()
         return self._found(session_id, call)
 
     def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
         return self.lookup(session_id, Lookup(call.keys, Hold.NOTHING), later)
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def expire(self) -> None:
+        if self.deadline is not None and self.clock() >= self.deadline:
+            self.deadline = None
+            self.answer_held()
 
     def answer_held(self) -> None:
         """On the server's thread, the newest first."""

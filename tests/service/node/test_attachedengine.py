@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.ticket import number_of
-from kvstow.errors import AttachError, AttachRefusedError, ProtocolError
+from kvstow.errors import AttachError, AttachRefusedError, NotFoundError, ProtocolError
 from kvstow.messages import Completion, Op
 from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
@@ -291,6 +292,39 @@ def test_a_lookup_that_takes_time_holds_up_no_other_answer(engine: Engine, node:
     assert (first.value.leading, first.error) == (2, None)
     (session,) = node.host.sessions.values()
     wait_until(lambda: len(session.leases) == 2, engine.step)  # without that of the answer that nobody wants
+
+
+@pytest.mark.parametrize("error", [NotFoundError("no pool"), ZeroDivisionError()])
+def test_an_error_in_a_late_answer_is_the_answer(engine: Engine, node: Node, error: Exception) -> None:
+    engine.store(KEYS[:2])
+    node.host.holds_lookups = True
+    first, second = engine.find(KEYS[:2]), engine.find(KEYS[:2])
+    wait_until(lambda: first.is_pending and second.is_pending, engine.step)
+    node.host.holds_lookups = False
+    errors: list[Exception] = [error]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    node.host.on_lookup = fail_once
+    node.server.post(node.host.answer_held)  # the newest first
+    wait_until(lambda: first.done and second.done, engine.step)
+    assert first.value.leading == 2
+    assert second.error
+    assert not second.value.runs
+    assert node.server.figures().errors == {"not_found" if isinstance(error, NotFoundError) else "internal": 1}
+    assert engine.num_sessions == 1
+
+
+def test_the_server_wakes_when_a_lookup_has_waited_long_enough(engine: Engine, node: Node) -> None:
+    node.host.holds_lookups = True
+    answer = engine.find(KEYS[:2])
+    wait_until(lambda: answer.is_pending, engine.step)
+    begun = time.monotonic()
+    node.server.post(lambda: setattr(node.host, "deadline", begun + 0.05))
+    wait_until(lambda: answer.done, engine.step)
+    assert time.monotonic() >= begun + 0.05, "not before"
 
 
 def test_an_answer_that_was_to_come_fails_with_the_session(engine: Engine, node: Node) -> None:

@@ -47,7 +47,8 @@ def successor(bench: HostBench) -> Engine:
 def ask(engine: Engine, hold: Hold = Hold.PRESENT, keys: list[bytes] = KEYS) -> tuple[Message, list[Message]]:
     """What is answered at once, and what later."""
     later: list[Message] = []
-    return engine.bench.host.lookup(engine.session_id, Lookup(keys, hold), later.append), later
+    answer = engine.bench.host.lookup(engine.session_id, Lookup(keys, hold), lambda call: later.append(call()))
+    return answer, later
 
 
 @pytest.mark.parametrize("hold", [Hold.PRESENT, Hold.LEADING, Hold.NOTHING])
@@ -69,7 +70,7 @@ def test_the_first_lookup_waits_until_what_it_has_found_is_registered(successor:
 
 def test_a_lookup_of_a_whole_prompt_waits_as_well(successor: Engine, bench: HostBench) -> None:
     later: list[Message] = []
-    answer = bench.host.lookup_prompt(successor.session_id, LookupPrompt(KEYS), later.append)
+    answer = bench.host.lookup_prompt(successor.session_id, LookupPrompt(KEYS), lambda call: later.append(call()))
     assert isinstance(answer, Pending)
     successor.register(limit=9)
     assert not later
@@ -81,8 +82,12 @@ def test_a_lookup_waits_no_longer_than_computing_takes(successor: Engine, bench:
     answer, later = ask(successor)
     assert isinstance(answer, Pending)
     successor.register(limit=4)
+    assert bench.host.next_deadline() == bench.clock() + len(KEYS) * 16 / TOKENS_PER_SECOND
+    bench.host.expire()
+    assert not later
     bench.clock.advance(len(KEYS) * 16 / TOKENS_PER_SECOND)
-    successor.report()
+    bench.host.expire()
+    assert bench.host.next_deadline() is None
     (found,) = later
     assert isinstance(found, Found)
     assert found.runs == ((0, 4),), "what is registered by then"
@@ -149,6 +154,23 @@ def test_registering_that_takes_too_long_is_not_waited_for() -> None:
     assert answered == ["near", "far"]
 
 
+def test_the_first_deadline_is_the_next() -> None:
+    clock = FakeClock()
+    waits = MemoryWaits(clock)
+    answered: list[str] = []
+    assert waits.next_deadline is None
+    assert waits.put(10, TOKENS, lambda: answered.append("long"))
+    assert waits.put(5, TOKENS // 2, lambda: answered.append("short"))
+    assert waits.next_deadline == clock() + 0.05
+    clock.advance(0.05)
+    waits.expire()
+    assert answered == ["short"]
+    assert waits.next_deadline == pytest.approx(clock() + 0.05)
+    waits.advance(10)
+    assert answered == ["short", "long"]
+    assert waits.next_deadline is None
+
+
 def test_waits_are_bounded_in_time_and_number() -> None:
     clock = FakeClock()
     waits = MemoryWaits(clock)
@@ -157,6 +179,6 @@ def test_waits_are_bounded_in_time_and_number() -> None:
         assert waits.put(10, 100 * TOKENS_PER_SECOND, partial(answered.append, number))
     assert not waits.put(10, TOKENS, lambda: answered.append(-1))
     clock.advance(MOST_SECONDS)
-    waits.advance(0)
+    waits.expire()
     assert answered == list(range(MOST_WAITING))
     assert waits.put(10, TOKENS, lambda: answered.append(-1))

@@ -61,6 +61,7 @@ class AttachServer:
     ) -> None:
         """The caller keeps the listener and closes it after `close`."""
         self.failure: str | None = None
+        self._host = host
         self._clock = clock
         self._on_failure = on_failure
         self._tally = AttachTally(clock)
@@ -188,6 +189,7 @@ class AttachServer:
         for client in self._clients.expired():
             self._calls.drop(client, "hello_timeout", "no hello came in time")
         self._life.expire()
+        self._host.expire()
         if accepting:  # last, because a new descriptor may have the number of one that was closed above
             self._acceptor.accept()
 
@@ -195,7 +197,12 @@ class AttachServer:
         """Seconds to wait for events."""
         if self._calls.busy or self._posted:
             return 0.0
-        deadlines = (self._clients.next_deadline(), self._life.next_deadline(), self._acceptor.paused_until)
+        deadlines = (
+            self._clients.next_deadline(),
+            self._life.next_deadline(),
+            self._host.next_deadline(),
+            self._acceptor.paused_until,
+        )
         now = self._clock()
         left = min((deadline - now for deadline in deadlines if deadline is not None), default=_LONGEST_WAIT_SECONDS)
         return max(0.0, min(left, _LONGEST_WAIT_SECONDS))

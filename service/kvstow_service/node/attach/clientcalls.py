@@ -123,20 +123,25 @@ class ClientCalls:
         if frame.kind == Kind.DETACH:
             self._take_leave(member)
             return
+        call = partial(answer_to, self._host, member, frame, self._later(client, frame))
+        answer = self._answer_or_error(call, frame.request_id)
+        if answer is not None and frame.request_id and not client.has_detached:
+            client.channel.send(answer.KIND, answer.pack(), frame.request_id)
+
+    def _answer_or_error(self, call: Callable[[], Message | None], request_id: int) -> Message | None:
+        """Make a call to the host. What it raises becomes its answer, unless the client must be dropped for it."""
         try:
-            answer = answer_to(self._host, member, frame, self._later(client, frame))
+            return call()
         except (ProtocolError, DisconnectedError):
             raise
         except KvstowError as error:
             self._tally.errors[error.code] += 1
-            answer = CallError(error.code, str(error))
+            return CallError(error.code, str(error))
         except Exception as error:
-            if not frame.request_id:
+            if not request_id:
                 raise
             self._tally.fault(error)
-            answer = CallError("internal", _FAILED)
-        if answer is not None and frame.request_id and not client.has_detached:
-            client.channel.send(answer.KIND, answer.pack(), frame.request_id)
+            return CallError("internal", _FAILED)
 
     def _later(self, client: Client, frame: Frame) -> Later | None:
         """Where to send the answer if it takes time."""
@@ -144,13 +149,15 @@ class ClientCalls:
             return None
         return partial(self._answer_later, client, frame.request_id)
 
-    def _answer_later(self, client: Client, request_id: int, answer: Message) -> None:
+    def _answer_later(self, client: Client, request_id: int, call: Callable[[], Message]) -> None:
         if client.channel.fileno() >= 0 and not client.has_detached:
-            self._guarded(client, partial(self._send_answer, client, request_id, answer))
+            self._guarded(client, partial(self._send_answer, client, request_id, call))
 
-    def _send_answer(self, client: Client, request_id: int, answer: Message) -> None:
-        client.channel.send(answer.KIND, answer.pack(), request_id)
-        self._rewatch(client)
+    def _send_answer(self, client: Client, request_id: int, call: Callable[[], Message]) -> None:
+        answer = self._answer_or_error(call, request_id)
+        if answer is not None and answer.KIND != Kind.PENDING:  # the client knows that already
+            client.channel.send(answer.KIND, answer.pack(), request_id)
+            self._rewatch(client)
 
     def _greet(self, client: Client, frame: Frame) -> None:
         if frame.kind != Kind.HELLO:

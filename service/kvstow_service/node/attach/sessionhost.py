@@ -26,8 +26,11 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.messages import DesiredState, RankReport
 
-Later = Callable[[Found], object]
-"""Takes the answer to a lookup that was `Pending`."""
+Later = Callable[[Callable[[], Found | Pending]], object]
+"""Answers a lookup that was `Pending` with what the given call returns. `Pending` means that it takes more time.
+
+Makes the call at once, or never if the client has gone. An error in the call is answered like one in the lookup itself.
+Raises nothing."""
 
 
 class SessionGrant(NamedTuple):
@@ -72,8 +75,8 @@ class SessionHost(Protocol):
         Push its extents. Raises `AttachRefusedError` to refuse it."""
 
     def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
-        """`later` takes the answer, on the attach server's thread, if this call returns `Pending`. It is None for a
-        client that needs the answer at once."""
+        """If this call returns `Pending`, the host calls `later` with the answer, on the attach server's thread. It is
+        None for a client that needs the answer at once."""
 
     def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
         """`later`: as for `lookup`."""
@@ -119,6 +122,12 @@ class SessionHost(Protocol):
     def worker_let_go(self, session_id: str, rank: int) -> None:
         """The worker's process has ended, or has said that it has nothing mapped and no copy under way. Called after
         `session_lost`, only for workers that received descriptors."""
+
+    def next_deadline(self) -> float | None:
+        """When to call `expire`, in seconds of the server's clock. None if no lookup waits. Asked often: cheap."""
+
+    def expire(self) -> None:
+        """Answer the lookups that have waited long enough. Called now and then, also before the deadline."""
 
     def session_over(self, session_id: str) -> None:
         """All workers that received descriptors have let go, so nothing of the session can reach memory. Free all it

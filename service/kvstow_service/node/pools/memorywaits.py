@@ -24,8 +24,7 @@ class MemoryWaits:
     """The lookups of one session that wait for memory. An engine that restarts takes seconds to register 40 GiB.
     Without waiting, its first request would find nothing and be computed, which slows registering down.
 
-    Used only by the attach server's thread. It has no timer: a wait that is over ends when ranks next register
-    memory or report, which they do every second at least. The engine itself stops waiting in any case.
+    Used only by the attach server's thread. The owner calls `expire` at `next_deadline`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -34,10 +33,13 @@ class MemoryWaits:
         self._grown_at = clock()
         self._rate: float | None = None
         self._waiting: list[_Wait] = []
+        self.next_deadline: float | None = None
+        """When the first wait is over. None if there is none."""
 
     def put(self, end: int, tokens: int, answer: Callable[[], object]) -> bool:
         """Call `answer` once all slots below `end` are registered, or the time is over that computing `tokens` takes.
-        Returns False, and never calls it, if registering has stalled or would take more than twice as long."""
+        Returns False, and never calls it, if registering has stalled or would take more than twice as long. `answer`
+        must not raise."""
         now = self._clock()
         seconds = min(MOST_SECONDS, tokens / TOKENS_PER_SECOND)
         if len(self._waiting) >= MOST_WAITING or now - self._grown_at > STALLED_SECONDS:
@@ -45,11 +47,11 @@ class MemoryWaits:
         if self._rate is not None and end - self._slots > 2 * seconds * self._rate:
             return False
         self._waiting.append(_Wait(end, now + seconds, answer))
+        self._note_deadline()
         return True
 
     def advance(self, slots: int) -> None:
-        """All ranks have registered this many slots. Answers the lookups that have waited for these slots, or long
-        enough."""
+        """All ranks have registered this many slots. Answers the lookups that have waited for these slots."""
         now = self._clock()
         if slots > self._slots:
             seconds = now - self._grown_at
@@ -57,9 +59,20 @@ class MemoryWaits:
                 self._rate = (slots - self._slots) / seconds
             self._grown_at = now
         self._slots = slots
+        self.expire()
+
+    def expire(self) -> None:
+        """Answer the lookups that have waited long enough, and those whose memory is registered. O(1) without any."""
+        if not self._waiting:
+            return
+        now = self._clock()
         waiting, self._waiting = self._waiting, []
         over = list[_Wait]()
         for wait in waiting:
-            (over if wait.end <= slots or wait.until <= now else self._waiting).append(wait)
+            (over if wait.end <= self._slots or wait.until <= now else self._waiting).append(wait)
+        self._note_deadline()
         for wait in over:
             wait.answer()
+
+    def _note_deadline(self) -> None:
+        self.next_deadline = min((wait.until for wait in self._waiting), default=None)

@@ -137,12 +137,9 @@ class NodeSession:
         return self._waits.put(max(slots) + 1, tokens, partial(self._look_again, look_up, call, later))
 
     def _look_again(self, look_up: Callable[[_L, Later], Found | Pending], call: _L, later: Later) -> None:
-        """Look again after the wait for memory. On the attach server's thread."""
-        if self.control.is_lost:
-            return
-        found = look_up(call, later)
-        if not isinstance(found, Pending):
-            later(found)
+        """Look again after the wait for memory."""
+        if not self.control.is_lost:
+            later(partial(look_up, call, later))
 
     def _look_up(self, call: Lookup, later: Later | None) -> Found | Pending:
         """Hold what the pool has while the tier may have more."""
@@ -180,12 +177,14 @@ class NodeSession:
 
     def _answer(self, call: Lookup, held: int, later: Later) -> None:
         """Answer: the tier has nothing more to fetch. On the attach server's thread."""
-        if self.control.is_lost:
-            return
+        if not self.control.is_lost:
+            later(partial(self._find_anew, call, held))
+
+    def _find_anew(self, call: Lookup, held: int) -> Found:
         found = self._find(call)
         if held:
             self.release((held,))
-        later(found)
+        return found
 
     def _find(self, call: Lookup) -> Found:
         control, keys = self.control, call.keys
@@ -293,6 +292,15 @@ class NodeSession:
     def _tell_control(self, rank: int) -> None:
         memory = self._follow_pool(rank)
         self.control.set_memory(rank, memory.registered_slots, memory.applied)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a lookup has waited long enough for memory. None if none waits."""
+        return self._waits.next_deadline
+
+    def expire_waits(self) -> None:
+        """Answer the lookups that have waited long enough for memory."""
+        self._waits.expire()
 
     def _advance_waits(self) -> None:
         self._waits.advance(min(memory.registered_slots for memory in self.ranks))
