@@ -20,7 +20,9 @@ from kvstow_service.connectors.engine_core.workerside import WorkerSide
 class Split:
     """Milliseconds, medians over single hits: `seen`, until the connector hears of the request; `given`, until its load
     is given to the link; `loaded`, until the load has ended; `begun`, until the step that computes begins; `answered`,
-    until the token is there. `beside`: what is neither copy nor compute, of seen, given and begun together."""
+    until the token is there. `beside`: what is neither copy nor compute, of seen, given and begun together.
+
+    `steps`: how many steps the scheduler planned until the load was given, on average; 1 if the first one gave it."""
 
     seen: float
     given: float
@@ -28,6 +30,7 @@ class Split:
     begun: float
     answered: float
     beside: float
+    steps: float
     hits: int
 
 
@@ -45,17 +48,20 @@ class HitLog:
 
     def __init__(self) -> None:
         self._hits: list[_Moments] = []
+        self._steps: list[int] = []
+        self._planned = 0
         self._ops = set[int]()
         self._moments: dict[str, float] = {}
 
     def begin(self) -> None:
-        self._ops, self._moments = set(), {"asked": time.perf_counter()}
+        self._ops, self._moments, self._planned = set(), {"asked": time.perf_counter()}, 0
 
     def end(self) -> None:
         """Requests that loaded nothing are left out."""
         self.note("answered")
         if len(self._moments) == len(_Moments._fields):
             self._hits.append(_Moments(**self._moments))
+            self._steps.append(self._planned)
         self._moments = {}
 
     def split(self) -> Split | None:
@@ -65,13 +71,17 @@ class HitLog:
         parts = [[(end - begin) * 1e3 for begin, end in pairwise(hit)] for hit in self._hits]
         medians = dict(zip(names, map(statistics.median, zip(*parts, strict=True)), strict=True))
         beside = statistics.median(seen + given + begun for seen, given, _, begun, _ in parts)
-        return Split(**medians, beside=beside, hits=len(self._hits))
+        return Split(**medians, beside=beside, steps=statistics.mean(self._steps), hits=len(self._hits))
 
     # -- called by what is observed -------------------------------------------------------------------------
 
     def note(self, name: str) -> None:
         if self._moments:
             self._moments.setdefault(name, time.perf_counter())
+
+    def plan(self) -> None:
+        """The scheduler has planned a step."""
+        self._planned += "seen" in self._moments and "given" not in self._moments
 
     def expect(self, ops: Sequence[Any]) -> None:
         self._ops |= {op.op_id for op in ops}
@@ -95,6 +105,7 @@ def observe_hits() -> Iterator[HitLog]:
     def build_connector_meta(call: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
             log.note("begun")
+        log.plan()
         return call(self, scheduler_output)
 
     def begin_step(call: Callable[..., Any], self: Any, step: Any) -> Any:
