@@ -23,7 +23,7 @@ from kvstow.attach.hello import Welcome
 from kvstow.attach.kinds import VERSIONS, Kind
 from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError
-from kvstow.memory.mappedpool import HeldExtent
+from kvstow.memory.rankextents import HeldExtent
 from kvstow.messages import DesiredState, RankReport
 from kvstow.testing.fakes import FakeClock
 
