@@ -12,6 +12,7 @@ from kvstow.errors import ConfigError, ConflictError, IntegrityError, NotFoundEr
 from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
 from kvstow.memory.extentbook import BookedExtent, ExtentBook
 from kvstow.memory.poolrows import BookedPool, Row
+from kvstow.memory.recallorder import recall_order
 from kvstow.memory.rows import UNIT_BYTES, PoolLayout, fair_shares
 
 
@@ -234,35 +235,15 @@ class MemoryBudget:
             self._close_spare(steps, owner=None)
 
     def _give_rows(self, steps: list[Step], shares: dict[str, int], *, whole: bool) -> None:
-        """Row by row, to the pool with the least memory first. `whole`: a pool that has rows, and a share for a whole
-        one more, waits until there is memory for that."""
+        """Row by row, to the pool with the least memory first. `whole`: see `BookedPool.next_row_slots`."""
         while True:
+            available = self._available()
             for name in sorted(shares, key=lambda name: (self._pools[name].held_bytes(), name)):
-                if slots := self._next_row_slots(self._pools[name], shares[name], whole=whole):
+                if slots := self._pools[name].next_row_slots(shares[name], available, whole=whole):
                     self._give_row(steps, name, slots)
                     break
             else:
                 return
-
-    def _next_row_slots(self, pool: BookedPool, share: int, *, whole: bool) -> int:
-        """Slots of the row that the pool gets now; 0 for none. A pool has at most one row that is not whole."""
-        if pool.has_recalled_rows():
-            return 0
-        layout, available = pool.layout, self._available()
-        slots = self._missing_slots(pool, share)
-        if slots == layout.row_slots and layout.row_bytes <= available:
-            return slots
-        if pool.has_part_row():
-            return 0
-        if whole and slots == layout.row_slots and pool.active_rows():
-            return 0
-        return min(slots, layout.slots_within(available))
-
-    def _missing_slots(self, pool: BookedPool, share: int) -> int:
-        """Of the next row, as far as demand and share go, wherever the memory is."""
-        layout, demand = pool.layout, pool.demand_slots()
-        within = layout.slots_within(max(0, share - pool.held_bytes()))
-        return within if demand is None else max(0, min(within, demand - pool.held_slots()))
 
     def _available(self) -> int:
         """Bytes that can be given at once: spare, or not yet taken."""
@@ -306,64 +287,20 @@ class MemoryBudget:
     def _recall_for(self, steps: list[Step], shares: dict[str, int]) -> bool:
         """Recall rows for pools that have less than their share, and whether there were any."""
         surplus = max(0, self.allocated_bytes - self.total_bytes)
-        short = surplus + self._needed(shares) - max(0, self._available()) - self._book.recalled_bytes
+        needed = sum(self._pools[name].missing_bytes(share) for name, share in shares.items())
+        short = surplus + needed - max(0, self._available()) - self._book.recalled_bytes
         before = len(steps)
-        for name, row in self._victims(shares, may_cross=False):
-            if short <= 0:
-                break
-            short -= self._recall(steps, name, row)
-        starving = any(self._is_starving(name, shares[name]) for name in shares)
-        for name, row in self._victims(shares, may_cross=True):
-            if short <= 0 or not (starving or surplus):
-                break
-            short -= self._recall(steps, name, row)
+        for may_cross in (False, True) if surplus or self._is_starving(shares) else (False,):
+            for name, row in recall_order(self._pools, shares, may_cross=may_cross):
+                if short <= 0:
+                    break
+                short -= self._recall(steps, name, row)
         return len(steps) > before
 
-    def _needed(self, shares: dict[str, int]) -> int:
-        """Bytes of the rows that pools lack up to their shares, and could get now."""
-        needed = 0
-        for name, share in shares.items():
-            pool = self._pools[name]
-            if pool.has_recalled_rows():
-                continue
-            demand, layout = pool.demand_slots(), pool.layout
-            missing = max(0, share - pool.held_bytes())
-            rows = missing // layout.row_bytes
-            if demand is not None:
-                rows = min(rows, max(0, demand - pool.held_slots()) // layout.row_slots)
-            needed += rows * layout.row_bytes
-            if not pool.has_part_row():
-                part = layout.slots_within(missing - rows * layout.row_bytes)
-                if demand is not None:
-                    part = min(part, max(0, demand - pool.held_slots() - rows * layout.row_slots))
-                needed += sum(layout.sizes(part)) if part else 0
-        return needed
-
-    def _is_starving(self, name: str, share: int) -> bool:
-        pool = self._pools[name]
-        return not pool.rows and self._missing_slots(pool, share) > 0
-
-    def _victims(self, shares: dict[str, int], *, may_cross: bool) -> list[tuple[str, int]]:
-        """Rows that may be recalled, in their order: those of pools without sessions, then those of the largest pool
-        that is above its share. `may_cross`: also the row with which it falls below."""
-        idle = sorted((pool.idle_since, name) for name, pool in self._pools.items() if name not in shares)
-        found = [(name, row) for _, name in idle for row in reversed(self._pools[name].active_rows())]
-        held = {name: self._pools[name].held_bytes() for name in shares}
-        rows = {name: self._pools[name].active_rows() for name in shares}
-        while True:
-            above = [
-                name
-                for name in shares
-                if rows[name]
-                and held[name] - (0 if may_cross else self._pools[name].rows[rows[name][-1]].num_bytes)
-                >= shares[name] + (1 if may_cross else 0)
-            ]
-            if not above:
-                return found
-            largest = max(above, key=lambda name: (held[name], name))
-            row = rows[largest].pop()
-            held[largest] -= self._pools[largest].rows[row].num_bytes
-            found.append((largest, row))
+    def _is_starving(self, shares: dict[str, int]) -> bool:
+        """Whether a pool has no row, and a share for one."""
+        pools = ((self._pools[name], share) for name, share in shares.items())
+        return any(not pool.rows and pool.missing_slots(share) > 0 for pool, share in pools)
 
     def _recall(self, steps: list[Step], name: str, number: int) -> int:
         row = self._pools[name].rows[number]

@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(slots=True)
 class BookedPool:
-    """What a pool has, and what its sessions ask for. Not locked.
+    """What a pool has, what its sessions ask for, and so which rows it lacks. Not locked.
 
     Rows are numbered from 0 and lie end to end: a row's first slot follows the last one of the row before. The last row
     is recalled first, and while a recalled row is left, the pool gets no new one.
@@ -66,6 +66,44 @@ class BookedPool:
             return 0
         bounds = [bound for bound in (self._asked(), self.wanted) if bound is not None]
         return min(bounds, default=None)
+
+    def missing_slots(self, share: int) -> int:
+        """Slots of the next row, as far as demand and a share of so many bytes go, wherever the memory is."""
+        demand = self.demand_slots()
+        within = self.layout.slots_within(max(0, share - self.held_bytes()))
+        return within if demand is None else max(0, min(within, demand - self.held_slots()))
+
+    def missing_bytes(self, share: int) -> int:
+        """Bytes of the rows that the pool lacks up to its demand and share, and could get now."""
+        if self.has_recalled_rows():
+            return 0
+        layout, demand = self.layout, self.demand_slots()
+        left = max(0, share - self.held_bytes())
+        rows = left // layout.row_bytes
+        if demand is not None:
+            demand = max(0, demand - self.held_slots())
+            rows = min(rows, demand // layout.row_slots)
+        if self.has_part_row():
+            return rows * layout.row_bytes
+        part = layout.slots_within(left - rows * layout.row_bytes)
+        if demand is not None:
+            part = min(part, demand - rows * layout.row_slots)
+        return rows * layout.row_bytes + (sum(layout.sizes(part)) if part else 0)
+
+    def next_row_slots(self, share: int, available: int, *, whole: bool) -> int:
+        """Slots of the row that the pool gets now, from so many available bytes; 0 for none. It has at most one row
+        that is not whole. `whole`: a pool that has rows, and a share for a whole one more, waits until there is memory
+        for that."""
+        if self.has_recalled_rows():
+            return 0
+        layout, slots = self.layout, self.missing_slots(share)
+        if slots == layout.row_slots and layout.row_bytes <= available:
+            return slots
+        if self.has_part_row():
+            return 0
+        if whole and slots == layout.row_slots and self.active_rows():
+            return 0
+        return min(slots, layout.slots_within(available))
 
     def _asked(self) -> int | None:
         asks = list(self.asks.values())
