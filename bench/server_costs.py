@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankReport
+from kvstow.testing.rank import ready_report
 from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
@@ -26,22 +27,7 @@ _ASKED = ("/livez", "/readyz", "/v1/stats", "/v1/info")  # before the scrape tha
 
 def main() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=_SLOTS, num_ranks=_RANKS))
-    pinned = _SLOTS * _SLOT_BYTES
-    reports = [
-        RankReport(
-            rank=rank,
-            boot_id="boot",
-            state="ready",
-            slot_bytes=_SLOT_BYTES,
-            pinned_slots=_SLOTS,
-            target_slots=_SLOTS,
-            pinned_bytes=pinned,
-            target_bytes=pinned,
-            sender="process",
-            number=1,
-        )
-        for rank in range(_RANKS)
-    ]
+    reports = [ready_report(_SLOT_BYTES, _SLOTS, rank=rank) for rank in range(_RANKS)]
     for report in reports:
         engine.report(report)
     message = reports[0].to_json()

@@ -8,7 +8,8 @@ import socket
 import pytest
 
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState
+from kvstow.testing.rank import ready_report
 
 
 class Rank:
@@ -28,19 +29,7 @@ class Rank:
 
 def test_reports_name_their_process_and_are_numbered() -> None:
     reports = ReportSequence()
-    made = RankReport(
-        rank=0,
-        boot_id="boot",
-        state="ready",
-        slot_bytes=64,
-        pinned_slots=4,
-        target_slots=4,
-        pinned_bytes=256,
-        target_bytes=256,
-        device="cpu",
-        sender="",
-        number=0,
-    )
+    made = ready_report(64, 4, device="cpu", sender="", number=0)
     first, second = reports.next_report(lambda: made), reports.next_report(lambda: made)
     assert (first.number, second.number) == (1, 2)
     assert first.sender == second.sender != ""

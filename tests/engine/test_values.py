@@ -13,19 +13,9 @@ from kvstow.errors import ConfigError, InvalidRequestError, KvstowError, PinErro
 from kvstow.keys import chain_keys, format_key, make_key, parse_key
 from kvstow.layout import KVLayout, Region
 from kvstow.messages import DesiredState, RankReport
+from kvstow.testing.rank import ready_report
 
-REPORT = RankReport(
-    rank=0,
-    boot_id="boot",
-    state="ready",
-    slot_bytes=4096,
-    pinned_slots=8,
-    target_slots=8,
-    pinned_bytes=1 << 15,
-    target_bytes=1 << 15,
-    sender="process",
-    number=1,
-)
+REPORT = ready_report(4096, 8)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.session import Session
@@ -14,6 +16,23 @@ from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, Rank
 Content = bytes | None
 
 _boots = count(1)
+
+
+def ready_report(slot_bytes: int, slots: int, **changes: Any) -> RankReport:
+    """The report of a rank that has pinned all slots that it should have. `changes` replace fields of it."""
+    report = RankReport(
+        rank=0,
+        boot_id="boot",
+        state="ready",
+        slot_bytes=slot_bytes,
+        pinned_slots=slots,
+        target_slots=slots,
+        pinned_bytes=slots * slot_bytes,
+        target_bytes=slots * slot_bytes,
+        sender="process",
+        number=1,
+    )
+    return replace(report, **changes)
 
 
 class FakeRank:

@@ -10,26 +10,14 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
-from kvstow.messages import RankReport
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
+from kvstow.testing.rank import FakeRank, make_ranks, ready_report, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 
 A, B = b"A", b"B"
 
-PINNED = RankReport(
-    rank=0,
-    boot_id="boot",
-    state="ready",
-    slot_bytes=64,
-    pinned_slots=4,
-    target_slots=4,
-    pinned_bytes=256,
-    target_bytes=256,
-    sender="process",
-    number=1,
-)
+PINNED = ready_report(64, 4)
 
 
 def test_the_slowest_rank_decides_how_many_slots_are_usable(make_engine: MakeEngine) -> None:

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvstow.messages import DesiredState, RankReport, RankState
+from kvstow.testing.rank import ready_report
 from kvstow_service.admin.agent import AdminAddress, AgentStats, FindAdmin, RankAgent
 
 LONG = 60.0  # an interval that no test waits for
@@ -42,19 +43,9 @@ class FakeRank:
         if self.fails:
             raise RuntimeError("the rank is confused")
         state: RankState = "degraded" if self.error else "pinning"
-        pinned, target = self.pinned, self.target
-        return RankReport(
-            rank=1,
-            boot_id="boot",
-            state=state,
-            slot_bytes=4096,
-            pinned_slots=pinned,
-            target_slots=target,
-            pinned_bytes=pinned * 4096,
-            target_bytes=target * 4096,
-            error=self.error,
-            sender="process",
-            number=1,
+        pinned = self.pinned
+        return ready_report(
+            4096, self.target, rank=1, state=state, pinned_slots=pinned, pinned_bytes=pinned * 4096, error=self.error
         )
 
     def apply(self, desired: DesiredState) -> None:

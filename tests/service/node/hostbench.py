@@ -31,8 +31,9 @@ from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.populator import Populator
-from kvstow.messages import Completion, Mark, RankReport
+from kvstow.messages import Completion, Mark
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import ready_report
 from kvstow_service.node.attach.sessionhost import SessionGrant
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
@@ -141,17 +142,8 @@ class Engine:
         """`pinned_slots` and `applied` are not believed."""
         for one in range(self.num_ranks) if rank is None else (rank,):
             self.reports += 1
-            report = RankReport(
-                rank=one,
-                boot_id=boot,
-                state="ready",
-                slot_bytes=SLOT_BYTES,
-                pinned_slots=10**6,
-                target_slots=0,
-                pinned_bytes=0,
-                target_bytes=0,
-                sender="s",
-                number=self.reports,
+            report = ready_report(
+                SLOT_BYTES, 0, rank=one, boot_id=boot, pinned_slots=10**6, sender="s", number=self.reports
             )
             self.bench.host.take_report(self.session_id, one, report)
 

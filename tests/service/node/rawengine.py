@@ -43,7 +43,8 @@ from kvstow.attach.extentcalls import (
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.kinds import Kind
-from kvstow.messages import Completion, RankReport
+from kvstow.messages import Completion
+from kvstow.testing.rank import ready_report
 
 SLOT_BYTES = 64 << 10
 DEADLINE_SECONDS = 30.0
@@ -156,17 +157,9 @@ class RawWorker:
 
     def report(self) -> None:
         self.reports += 1
-        report = RankReport(
-            rank=self.rank,
-            boot_id=self.boot,
-            state="ready",
-            slot_bytes=self.slot_bytes,
-            pinned_slots=10**9,  # not believed
-            target_slots=0,
-            pinned_bytes=0,
-            target_bytes=0,
-            sender="raw",
-            number=self.reports,
+        many = 10**9  # not believed
+        report = ready_report(
+            self.slot_bytes, 0, rank=self.rank, boot_id=self.boot, pinned_slots=many, sender="raw", number=self.reports
         )
         self.connection.call(Report(report))
 

@@ -16,6 +16,7 @@ from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.testing.rank import ready_report
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
@@ -68,19 +69,7 @@ class MemoryWorker:
         return bool(self.steps) and not self.held
 
     def report(self) -> RankReport:
-        num_bytes = SLOTS * PAGE
-        return RankReport(
-            rank=self.rank,
-            boot_id=self.boot_id,
-            state="ready",
-            slot_bytes=PAGE,
-            pinned_slots=SLOTS,
-            target_slots=SLOTS,
-            pinned_bytes=num_bytes,
-            target_bytes=num_bytes,
-            sender="process",
-            number=1,
-        )
+        return ready_report(PAGE, SLOTS, rank=self.rank, boot_id=self.boot_id)
 
 
 @dataclass

@@ -16,6 +16,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState, RankReport
+from kvstow.testing.rank import ready_report
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin
@@ -31,19 +32,7 @@ class PinnedRank:
     """A rank that has pinned everything, and remembers what is wanted of it."""
 
     def __init__(self, rank: int = 0) -> None:
-        num_bytes = CAPACITY * SLOT
-        self._report = RankReport(
-            rank=rank,
-            boot_id=f"boot-{rank}",
-            state="ready",
-            slot_bytes=SLOT,
-            pinned_slots=CAPACITY,
-            target_slots=CAPACITY,
-            pinned_bytes=num_bytes,
-            target_bytes=num_bytes,
-            sender="process",
-            number=0,
-        )
+        self._report = ready_report(SLOT, CAPACITY, rank=rank, boot_id=f"boot-{rank}", number=0)
         self.applied: list[DesiredState] = []
 
     def report(self) -> RankReport:

@@ -9,6 +9,7 @@ import pytest
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
 from kvstow.testing.fakes import Latch
+from kvstow.testing.rank import ready_report
 from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.workerside import FinishedLoads, WorkerSide
@@ -58,18 +59,7 @@ class FakePlane(NoDataPlane):
         return taken
 
     def report(self) -> RankReport:
-        return RankReport(
-            rank=0,
-            boot_id=self.boot_id,
-            state="ready",
-            slot_bytes=64,
-            pinned_slots=1,
-            target_slots=1,
-            pinned_bytes=64,
-            target_bytes=64,
-            sender="process",
-            number=1,
-        )
+        return ready_report(64, 1, boot_id=self.boot_id)
 
     def apply(self, desired: DesiredState) -> None:
         super().apply(desired)
