@@ -190,8 +190,7 @@ class VllmHost:
         counts = {request.request_id: count for request, count in scheduled.items()}
         plan = self.side.plan_step(Output(counts, self._running))
         self._placed, self._running = set(), Cached()
-        for rank in self.ranks:
-            rank.submit(*plan.stores.ops, *plan.loads.ops)
+        self._submit(plan)
         if copy:
             self.copy()
         for request, count in scheduled.items():
@@ -240,6 +239,10 @@ class VllmHost:
         return self.engine.stats().pool.leases
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _submit(self, plan: PlannedStep) -> None:
+        for rank in self.ranks:
+            rank.submit(*plan.stores.ops, *plan.loads.ops)
 
     def _prefix(self, request: FakeRequest, group: KVGroup, local: int, end: int) -> list[Block]:
         """Blocks of the tokens up to `end`: none out of the window, cached ones below `local`, then fresh ones."""

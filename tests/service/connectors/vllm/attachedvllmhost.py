@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
-from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, Cached, FakeRequest, Output, VllmHost
+from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, Cached, FakeRequest, VllmHost, keys_of
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.ticket import number_of
@@ -20,6 +20,8 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+
+PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 
 
 class AttachedVllmHost(VllmHost):
@@ -70,21 +72,21 @@ class AttachedVllmHost(VllmHost):
         """What vLLM is told: None if it is to ask again in the next step."""
         return self.side.find_hit(request, local)
 
-    def step(self, scheduled: dict[FakeRequest, int] | None = None, *, copy: bool = True) -> PlannedStep:
-        scheduled = scheduled or {}
-        for request, count in scheduled.items():
-            if request.request_id not in self._placed:
-                self.schedule(request, count)
-        counts = {request.request_id: count for request, count in scheduled.items()}
-        plan = self.side.plan_step(Output(counts, self._running))
-        self._placed, self._running = set(), Cached()
-        self._join()
-        self._submit(plan)
-        if copy:
-            self.copy()
-        for request, count in scheduled.items():
-            self._compute(request, count)
-        return plan
+    def answer(self, request: FakeRequest, local: int = 0) -> int:
+        """What vLLM is told after as many steps as it takes."""
+        for _ in range(10):
+            if (hit := self.ask_now(request, local)) is not None:
+                return hit
+            self.step()
+        raise AssertionError("no answer")
+
+    def has_loaded(self, request: FakeRequest, tokens: int) -> bool:
+        """Whether the request's blocks of its first `tokens` hold what belongs there, in every KV group."""
+        for group in self.groups.groups:
+            blocks = slice(group.first_block(tokens), tokens // group.block_tokens)
+            if self.contents(request, group)[blocks] != keys_of(request.tokens, group)[blocks]:
+                return False
+        return True
 
     def settle(self) -> None:
         """Steps until nothing is under way."""
@@ -118,6 +120,7 @@ class AttachedVllmHost(VllmHost):
         rank.pin(self.service.pool.memory_slots())
 
     def _submit(self, plan: PlannedStep) -> None:
+        self._join()
         number = 0 if self._joined is None else self._joined[0]
         for rank in self.ranks:
             for op in (*plan.stores.ops, *plan.loads.ops):
@@ -132,3 +135,15 @@ class AttachedVllmHost(VllmHost):
     def _report(self, report: Any) -> Any:
         assert self._joined is not None
         return self._joined[1].report(report)
+
+
+def with_prompt(groups: KVGroups = ONE_GROUP, **options: Any) -> AttachedVllmHost:
+    """A host whose pool has the blocks of `PROMPT`, and whose GPU has forgotten them."""
+    host = AttachedVllmHost(groups, **options)
+    first = FakeRequest("first", PROMPT)
+    host.run(first)
+    host.finish(first)
+    host.settle()
+    for block in host.pool.blocks:
+        block.block_hash = None
+    return host

@@ -6,35 +6,12 @@ from random import Random
 
 import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
-from tests.service.connectors.vllm.attachedvllmhost import AttachedVllmHost
+from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
 from kvstow_service.connectors.vllm.attachedhits import MOST_AHEAD
 from kvstow_service.connectors.vllm.attachstate import AttachState, sharing_word
-
-PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
-
-
-def with_prompt(groups: KVGroups = ONE_GROUP, **options: int) -> AttachedVllmHost:
-    """A host whose pool has the blocks of `PROMPT`, and whose GPU has forgotten them."""
-    host = AttachedVllmHost(groups, **options)  # type: ignore[arg-type]
-    first = FakeRequest("first", PROMPT)
-    host.run(first)
-    host.finish(first)
-    host.settle()
-    for block in host.pool.blocks:
-        block.block_hash = None
-    return host
-
-
-def found(host: AttachedVllmHost, request: FakeRequest, local: int = 0) -> int:
-    """What is found after as many steps as it takes."""
-    for _ in range(10):
-        if (hit := host.ask_now(request, local)) is not None:
-            return hit
-        host.step()
-    raise AssertionError("no answer")
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
@@ -42,13 +19,11 @@ def found(host: AttachedVllmHost, request: FakeRequest, local: int = 0) -> int:
 def test_what_is_stored_is_found_and_loaded(groups: KVGroups, delay: int) -> None:
     host, request = with_prompt(groups, delay=delay), FakeRequest("r", PROMPT)
     host.expect(request)
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.admit(request, load=12)
     for _ in range(delay + 1):
         host.step()
-    for group in groups.groups:
-        first = group.first_block(12)
-        assert host.contents(request, group)[first:] == keys_of(PROMPT, group)[first:]
+    assert host.has_loaded(request, 12)
     assert host.leases == 0
 
 
@@ -135,7 +110,7 @@ def test_a_lost_session_gives_back_what_waited_for_slots_and_the_next_one_stores
 
 def test_a_load_that_was_promised_fails_if_the_session_ends_before_it_begins() -> None:
     host, request = with_prompt(delay=2), FakeRequest("r", PROMPT)
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.admit(request, load=12)
     host.service.lose()
     plan = host.step()
@@ -146,11 +121,11 @@ def test_a_load_that_was_promised_fails_if_the_session_ends_before_it_begins() -
 
 def test_a_hit_of_a_lost_session_is_looked_up_again() -> None:
     host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.service.lose()
     host.step()  # the next session
     host.step()  # the ranks join it
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.admit(request, load=12)
     host.step()
     assert host.contents(request) == keys_of(PROMPT)
@@ -158,7 +133,7 @@ def test_a_hit_of_a_lost_session_is_looked_up_again() -> None:
 
 def test_a_load_under_way_ends_although_its_session_has() -> None:
     host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.admit(request, load=12)
     host.step(copy=False)
     host.service.is_up = False
@@ -196,7 +171,7 @@ def test_a_service_that_does_not_answer_is_waited_for_no_longer_than_a_moment() 
     assert host.control.problem == "the node service does not answer"
     host.service.is_silent = False
     host.step()
-    assert found(host, FakeRequest("p", PROMPT)) == 12
+    assert host.answer(FakeRequest("p", PROMPT)) == 12
 
 
 def test_a_silent_service_loses_the_session_and_the_gpu_gets_its_blocks_back() -> None:
@@ -223,9 +198,9 @@ def test_a_reset_hides_what_was_stored_and_what_is_being_stored() -> None:
     host.expect(asked)
     assert host.side.reset()
     host.settle()
-    assert found(host, asked) == 0
-    assert found(host, FakeRequest("s", PROMPT)) == 0
-    assert found(host, FakeRequest("t", "ABCDEFGHIJKLM")) == 0
+    assert host.answer(asked) == 0
+    assert host.answer(FakeRequest("s", PROMPT)) == 0
+    assert host.answer(FakeRequest("t", "ABCDEFGHIJKLM")) == 0
     assert host.leases == 0
 
 
@@ -243,7 +218,7 @@ def test_random_requests_over_sessions_that_end_get_the_right_bytes(seed: int, l
         host.expect(request)
         if random.random() < 0.15:
             host.service.lose()
-        hit = found(host, request)
+        hit = host.answer(request)
         if hit:
             host.admit(request, load=hit)
             for _ in range(8):
@@ -285,7 +260,7 @@ def test_how_long_a_request_waits_for_its_lookup_is_observed_once() -> None:
     host.step()
     assert host.ask_now(request) is None
     assert deferrals(host) == []
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.admit(request, load=12)
     (seconds,) = deferrals(host)
     assert seconds > 0

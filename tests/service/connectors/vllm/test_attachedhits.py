@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
-from tests.service.connectors.vllm.attachedvllmhost import AttachedVllmHost
+from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest
+from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
 from kvstow.attach.calls import Prefill, SettledOp, SettledOps
 from kvstow.attach.frames import Frame
@@ -14,19 +14,12 @@ from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_
 from kvstow_service.connectors.vllm.attachedhits import LONGEST_PATIENCE_SECONDS, PATIENCE_SECONDS
 from kvstow_service.connectors.vllm.attachstate import AttachState
 
-PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 BEFORE_PREFILL = 2  # the newest version of the protocol without answers that take time
 
 
-def with_prompt(groups: KVGroups = ONE_GROUP) -> AttachedVllmHost:
-    """A host whose pool has the blocks of `PROMPT`, whose GPU has forgotten them, and whose service takes its time."""
-    host = AttachedVllmHost(groups)
-    first = FakeRequest("first", PROMPT)
-    host.run(first)
-    host.finish(first)
-    host.settle()
-    for block in host.pool.blocks:
-        block.block_hash = None
+def holding_lookups(groups: KVGroups = ONE_GROUP) -> AttachedVllmHost:
+    """A host of `with_prompt` whose service takes its time."""
+    host = with_prompt(groups)
     host.service.holds_lookups = True
     return host
 
@@ -40,35 +33,24 @@ def asked(host: AttachedVllmHost, name: str = "r") -> FakeRequest:
     return request
 
 
-def found(host: AttachedVllmHost, request: FakeRequest) -> int:
-    """What is found after as many steps as it takes."""
-    for _ in range(10):
-        if (hit := host.ask_now(request)) is not None:
-            return hit
-        host.step()
-    raise AssertionError("no answer")
-
-
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
 def test_a_request_waits_for_a_lookup_that_takes_time(groups: KVGroups) -> None:
-    host = with_prompt(groups)
+    host = holding_lookups(groups)
     request = asked(host)
     host.clock.advance(LONGEST_PATIENCE_SECONDS - 0.01)
     host.step()
     assert host.ask_now(request) is None
     host.service.answer_held()
-    assert found(host, request) == 12
+    assert host.answer(request) == 12
     host.admit(request, load=12)
     host.step()
     host.step()
-    for group in groups.groups:
-        first = group.first_block(12)
-        assert host.contents(request, group)[first:] == keys_of(PROMPT, group)[first:]
+    assert host.has_loaded(request, 12)
     assert host.leases == 0
 
 
 def test_a_lookup_that_is_only_late_is_a_miss_much_sooner() -> None:
-    host = with_prompt()
+    host = holding_lookups()
     host.service.is_silent = True
     request = FakeRequest("r", PROMPT)
     assert host.ask_now(request) is None
@@ -78,7 +60,7 @@ def test_a_lookup_that_is_only_late_is_a_miss_much_sooner() -> None:
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
 def test_an_answer_that_takes_too_long_is_a_miss_and_holds_nothing_when_it_comes(groups: KVGroups) -> None:
-    host = with_prompt(groups)
+    host = holding_lookups(groups)
     request = asked(host)
     host.clock.advance(LONGEST_PATIENCE_SECONDS + 0.01)
     assert host.ask_now(request) == 0
@@ -88,7 +70,7 @@ def test_an_answer_that_takes_too_long_is_a_miss_and_holds_nothing_when_it_comes
 
 
 def test_a_request_that_ends_meanwhile_leaves_no_lease() -> None:
-    host = with_prompt()
+    host = holding_lookups()
     request = asked(host)
     host.side.finish(request, [[]])
     host.service.answer_held()
@@ -97,28 +79,28 @@ def test_a_request_that_ends_meanwhile_leaves_no_lease() -> None:
 
 
 def test_a_request_that_does_not_wait_is_answered_before_one_that_does() -> None:
-    host = with_prompt()
+    host = holding_lookups()
     first = asked(host, "first")
     host.service.holds_lookups = False
-    assert found(host, FakeRequest("second", PROMPT)) == 12
+    assert host.answer(FakeRequest("second", PROMPT)) == 12
     assert host.ask_now(first) is None
     host.service.answer_held()
-    assert found(host, first) == 12
+    assert host.answer(first) == 12
 
 
 def test_a_session_that_ends_meanwhile_costs_the_hit_and_the_next_one_has_it() -> None:
-    host = with_prompt()
+    host = holding_lookups()
     request = asked(host)
     host.service.lose()
     assert host.ask_now(request) == 0
     host.service.holds_lookups = False
     host.step()
     host.step()
-    assert found(host, FakeRequest("next", PROMPT)) == 12
+    assert host.answer(FakeRequest("next", PROMPT)) == 12
 
 
 def test_a_service_that_takes_its_time_does_not_count_as_silent() -> None:
-    host = with_prompt()
+    host = holding_lookups()
     asked(host)
     for _ in range(4):
         host.clock.advance(SLOW_SECONDS + 0.01)
@@ -131,7 +113,7 @@ def test_a_service_that_takes_its_time_does_not_count_as_silent() -> None:
 
 
 def test_the_speed_of_prefill_is_told_to_a_service_that_takes_time() -> None:
-    host = with_prompt()
+    host = holding_lookups()
     assert not host.control.has_tier
     asked(host)
     host.step()
