@@ -55,6 +55,8 @@ class TierFetches:
         return self._worth.pop(settled.op_id) * settled.moved
 
     def cancel(self) -> None:
-        """No fetch under way becomes visible. A request that waits for one still waits until it ends."""
+        """No fetch under way becomes visible, so none saves anything. A request that waits for one still waits until it
+        ends."""
         self._traffic.cancel_fetches()
         self._op_of.clear()
+        self._worth = dict.fromkeys(self._worth, 0.0)

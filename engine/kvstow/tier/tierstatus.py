@@ -15,8 +15,9 @@ TierState = Literal["on", "off", "bypassed", "down"]
 class TierCounters:
     """They only grow. `requests`: those that were not wholly in the pool. `cut_waits`: of them, those that went on
     before all that was to come had arrived. `declined_requests`: those for which a fetch did not pay. `saved_seconds`:
-    the estimated time to compute what was fetched, 0 until the prefill speed is known. `found_blocks`: blocks that the
-    store had and the pool had not."""
+    the estimated time to compute what was fetched, 0 until the prefill speed is known; a fetch that a reset cancels
+    saves nothing. `found_blocks`: blocks that the store had and the pool had not. `fetched_blocks`: those that every
+    rank has received, cancelled fetches included."""
 
     requests: int = 0
     cut_waits: int = 0
