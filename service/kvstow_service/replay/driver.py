@@ -168,12 +168,9 @@ class ReplayDriver:
         """Start requests until as many are in flight as may be. A request that loads and stores nothing ends as soon
         as it starts, so the number of starts is bounded too: the ops of the others must reach their ranks."""
         for _ in range(self._options.concurrency):
-            if stop.is_set() or self._next == len(self._requests) or len(self._jobs) >= self._options.concurrency:
+            if stop.is_set() or not self._may_admit() or self._seconds_to_due() > 0:
                 return
-            request = self._requests[self._next]
-            if len(request.hash_ids) > len(self._free) or self._seconds_to_due() > 0:
-                return
-            self._start(self._next, request)
+            self._start(self._next, self._requests[self._next])
             self._next += 1
 
     def _take_answers(self) -> bool:
@@ -216,6 +213,7 @@ class ReplayDriver:
             stop.wait(timeout)
 
     def _may_admit(self) -> bool:
+        """Whether there is a next request, and room for it. It may not be due yet."""
         if self._next == len(self._requests) or len(self._jobs) >= self._options.concurrency:
             return False
         return len(self._requests[self._next].hash_ids) <= len(self._free)
