@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import cast
 
@@ -29,6 +30,16 @@ class AttachedEngine(AttachedSession, PoolFacade):
         """Without the limit of leases, which has tests of its own."""
         super().adapt_to_pool()
         self.leases.max_slots = inf
+
+
+@pytest.fixture(scope="module")
+def no_log_lines() -> Iterator[None]:
+    """For modules in which failures are common."""
+    logger = logging.getLogger("kvstow")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ at the end take one safeguard out each: the schedules must notice."""
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -48,15 +47,7 @@ ACTIONS = {  # who: what, as often as it is named
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
 PICKS = 252
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_log_lines() -> Iterator[None]:
-    """Failures are common here."""
-    logger = logging.getLogger("kvstow")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("no_log_lines")
 
 
 @pytest.fixture(autouse=True, scope="module")

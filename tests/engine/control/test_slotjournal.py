@@ -15,7 +15,6 @@ from tests.engine.control.test_session_schedules import (
     EXTENT_SLOTS,
     Engine,
     Engines,
-    no_log_lines,
     run_schedules,
     runs_of_two,
 )
@@ -34,7 +33,9 @@ from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import Completion
 
-__all__ = ["no_log_lines", "runs_of_two"]
+__all__ = ["runs_of_two"]
+
+pytestmark = pytest.mark.usefixtures("no_log_lines")
 
 MAX_SLOTS = 64
 

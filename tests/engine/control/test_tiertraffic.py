@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from kvstow.testing.rank import FakeRank, make_ranks
 KEYS = [bytes([0, 0, number]) for number in range(8)]
 
 MakeNode = Callable[..., TierNode]
+
+pytestmark = pytest.mark.usefixtures("no_log_lines")
 
 
 @pytest.fixture
@@ -528,15 +529,6 @@ class Fleet:
             assert not len(node.engine.ops)
             counts = slots_of(node)
             assert counts.keys() <= {"free", "cached"}, counts
-
-
-@pytest.fixture(autouse=True)
-def no_log_lines() -> Iterator[None]:
-    logger = logging.getLogger("kvstow")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 def run_schedules(count: int, *, checks_books: bool = True) -> None:
