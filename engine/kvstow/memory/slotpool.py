@@ -7,27 +7,26 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
-from kvstow.memory.callqueue import Call, CallQueue
+from kvstow.memory.callqueue import CallQueue
 from kvstow.memory.chunks import Chunk, PinnedChunks
+from kvstow.memory.growth import Growth
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pace import Pace
 from kvstow.memory.pacedregistrar import CallFigures, PacedRegistrar
 from kvstow.memory.pinning import PinProgress, Registrar
+from kvstow.memory.poolmemory import PoolMemory
 from kvstow.memory.poolstatus import PoolState, PoolStatus
-from kvstow.memory.populating import Populating
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
-_REFILL = 3  # more chunks are populated when a third of those ahead are left: 160 ms of calls beside steps of 20 ms
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -52,35 +51,6 @@ class Hold:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-class PoolMemory(Protocol):
-    """Where the bytes of chunks are. Each step either succeeds or is undone completely. Called by the pinning thread,
-    except `register` and `commit`, which may run beside each other: `register` on the host's thread, and `commit` on
-    one that populates, after a first time on the pinning thread. `close` follows the end of all. Chunks that follow
-    each other may be committed and decommitted as one."""
-
-    resident_bytes: int
-    numa_notice: str | None
-
-    def commit(self, chunk: Chunk) -> None:
-        """Make the chunk's bytes present. Raises `PinError`."""
-
-    def decommit(self, chunk: Chunk) -> None: ...
-
-    def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
-        """A committed chunk's bytes by NUMA node."""
-
-    def register(self, chunk: Chunk) -> None:
-        """On the calling thread. Raises `PinError`; the chunk is then not pinned."""
-
-    def unregister(self, chunk: Chunk) -> None:
-        """Raises `PinError`; the chunk is then still pinned."""
-
-    def unregister_at_close(self, chunk: Chunk) -> None:
-        """Logs an error instead of raising it."""
-
-    def close(self) -> None: ...
 
 
 class SlotPool(ABC):
@@ -331,133 +301,80 @@ class SlotPool(ABC):
 
     def _grow(self) -> None:
         """Pin chunk after chunk until none is left, or something else comes first."""
-        growth: list[PinnedChunks] = []  # what is pinned after each call of the queue
-        queue, populating = CallQueue(), Populating(partial(self._commit, is_optional=True))
         with self._state:
-            self._queue, queue.is_held = queue, self._paused
-            queue.is_stopped = self._closing
-            self._progress.begin(self._covered() * self.slot_bytes)
+            growth = self._begin_growth()
         try:
-            while (wake_at := self._populate_ahead(queue, growth, populating)) is not None:
-                made = queue.made
-                self._paced.advance(queue, wake_at, partial(self._wait_for_turn, queue))
-                self._publish(queue, growth)
-                if not self._goes_on(queue, growth, populating):
+            while (wake_at := growth.populate_ahead()) is not None:
+                made = growth.queue.made
+                self._paced.advance(growth.queue, wake_at, partial(self._wait_for_turn, growth.queue))
+                self._publish(growth)
+                if not self._goes_on(growth):
                     break
-                if queue.made > made:
+                if growth.queue.made > made:
                     self._listeners.call()
         finally:
-            self._end_growth(queue, growth, populating)
-        self._paced.withdraw(queue)
-        queue.raise_error()
+            self._end_growth(growth)
+        self._paced.withdraw(growth.queue)
+        growth.queue.raise_error()
 
-    def _populate_ahead(self, queue: CallQueue, growth: list[PinnedChunks], populating: Populating) -> int | None:
-        """Populate more chunks if few of those that are have yet to be registered: on this thread, or beside the
-        register calls of an idle host. Returns after how many calls it is to be called again; None if there is nothing
-        to register."""
-        most = self._pace.chunks_ahead
-        refill_at = most // _REFILL
-        while True:
-            self._add(populating.take(wait=queue.made == len(growth)), queue, growth)
-            pending = len(growth) - queue.made
-            is_idle = self.steps.state(self._clock()) == "idle"
-            if pending > (most - refill_at if is_idle else refill_at):
-                return len(growth) - refill_at
-            if populating.is_under_way:
-                return len(growth)
-            chunks = self._plan(queue, growth, most - pending)
-            if chunks and is_idle and pending:
-                populating.begin(chunks)
-                return len(growth)
-            if not chunks or not (chunks := self._commit(chunks, is_optional=pending > 0)):
-                return len(growth) if pending else None
-            self._add(chunks, queue, growth)
-            if not is_idle:
-                return len(growth) - refill_at
+    def _begin_growth(self) -> Growth:
+        """Under `_state`."""
+        growth = Growth(
+            self._chunks,
+            self._plan,
+            memory=self._memory,
+            paced=self._paced,
+            pace=self._pace,
+            is_host_idle=lambda: self.steps.state(self._clock()) == "idle",
+        )
+        self._queue = growth.queue
+        growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
+        self._progress.begin(self._covered() * self.slot_bytes)
+        return growth
 
-    def _plan(self, queue: CallQueue, growth: list[PinnedChunks], most: int) -> list[Chunk]:
-        """Which chunks to populate next."""
-        top = growth[-1] if growth else self._chunks
+    def _plan(self, covered: int, number: int) -> list[Chunk]:
+        """Up to so many chunks that follow each other in memory, after the first `covered` slots."""
         with self._state:
-            if self._paused or queue.is_over_for_good or self._give_back_step() is not None:
+            queue = self._queue
+            if self._paused or queue is None or queue.is_over_for_good or self._give_back_step() is not None:
                 return []
-            # The first ones alone, so that some slots can be used soon.
-            chunks = self._next_chunks(top.last.end_slot if top else 0, min(max(1, len(growth)), most))
-            self._queue_end = chunks[-1].end_slot if chunks else self._queue_end
+            chunks: list[Chunk] = []
+            while len(chunks) < number and (chunk := self._next_chunk(covered)) is not None:
+                if chunks and chunk.offset != chunks[-1].end_offset:
+                    break
+                chunks.append(chunk)
+                self._queue_end = covered = chunk.end_slot
             return chunks
 
-    def _add(self, chunks: Sequence[Chunk], queue: CallQueue, growth: list[PinnedChunks]) -> None:
-        """Let these, which are populated, be registered."""
-        if not chunks:
-            return
-        top, more = growth[-1] if growth else self._chunks, []
-        try:
-            for chunk in chunks:
-                top = PinnedChunks.on(top, chunk, self._memory.bytes_by_node(chunk))
-                more.append(top)
-            growth.extend(more)
-        except BaseException:
-            self._memory.decommit(_span(chunks))
-            raise
-        queue.add([Call(partial(self._memory.register, chunk), chunk.num_bytes) for chunk in chunks])
-
-    def _next_chunks(self, covered: int, number: int) -> list[Chunk]:
-        """As many that follow each other in memory. Under `_state`."""
-        chunks: list[Chunk] = []
-        while len(chunks) < number and (chunk := self._next_chunk(covered)) is not None:
-            if chunks and chunk.offset != chunks[-1].end_offset:
-                break
-            chunks.append(chunk)
-            covered = chunk.end_slot
-        return chunks
-
-    def _commit(self, chunks: Sequence[Chunk], *, is_optional: bool) -> list[Chunk]:
-        """Commit all of them, or else the first one; which of them it did. None only if `is_optional`: then there are
-        others to register before this must raise."""
-        for tried in (chunks, chunks[:1]):
-            try:
-                with self._paced.populating():
-                    self._memory.commit(_span(tried))
-            except PinError:
-                if len(tried) == 1 and not is_optional:
-                    raise
-            else:
-                return list(tried)
-        return []
-
-    def _publish(self, queue: CallQueue, growth: list[PinnedChunks]) -> None:
+    def _publish(self, growth: Growth) -> None:
         """Raise the watermark to what is registered."""
         with self._state:
-            if not queue.made or self._chunks is growth[queue.made - 1]:
+            pinned = growth.pinned
+            if pinned is self._chunks:
                 return
-            self._chunks = growth[queue.made - 1]
+            self._chunks = pinned
             self._progress.record(self._covered() * self.slot_bytes)
             if self._next_chunk(self._covered()) is None:
                 self._progress.end()
 
-    def _goes_on(self, queue: CallQueue, growth: list[PinnedChunks], populating: Populating) -> bool:
+    def _goes_on(self, growth: Growth) -> bool:
         """Whether there is more to register. Waits while pinning is paused."""
         with self._state:
-            if queue.made == len(growth) and not populating.is_under_way:
-                return not self._closing and not queue.is_over_for_good and self._next_step() == self._grow
-            while self._paused and not queue.is_over_for_good and self._give_back_step() is None:
+            if growth.is_used_up:
+                return not self._closing and not growth.queue.is_over_for_good and self._next_step() == self._grow
+            while self._paused and not growth.queue.is_over_for_good and self._give_back_step() is None:
                 self.steps.is_pinning = False
                 self._state.wait()
             self.steps.is_pinning = not self._closing
-            return not queue.is_over_for_good and not self._paused
+            return not growth.queue.is_over_for_good and not self._paused
 
-    def _end_growth(self, queue: CallQueue, growth: list[PinnedChunks], populating: Populating) -> None:
+    def _end_growth(self, growth: Growth) -> None:
         """Keep what is registered, and give the rest back."""
-        made = queue.settle()
+        growth.queue.settle()
         with self._state:
             self._queue, self._queue_end = None, 0
-            self._publish(queue, growth)
-        rest = [chunks.last for chunks in growth[made:]]
-        try:
-            rest += populating.close()
-        finally:
-            for chunk in reversed(rest):  # one by one: they may lie in several extents
-                self._memory.decommit(chunk)
+            self._publish(growth)
+        growth.end()
 
     def _stop_growth(self) -> None:
         """Register no further chunk of the growth under way, and give back those that are populated. Under `_state`."""
@@ -517,9 +434,3 @@ class SlotPool(ABC):
         if self._failure is not None:
             return "failed" if self._failure.reason == _DEFECT else "degraded"
         return "ready" if self._pinned() >= self._target else "pinning"
-
-
-def _span(chunks: Sequence[Chunk]) -> Chunk:
-    """Chunks that follow each other in memory, as one."""
-    first, last = chunks[0], chunks[-1]
-    return replace(first, end_slot=last.end_slot, num_bytes=last.end_offset - first.offset)

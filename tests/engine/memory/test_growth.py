@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstow.errors import PinError
 from kvstow.memory import hoststeps, pace
+from kvstow.memory.growth import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
@@ -96,11 +96,11 @@ def test_a_growth_has_ended_also_where_the_pinning_thread_did_not_see_its_last_c
     growing = Growing(make_pool, chunks=6)
     goes_on = growing.pool._goes_on
 
-    def late(queue: Any, growth: Any, populating: Any) -> bool:
+    def late(growth: Growth) -> bool:
         """As if nothing ran the pinning thread until the host's thread has made all calls."""
-        if len(growth) == 6:
-            eventually(lambda: queue.made == 6)
-        return goes_on(queue, growth, populating)
+        if len(growth.queue) == 6:
+            eventually(lambda: growth.queue.made == 6)
+        return goes_on(growth)
 
     monkeypatch.setattr(growing.pool, "_goes_on", late)
     growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
