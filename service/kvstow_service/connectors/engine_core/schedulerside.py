@@ -92,9 +92,9 @@ class SchedulerSide:
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """The request has its GPU blocks. `load_tokens` of what `find_hit` found are to be loaded into them.
 
-        Called again, with none to load, when a load has ended. Its blocks are then offered to the pool, except those
-        that came from there: blocks that the pool still has count as used, and blocks that it has lost are stored
-        again.
+        Called again, with none to load, when a load has ended, and when a streamed request has got more input. Its
+        blocks are then offered to the pool, except those that the load brought: blocks that the pool still has count
+        as used, and blocks that it has lost are stored again.
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._planner.number)
@@ -105,7 +105,7 @@ class SchedulerSide:
             self._loads.plan_load(tracked, load_tokens)
             return
         self._loads.release_hit(tracked)
-        if not tracked.loading:
+        if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
             tracked.withheld = False
             if not request.skip_reading_prefix_cache:
                 self._loads.count_hit(tracked, 0)

@@ -118,6 +118,30 @@ def test_a_request_that_is_admitted_after_a_reset_is_stored() -> None:
     assert host.stored() == set(keys_of(PROMPT))
 
 
+def test_a_streamed_request_that_gets_more_input_after_a_reset_is_not_stored() -> None:
+    """vLLM admits it again, with the blocks that it computed before the reset."""
+    host, request = VllmHost(), FakeRequest("r", PROMPT)
+    host.run(request)
+    assert host.side.reset()
+    request.tokens += "xyz"
+    host.resume(request, 3)
+    host.step({request: 3})
+    host.finish(request)
+    host.step()
+    host.step()
+    assert host.stored() == set()
+
+
+def test_a_streamed_request_that_gets_more_input_is_not_counted_as_a_lookup_again() -> None:
+    host, request = VllmHost(), FakeRequest("r", PROMPT)
+    host.ask(request)
+    host.run(request)
+    before = host.engine.stats().lookups
+    request.tokens += "xyz"
+    host.resume(request, 3)
+    assert host.engine.stats().lookups == before
+
+
 def test_a_reset_waits_for_loads() -> None:
     host, request = holding_host()
     host.admit(request, load=8)

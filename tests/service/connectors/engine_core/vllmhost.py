@@ -140,16 +140,17 @@ class VllmHost:
 
     def admit(self, request: FakeRequest, run: int = 0, *, local: int = 0, load: int = 0) -> None:
         """Give the request its blocks: the first `local` tokens are cached on the GPU, the `load` after them are
-        promised, `run` are computed in this step."""
-        request.num_computed_tokens = local + load
+        promised, `run` are computed in this step. vLLM sets `num_computed_tokens` after that."""
         request.tables = [self._prefix(request, group, local, local + load) for group in self.groups.groups]
         if not load:
             self._allocate(request, local + run)
         self._placed.add(request.request_id)
         self.side.admit(request, request.block_ids, load)
+        request.num_computed_tokens = local + load
 
     def resume(self, request: FakeRequest, run: int = 0, *, computed: int | None = None) -> None:
-        """The load has ended; the request goes on from `computed` tokens (all, unless some load failed)."""
+        """The load has ended, or there is more input; the request goes on from `computed` tokens (all, unless some load
+        failed)."""
         if computed is not None:
             request.num_computed_tokens = computed
         self._allocate(request, request.num_computed_tokens + run)
