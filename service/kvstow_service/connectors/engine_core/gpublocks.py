@@ -102,14 +102,16 @@ class WrittenBlocks:
 
     def __init__(
         self,
+        number: int = 0,
         scheduled: Iterable[str] = (),
         requests: Mapping[str, TrackedRequest] | None = None,
         groups: Iterable[KVGroup] = (),
         states: Iterable[int] = (),
     ) -> None:
-        """`groups`: the groups whose blocks are in the tables of the `scheduled` requests. `states`: blocks of
-        recurrent layers that the step computes."""
-        self._scheduled, self._requests, self._groups, self._states = scheduled, requests or {}, groups, states
+        """`number`: of the step. `groups`: the groups whose blocks are in the tables of the `scheduled` requests.
+        `states`: blocks of recurrent layers that the step computes."""
+        self._number, self._scheduled = number, scheduled
+        self._requests, self._groups, self._states = requests or {}, groups, states
 
     @cached_property
     def block_ids(self) -> Set[int]:
@@ -119,7 +121,9 @@ class WrittenBlocks:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
-            confirmed = max(0, tracked.confirmed_tokens)
+            first = max(0, tracked.confirmed_tokens)
+            if tracked.admitted_at == self._number:  # another child of MultiConnector may load within this step
+                first = min(first, tracked.start)
             for group in self._groups:
-                found.update(tracked.tables[group.index][confirmed // group.block_tokens :])
+                found.update(tracked.tables[group.index][first // group.block_tokens :])
         return found

@@ -151,8 +151,9 @@ class SchedulerSide:
         self.settle()
         room = self._stores.next_step()
         states = self._states.blocks_computed(step) if self._states is not None else ()
-        written = WrittenBlocks(step.num_scheduled_tokens, self._requests, self._groups.in_tables, states)
-        offered = self._finder.offer_due(step, self._planner.number, written, room)
+        number, scheduled = self._planner.number, step.num_scheduled_tokens
+        written = WrittenBlocks(number, scheduled, self._requests, self._groups.in_tables, states)
+        offered = self._finder.offer_due(step, number, written, room)
         if self._states is not None:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0

@@ -301,6 +301,26 @@ def test_a_window_block_that_holds_other_tokens_by_now_is_not_stored_as_the_old_
     assert keys_of("abcd", SHORT_WINDOW)[1] not in stored
 
 
+def test_a_block_that_another_connector_loads_in_this_step_is_not_read() -> None:
+    """MultiConnector may have a child that loads within the step. vLLM counts these tokens as computed by then."""
+    host = VllmHost(gpu_blocks=65, pinned=0)
+    ended, request = FakeRequest("e", "abcdefgh"), FakeRequest("r", "stuvwxyz!")
+    host.run(ended)
+    refused = ended.block_ids[0]
+    host.finish(ended)
+    host.step()
+    host.ranks[0].pin(64)
+    host.hand_out_next(*refused)
+    host.admit(request, 9)
+    assert request.block_ids[0][:4] == refused
+    request.num_computed_tokens = 8  # of which the other child loads all
+    plan = host.step({request: 1})
+    assert plan.stores.ops == ()
+    host.ranks[0].blocks.update(zip(refused, keys_of("stuvwxyz"), strict=True))
+    host.step()
+    assert host.stored() == set(keys_of("stuvwxyz"))
+
+
 def test_after_a_reset_nothing_is_offered_again() -> None:
     host = VllmHost(gpu_blocks=65, pinned=0)
     run_and_finish(host)
