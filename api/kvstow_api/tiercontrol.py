@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow.tier.tierstatus import TierStatus
+from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow.tier.writepolicy import WriteMode
 
 if TYPE_CHECKING:
@@ -47,6 +47,30 @@ class HostedTier:
     clients: tuple[TierClient, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TierTotals:
+    """What namespaces have counted together. The fields are those of `TierStatus`."""
+
+    counters: TierCounters
+    dropped_blocks: int
+    opened: int
+
+    @classmethod
+    def of(cls, status: TierStatus) -> TierTotals:
+        return cls(status.counters, status.dropped_blocks, status.opened)
+
+    def __add__(self, other: TierTotals) -> TierTotals:
+        return TierTotals(
+            self.counters + other.counters,
+            self.dropped_blocks + other.dropped_blocks,
+            self.opened + other.opened,
+        )
+
+
+TierLabels = tuple[str, str, str]
+"""The names of the store, the pool and the model."""
+
+
 class TierBypass(NamedTuple):
     """Whether the store is left alone in all pools; `seconds_left` is None without end."""
 
@@ -83,6 +107,10 @@ class TierControl(Protocol):
 
     def tiers(self) -> Sequence[HostedTier]:
         """One for each namespace that could use the store, the oldest first; none while no store is attached."""
+
+    def totals(self) -> Mapping[TierLabels, TierTotals]:
+        """Of all namespaces that have used the store since it was attached, those that have ended included, so that no
+        total ever falls. Only of pools that `tiers` has, too."""
 
     def attach(self, url: str, write: WriteMode | None) -> AttachedStore:
         """Use a store; it need not be there yet. `write` None: the default. Waits. Raises `ConfigError` for a URL that

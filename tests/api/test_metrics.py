@@ -451,3 +451,31 @@ async def test_the_namespaces_of_a_pool_are_one_tier(
     tiered_host.tier.reset()
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 0
     first.close()
+
+
+async def test_counters_of_a_tier_do_not_fall_when_a_namespace_ends(
+    launch: Any, engine: OffloadEngine, tiered_host: TieredHost
+) -> None:
+    """Prometheus would take it for a restart, and count again what the others have counted."""
+    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    first = tiered_host.begin()
+    tiered_host.open(TierChoice("memory:", tiered_host.store, "through"))
+    assert tiered_host.tier is not None
+    for tier, figure in ((first, 3), (tiered_host.tier, 4)):
+        tier.counters.put_blocks = tier.counters.failed_put_blocks = figure
+        tier.counters.saved_seconds = figure + 0.5
+        tier._note_outage("no answer")
+
+    def counters(families: dict[str, Metric]) -> dict[object, float]:
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families.values()
+            for sample in family.samples
+            if family.name.startswith("kvstow_tier_") and family.type == "counter"
+        }
+
+    before = counters(await scrape(client))
+    assert {3 + 4, 3.5 + 4.5, 2} <= set(before.values())
+    tiered_host.control.remove(first)
+    assert counters(await scrape(client)) == before
+    first.close()

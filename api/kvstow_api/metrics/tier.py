@@ -1,6 +1,7 @@
 """Metric families of the fleet tier, with the labels `TIER`: of each pool, all its namespaces together.
 
-There are none while no store is attached.
+There are none while no store is attached. Counters include what namespaces counted before they ended: an engine that
+resets its cache begins another one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from prometheus_client import Metric
 from kvstow_api.directory import Directory
 from kvstow_api.metrics.families import Row, counter, gauge
 from kvstow_api.metrics.snapshots import POOL
-from kvstow_api.tiercontrol import HostedTier, TierClient
+from kvstow_api.tiercontrol import HostedTier, TierClient, TierLabels
 
 TIER = ("tier", *POOL)
 """The labels of a pool's tier: the name of the store, the pool, and its model."""
@@ -68,52 +69,55 @@ _COUNTERS = (
 
 
 def tier_families(directory: Directory) -> Iterator[Metric]:
-    tiers: dict[tuple[str, str, str], list[HostedTier]] = {}
-    for one in () if directory.tier is None else directory.tier.tiers():
-        tiers.setdefault((one.status.store, one.pool, one.model), []).append(one)
+    if directory.tier is None:
+        return
+    tiers: dict[TierLabels, list[HostedTier]] = {}
+    for hosted in directory.tier.tiers():
+        tiers.setdefault((hosted.status.store, hosted.pool, hosted.model), []).append(hosted)
     if not tiers:
         return
+    totals = directory.tier.totals()
     for name, text, value in _GAUGES:
         found = [(labels, value(of_pool)) for labels, of_pool in tiers.items()]
         yield gauge(name, text, TIER, [(labels, figure) for labels, figure in found if figure is not None])
     for name, text, field in _COUNTERS:
-        rows: list[Row] = [
-            (labels, sum(getattr(one.status.counters, field) for one in of_pool)) for labels, of_pool in tiers.items()
-        ]
+        rows: list[Row] = [(labels, getattr(one.counters, field)) for labels, one in totals.items()]
         yield counter(name, text, TIER, rows)
     yield counter(
         "kvstow_tier_failed_blocks",
         "Blocks that could not be moved",
         [*TIER, "direction"],
         [
-            ((*labels, direction), sum(getattr(one.status.counters, f"failed_{direction}_blocks") for one in of_pool))
-            for labels, of_pool in tiers.items()
+            ((*labels, direction), getattr(one.counters, f"failed_{direction}_blocks"))
+            for labels, one in totals.items()
             for direction in ("put", "fetch")
         ],
     )
-    for name, text, total in (
+    for name, text, field in (
         (
             "kvstow_tier_dropped_blocks",
             "Blocks that were not put because too many waited or the store was full",
-            lambda of_pool: _sum(of_pool, "dropped_blocks"),
+            "dropped_blocks",
         ),
+        ("kvstow_tier_breaker_opened", "How often the store was left alone because it did not work", "opened"),
+    ):
+        yield counter(name, text, TIER, [(labels, getattr(one, field)) for labels, one in totals.items()])
+    for name, text, field in (
         (
             "kvstow_tier_corrupt_objects",
             "Objects that were fetched and were not what was put",
-            lambda of_pool: sum(one.stats.corrupt_objects for one in _clients(of_pool)),
-        ),
-        (
-            "kvstow_tier_breaker_opened",
-            "How often the store was left alone because it did not work",
-            lambda of_pool: _sum(of_pool, "opened"),
+            "corrupt_objects",
         ),
         (
             "kvstow_tier_client_restarts",
             "How often what connects to the store was ended and started again",
-            lambda of_pool: sum(one.stats.restarts for one in _clients(of_pool)),
+            "restarts",
         ),
     ):
-        yield counter(name, text, TIER, [(labels, total(of_pool)) for labels, of_pool in tiers.items()])
+        counted = [
+            (labels, sum(getattr(one.stats, field) for one in _clients(of_pool))) for labels, of_pool in tiers.items()
+        ]
+        yield counter(name, text, TIER, counted)
 
 
 def _sum(tiers: _Values, field: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from kvstow.tier.breaker import BreakerState
@@ -34,6 +34,9 @@ class TierCounters:
 
     def copy(self) -> TierCounters:
         return replace(self)
+
+    def __add__(self, other: TierCounters) -> TierCounters:
+        return TierCounters(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

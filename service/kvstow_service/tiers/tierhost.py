@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple, Protocol
@@ -16,7 +16,15 @@ from kvstow.control.tiersettings import TierSettings
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, MissingPackageError, NotFoundError
 from kvstow.tier.store import TierStore
 from kvstow.tier.writepolicy import WriteMode
-from kvstow_api.tiercontrol import AttachedStore, HostedTier, TierBypass, TierClient, TierMeasurements
+from kvstow_api.tiercontrol import (
+    AttachedStore,
+    HostedTier,
+    TierBypass,
+    TierClient,
+    TierLabels,
+    TierMeasurements,
+    TierTotals,
+)
 from kvstow_service.tiers.storeaddress import measure_store, shown_url
 from kvstow_service.tiers.stores import open_store
 from kvstow_service.tiers.tierpurge import TierPurge
@@ -84,6 +92,8 @@ class TierHost:
         self._has_ended = False
         self._choice: TierChoice | None = None
         self._tiers: list[_Tier] = []
+        self._ended: dict[TierLabels, TierTotals] = {}
+        """What tiers had counted when they were removed."""
         self._until = -inf
         """When the bypass of the host ends; inf if it does not."""
         self._until_of: dict[str, float] = {}
@@ -128,9 +138,16 @@ class TierHost:
                 tier.set_bypassed(True, None if left == inf else left)
 
     def remove(self, tier: FleetTier) -> None:
-        """It is not shown any more. Idempotent."""
+        """It is not shown any more, but what it has counted stays in `totals`. Idempotent."""
         with self._lock:
+            removed = [one for one in self._tiers if one.tier is tier]
             self._tiers = [one for one in self._tiers if one.tier is not tier]
+            self._ended = _summed(self._ended, removed)
+
+    def forget_pool(self, pool: str) -> None:
+        """The pool was deleted, after its tiers were removed: another one of this name counts from zero."""
+        with self._lock:
+            self._ended = {labels: one for labels, one in self._ended.items() if labels[1] != pool}
 
     # -- what there is --------------------------------------------------------------------------------------
 
@@ -167,6 +184,12 @@ class TierHost:
             )
             for one, seconds in zip(known, left, strict=True)
         ]
+
+    def totals(self) -> dict[TierLabels, TierTotals]:
+        with self._lock:  # at once, or a tier that is removed meanwhile would count twice or not at all
+            known, ended = list(self._tiers), self._ended
+        shown = {one.labels for one in known}
+        return _summed({labels: one for labels, one in ended.items() if labels in shown}, known)
 
     def measure(self) -> TierMeasurements:
         """See `measure_store`."""
@@ -207,6 +230,7 @@ class TierHost:
     def _end(self) -> None:
         with self._lock:
             self._choice = None
+            self._ended = {}
 
     @contextmanager
     def _change(self) -> Iterator[TierClients]:
@@ -284,6 +308,15 @@ def _news(one: _Tier, shown: set[tuple[str, str]]) -> Iterator[TierClient]:
             yield client
 
 
+def _summed(totals: Mapping[TierLabels, TierTotals], tiers: Iterable[_Tier]) -> dict[TierLabels, TierTotals]:
+    """`totals`, and what `tiers` have counted."""
+    sums = dict(totals)
+    for one in tiers:
+        counted = TierTotals.of(one.tier.status())
+        sums[one.labels] = sums[one.labels] + counted if one.labels in sums else counted
+    return sums
+
+
 class _Tier(NamedTuple):
     tier: FleetTier
     pool: str
@@ -291,3 +324,7 @@ class _Tier(NamedTuple):
     model: str
     clients: Callable[[], Sequence[TierClient]]
     fingerprint_of: Callable[[str], str] | None
+
+    @property
+    def labels(self) -> TierLabels:
+        return self.tier.status().store, self.pool, self.model

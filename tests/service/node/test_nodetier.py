@@ -310,6 +310,35 @@ def test_after_a_reset_nothing_is_put_or_fetched_until_the_weights_have_a_name(
     assert len({name.split(":")[1] for name in store.names("kvs1:")}) == 2
 
 
+def put_blocks(node: Node) -> list[int]:
+    """What each pool has counted."""
+    return [totals.counters.put_blocks for totals in node.tier.host.totals().values()]
+
+
+def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
+    make_node: MakeNode, engines: Engines, eventually: Eventually
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: put_blocks(node) == [4])
+    (before,) = node.tier.host.tiers()
+    engine.ask(Reset(), ResetDone)
+    assert only_pool(node).facade.admin.purge(everything=True).run().finished
+    eventually(lambda: before.namespace not in {one.namespace for one in node.tier.host.tiers()}, "its end")
+    engine.wait_for(lambda: tier_of(node).fleet is not None)
+    assert put_blocks(node) == [4]
+
+    leave(engine)
+    eventually(lambda: not node.host.sessions(), "the end of the session")
+    node.host.delete_pool(only_pool(node).name)
+    eventually(lambda: not node.tier.closing_pools, "the pool's name")
+    engine = engines(node, ONE_RANK)
+    engine.wait_for(lambda: tier_of(node).fleet is not None)
+    assert [one.pool for one in node.tier.host.tiers()] == [before.pool]
+    assert put_blocks(node) == [0]
+
+
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [

@@ -227,6 +227,48 @@ def test_a_client_of_several_namespaces_is_shown_with_the_first_that_is_there(
     assert [len(one.clients) for one in host.tiers()] == [2, 2]
 
 
+def requests(host: TierHost) -> dict[str, int]:
+    """How many each pool has counted."""
+    return {pool: totals.counters.requests for (_, pool, _), totals in host.totals().items()}
+
+
+def test_what_a_tier_has_counted_stays_in_the_totals_of_its_pool(host: TierHost, make_tier: MakeTier) -> None:
+    tiers = [make_tier() for _ in range(4)]
+    for number, (pool, tier) in enumerate(zip("aaab", tiers, strict=True)):
+        host.add(tier, pool=pool, namespace=str(number))
+        tier.counters.requests = 10**number
+    assert requests(host) == {"a": 111, "b": 1000}
+    for tier in (tiers[0], tiers[1], tiers[1], tiers[3]):
+        host.remove(tier)
+    assert requests(host) == {"a": 111}, "b has no tier that shows it"
+    tiers[2].counters.requests += 1
+    assert requests(host) == {"a": 112}
+    again = make_tier()
+    host.add(again, pool="b", namespace="3")
+    assert requests(host) == {"a": 112, "b": 1000}
+
+
+def test_totals_end_with_the_pool(host: TierHost, make_tier: MakeTier) -> None:
+    for pool in "ab":
+        tier = make_tier()
+        host.add(tier, pool=pool, namespace="1")
+        tier.counters.requests = 5
+        host.remove(tier)
+    host.forget_pool("a")
+    for pool in "ab":
+        host.add(make_tier(), pool=pool, namespace="2")
+    assert requests(host) == {"a": 0, "b": 5}
+
+
+def test_totals_end_with_the_store(clients: Clients) -> None:
+    for _ in range(2):
+        clients.host.attach("memory:", None)
+        assert requests(clients.host) == {"a": 0}
+        assert clients.tier is not None
+        clients.tier.counters.requests = 5
+        clients.host.detach()
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 

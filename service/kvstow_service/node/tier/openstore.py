@@ -165,6 +165,7 @@ class OpenStore:
     def _end_pool(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
         for tier in [one for one in self._tiers if one.pool_tier is pool_tier]:
             self._guarded(partial(self._retire, tier))
+        self._host.forget_pool(pool_tier.pool.name)
         pool_tier.begin_end(lambda: self.do(partial(self._end_sessions, pool_tier, then)))
 
     def _end_sessions(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
