@@ -84,6 +84,8 @@ class ClientCalls:
             client.channel.flush()
             self._rewatch(client)
         if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            if client in self.busy:  # it disconnected, but what it sent before counts: it may have detached
+                return
             if not client.interest & select.EPOLLIN:  # it disconnected while it was not read from
                 raise DisconnectedError("the other end has closed the connection")
             self._read(client)

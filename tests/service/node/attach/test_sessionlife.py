@@ -15,9 +15,10 @@ from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, No
 
 from kvstow.attach.calls import Lookup
 from kvstow.attach.connection import AttachConnection
-from kvstow.attach.extentcalls import Detach, ExtentGrant, GrantedExtents
+from kvstow.attach.extentcalls import Detach, ExtentGrant, GrantedExtents, ReleasedExtents
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
+from kvstow_service.node.attach import clientcalls
 from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.attach.sessionlife import SessionLife
 
@@ -154,6 +155,17 @@ def test_a_client_that_detaches_and_closes_need_not_wait_for_answers(
         node.wait_for_event("lost")
     (said,) = [record for record in caplog.records if " ends: " in record.message]
     assert (said.levelname, said.message.partition(" ends: ")[2]) == ("INFO", "the engine has detached")
+
+
+def test_a_detach_behind_more_frames_than_one_turn_takes_is_heard(node: Node, engine: Engine) -> None:
+    workers = engine[1]
+    with node.standing_still():
+        for _ in range(2 * clientcalls._FRAMES_PER_TURN):
+            workers[0].tell(ReleasedExtents(()))
+        workers[0].close(Detach("shutdown"))
+    node.wait_for_event("lost")
+    quiet(node)
+    assert ends(node) == ["lost", 0]
 
 
 def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> None:
