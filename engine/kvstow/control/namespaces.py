@@ -16,7 +16,7 @@ class Namespace:
     """The keys of one namespace, and the order in which its blocks are evicted. Not locked.
 
     `num_sessions`: sessions that use it. A dropped namespace is found by no session any more; its blocks are the first
-    to be evicted.
+    to be evicted. One that is forgotten counts as dropped: whoever still has it must fill no slot in it.
     """
 
     __slots__ = ("is_dropped", "keys", "name", "num_sessions", "pending_stores", "policy", "tag")
@@ -119,6 +119,7 @@ class Namespaces:
         del self._by_tag[namespace.tag], self._unused[namespace.tag]
         if not namespace.is_dropped:
             del self._by_name[namespace.name]
+            namespace.is_dropped = True
         self.only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
 
     def policy_of(self, slots: Sequence[int]) -> EvictionPolicy:

@@ -60,10 +60,11 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
 def place_fetch(session: Session, keys: Sequence[bytes], *, whole: bool = False) -> tuple[list[bytes], list[int]]:
     """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
     ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. `whole`: none of
-    the keys if there are not slots for all. The caller holds the lock. O(keys)."""
+    the keys if there are not slots for all. None in a namespace that is dropped or forgotten: the fleet tier's session
+    does not keep it. The caller holds the lock. O(keys)."""
     pool = session.pool
     now = pool.clock()
-    if _refusal(session, now):
+    if session.namespace.is_dropped or _refusal(session, now):
         return [], []
     fresh, present = _select(session.namespace, keys, {})
     slots = _make_room(session, len(fresh), present, now)
