@@ -100,6 +100,8 @@ class TierTraffic:
             missing = min(most, wanted_free - pool.slots.free - on_the_way)
             if self._is_closed or missing <= 0 or session.acceptance.load_refusal(pool.clock()):
                 return []
+            if pool.earlier is not None:  # the slots would go to quarantine, so no number of puts would be enough
+                return []
             key_of = pool.index.slot_keys.key_of
             coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, missing)]
             end = inf if session.watermark is None else session.watermark

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 from tests.engine.control.sharedhost import Client, Host
 
+from kvstow.control.indexjournal import RecoveredIndex
+from kvstow.control.recovery import EarlierSession, recover
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.messages import TierCompletion, TierOp
 
@@ -26,6 +28,9 @@ class Tier:
 
     def fetch(self, keys: Sequence[bytes]) -> list[TierOp]:
         return self.traffic.begin_fetch("f", keys)
+
+    def put_coldest(self, wanted_free: int) -> list[TierOp]:
+        return self.traffic.put_coldest("f", wanted_free, (), most=64)
 
     def finish(self, ops: Sequence[TierOp]) -> None:
         for op in ops:
@@ -74,3 +79,17 @@ def test_what_is_fetched_when_the_last_engine_ends_is_there_for_the_next_one() -
     tier.finish(tier.fetch(KEYS[3:4]))
     assert host.attach(namespace="a").session.lookup(KEYS) == 4
     assert host.counts["cached"] == 4
+
+
+def test_no_block_is_put_to_make_room_while_engines_of_the_service_before_may_read_it() -> None:
+    host = Host()
+    found = RecoveredIndex({0: {key: slot for slot, key in enumerate(KEYS)}}, {}, ())
+    recover(host.pool, found, {0: "a"}, [EarlierSession(1, "engine", frozenset({"worker"}))])
+    client = host.attach(namespace="a")
+    tier = Tier(host, client)
+    tier.finish(tier.put_coldest(1))
+    assert host.counts["quarantined"] == 0
+    assert client.session.lookup(KEYS) == len(KEYS)
+    host.pool.process_died("worker")
+    tier.finish(tier.put_coldest(1))
+    assert host.counts["free"] == 1
