@@ -96,14 +96,16 @@ class TierTraffic:
         Looks at no more than `most` blocks, and leaves those that are `known` to be in the store."""
         pool, session = self._pool, self._session
         with pool.lock:
-            on_the_way = sum(len(entry.held) for entry in session.ops if entry.op.direction == "put")
-            missing = min(most, wanted_free - pool.slots.free - on_the_way)
+            missing = wanted_free - pool.slots.free
             if self._is_closed or missing <= 0 or session.acceptance.load_refusal(pool.clock()):
                 return []
             if pool.earlier is not None:  # the slots would go to quarantine, so no number of puts would be enough
                 return []
+            # Of all sessions: the tiers of other namespaces make room in the same pool.
+            ops = (entry for one in pool.sessions for entry in one.ops)
+            missing -= sum(len(entry.held) for entry in ops if entry.op.direction == "put")
             key_of = pool.index.slot_keys.key_of
-            coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, missing)]
+            coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, max(0, min(most, missing)))]
             end = inf if session.watermark is None else session.watermark
             found = [(slot, key) for slot, key in coldest if key is not None and key not in known and slot < end]
             slots = [slot for slot, _ in found]

@@ -93,3 +93,17 @@ def test_no_block_is_put_to_make_room_while_engines_of_the_service_before_may_re
     host.pool.process_died("worker")
     tier.finish(tier.put_coldest(1))
     assert host.counts["free"] == 1
+
+
+def test_the_tiers_of_two_namespaces_make_room_together() -> None:
+    host = Host()
+    clients = [host.attach(namespace=name) for name in "ab"]
+    clients[0].store(KEYS[:4])
+    clients[1].store(KEYS[4:])
+    first, second = (Tier(host, client) for client in clients)
+    ops = first.put_coldest(2)
+    assert second.put_coldest(2) == [], "the put of the other one frees as many slots as are wanted"
+    more = second.put_coldest(3)
+    first.finish(ops)
+    second.finish(more)
+    assert host.counts == {"free": 3, "filling": 0, "cached": 5, "leased": 0, "quarantined": 0}
