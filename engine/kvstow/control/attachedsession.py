@@ -183,7 +183,7 @@ class AttachedSession(Session):
     def snapshot(self) -> SessionStatus:
         """`status`, with the lock held."""
         now = self.pool.clock()
-        oldest = self.ops.oldest()
+        oldest = self.ops.oldest_copy()
         return SessionStatus(
             session_id=self.session_id,
             engine=self.engine,

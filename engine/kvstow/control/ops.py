@@ -37,6 +37,8 @@ class OpsInFlight:
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
         """Those that are not stuck. Like `_open`, in order of their start."""
+        self._copies: dict[int, OpenOp] = {}
+        """Loads and stores, in order of their start."""
         self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_blocks: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_stuck = 0
@@ -59,8 +61,9 @@ class OpsInFlight:
     def get(self, op_id: int) -> OpenOp | None:
         return self._open.get(op_id)
 
-    def oldest(self) -> OpenOp | None:
-        return next(iter(self._open.values()), None)
+    def oldest_copy(self) -> OpenOp | None:
+        """The oldest load or store: a tier that is slow or hangs stops neither."""
+        return next(iter(self._copies.values()), None)
 
     def start(
         self,
@@ -82,7 +85,7 @@ class OpsInFlight:
         else:
             pending, reading = set(self._ranks), set[int]()
         entry = OpenOp(op, self._session.namespace, keys, held, request_id, now, pending, reading)
-        self._open[op.op_id] = self._moving[op.op_id] = entry
+        self._open[op.op_id] = self._moving[op.op_id] = self._copies[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
         return op
@@ -186,6 +189,7 @@ class OpsInFlight:
         self._moving.pop(op.op_id, None)
         self.num_abandoned -= entry.abandoned
         if isinstance(op, Op):
+            del self._copies[op.op_id]
             self.num_ops[op.direction] -= 1
             self.num_blocks[op.direction] -= len(op.blocks)
             self.num_stuck -= entry.stuck

@@ -136,7 +136,7 @@ def _pending(pool: Pool, now: float) -> PendingTransfers:
         load_blocks += ops.num_blocks["load"]
         store_blocks += ops.num_blocks["store"]
         stuck += ops.num_stuck
-        oldest = ops.oldest()
+        oldest = ops.oldest_copy()
         if oldest:
             started = min(started, oldest.started)
     slot_bytes = pool.config.slot_bytes
@@ -184,7 +184,7 @@ def _trouble(pool: Pool, now: float) -> str:
 
 def _session_trouble(session: Session, now: float) -> str:
     if session.ops.num_stuck:
-        oldest = session.ops.oldest()
+        oldest = session.ops.oldest_copy()
         assert oldest is not None
         return f"{session.ops.num_stuck} transfers are stuck: {session.ops.stuck_reason(oldest, now)}"
     for record in session.ranks.records():

@@ -409,6 +409,23 @@ def test_a_store_that_hangs_stops_no_load_or_store(make_node: MakeNode, clock: F
     assert slots_of(node) == {"free": 4, "cached": 4}
 
 
+def test_a_load_that_is_stuck_behind_a_put_is_the_one_that_is_shown(make_node: MakeNode, clock: FakeClock) -> None:
+    node = make_node(ranks=1)
+    node.store(KEYS[:2])
+    node.put(KEYS[:2])
+    engine = node.engine
+    assert isinstance(engine, OffloadEngine)
+    clock.advance(20.0)
+    assert engine.stats().transfers.pending.oldest_seconds == 0.0, "no load or store is pending"
+    engine.begin_load(engine.acquire(KEYS[:1]), [1])
+    clock.advance(31.0)
+    engine.tick()
+    node.ranks[0].report()
+    pending = engine.stats().transfers.pending
+    assert (pending.stuck, pending.oldest_seconds) == (1, 31.0)
+    assert "the host has not submitted it" in engine.readiness().reason
+
+
 def test_tier_transfers_count_as_neither_loads_nor_stores(make_node: MakeNode, objects: Objects) -> None:
     node = make_node(ranks=1)
     in_store(objects, KEYS[4:], 1)
