@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
+from kvstow.control.slotjournal import fit
 from kvstow.messages import Op
 from kvstow.results import StoreGrant
 from kvstow.status import Refusal
@@ -61,10 +62,12 @@ def place_fetch(session: Session, keys: Sequence[bytes], *, whole: bool = False)
     """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
     ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. `whole`: none of
     the keys if there are not slots for all. None in a namespace that is dropped or forgotten: the fleet tier's session
-    does not keep it. The caller holds the lock. O(keys)."""
+    does not keep it; and none of keys that the pool's journal could not publish. The caller holds the lock. O(keys)."""
     pool = session.pool
     now = pool.clock()
     if session.namespace.is_dropped or _refusal(session, now):
+        return [], []
+    if pool.journal is not None and not fit(keys, pool.journal.max_key_bytes):
         return [], []
     fresh, present = _select(session.namespace, keys, {})
     slots = _make_room(session, len(fresh), present, now)

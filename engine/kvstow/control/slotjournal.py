@@ -40,11 +40,17 @@ class SlotJournal(Protocol):
         """The namespaces by number, the most important first. Blocks of others are not recovered."""
 
 
-def check_width(keys: Sequence[bytes], most: int) -> None:
-    """Raises `InvalidRequestError` unless all keys have one length, of at most `most` bytes."""
+def fit(keys: Sequence[bytes], most: int) -> bool:
+    """Whether all keys have one length, from 1 to `most` bytes, as in one call of `publish`."""
     widths = set(map(len, keys))
-    if widths and (len(widths) > 1 or not 1 <= max(widths) <= most):
+    return not widths or (len(widths) == 1 and 1 <= max(widths) <= most)
+
+
+def check_width(keys: Sequence[bytes], most: int) -> None:
+    """Raises `InvalidRequestError` unless the keys `fit`."""
+    if not fit(keys, most):
+        widths = sorted(set(map(len, keys)))
         raise InvalidRequestError(
-            f"keys of {sorted(widths)} bytes; allowed: keys of one length, from 1 to {most} bytes, because the pool's "
+            f"keys of {widths} bytes; allowed: keys of one length, from 1 to {most} bytes, because the pool's "
             "journal has a field of that size"
         )

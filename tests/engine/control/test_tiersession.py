@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.engine.control.sharedhost import Client, Host
 
-from kvstow.control.indexjournal import RecoveredIndex
+from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
 from kvstow.control.recovery import EarlierSession, recover
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.messages import TierCompletion, TierOp
@@ -79,6 +79,19 @@ def test_what_is_fetched_when_the_last_engine_ends_is_there_for_the_next_one() -
     tier.finish(tier.fetch(KEYS[3:4]))
     assert host.attach(namespace="a").session.lookup(KEYS) == 4
     assert host.counts["cached"] == 4
+
+
+@pytest.mark.parametrize("keys", [[b"k", b"longer"], [bytes(41)]], ids=["of two lengths", "too long"])
+def test_keys_that_do_not_fit_into_the_journal_are_not_fetched(keys: list[bytes]) -> None:
+    journal = IndexJournal.create(8, {})
+    journal.reserve(0, 8)
+    host = Host(journal=journal)
+    tier = Tier(host, host.attach())
+    tier.finish(tier.fetch(keys))
+    assert host.counts["free"] == 8
+    tier.finish(tier.fetch(KEYS[:2]))
+    assert host.counts["cached"] == 2
+    journal.close()
 
 
 def test_no_block_is_put_to_make_room_while_engines_of_the_service_before_may_read_it() -> None:
