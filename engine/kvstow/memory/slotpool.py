@@ -251,11 +251,10 @@ class SlotPool(ABC):
         with self._ending:
             with self._state:
                 self._state.wait_for(lambda: not self._held)
-            self._give_back_all()
+                chunks, self._chunks = self._chunks, None  # nothing can be held from now on
+            self._give_back(chunks)
 
-    def _give_back_all(self) -> None:
-        with self._state:
-            chunks, self._chunks = self._chunks, None
+    def _give_back(self, chunks: PinnedChunks | None) -> None:
         try:
             while chunks is not None:
                 self._memory.unregister_at_close(chunks.last)

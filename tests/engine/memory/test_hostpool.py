@@ -556,6 +556,35 @@ def test_closing_does_not_wait_for_the_pause(make_pool: MakePool, eventually: Ev
     assert pool.status().state == "closed"
 
 
+def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(make_pool: MakePool, eventually: Eventually) -> None:
+    class Gap(threading.Condition):
+        """Asks for a hold when `close` lets go of the lock after its wait."""
+
+        refusals = 0
+        has_waited = False
+
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+            self.has_waited = pool.status().state == "closed"
+            return super().wait_for(predicate, timeout)
+
+        def __exit__(self, *details: Any) -> None:
+            super().__exit__(*details)
+            if not self.has_waited:
+                return
+            self.has_waited = False
+            try:
+                pool.hold(4).release()
+            except CopyError:
+                self.refusals += 1
+
+    pool = make_pool()
+    pool._state = gap = Gap()
+    pool.start()
+    eventually(pinned(pool, 16))
+    pool.close()
+    assert gap.refusals == 1, "memory was given back although it was held"
+
+
 def test_close_is_final_and_may_be_called_concurrently_or_before_start(make_pool: MakePool) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
