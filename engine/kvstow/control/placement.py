@@ -163,7 +163,9 @@ def _make_room(session: Session, count: int, present: Sequence[Sequence[int]], n
 
 def _evict_leased(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
     """The same, when nothing is left to evict but leased blocks: those of sessions that lease too much."""
-    return _evict(pool, count, now, below) if count and pool.end_excess_leases() else []
+    if not count or pool.earlier is not None or not pool.end_excess_leases():  # with `earlier`, nothing is evicted
+        return []
+    return _evict(pool, count, now, below)
 
 
 def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:

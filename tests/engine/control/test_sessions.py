@@ -6,6 +6,8 @@ import pytest
 from tests.engine.control.sharedhost import Host
 
 from kvstow.control import snapshots
+from kvstow.control.indexjournal import RecoveredIndex
+from kvstow.control.recovery import EarlierSession, recover
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import KeyRun
 from kvstow.testing.rank import FakeRank, write_blocks
@@ -296,6 +298,18 @@ def test_a_store_leaves_leases_of_half_of_the_pool_alone(host: Host) -> None:
     assert client.session.store_room() == 0
     assert client.session.begin_store([b"new"], [0]).outcomes == {"dropped_cpu_full": 1}
     assert client.session.begin_load(mine, [0, 1, 2, 3]).slots == mine.slots
+
+
+def test_no_lease_ends_for_a_store_while_nothing_may_be_evicted(host: Host) -> None:
+    keys = [bytes([100 + n]) for n in range(8)]
+    found = RecoveredIndex({0: {key: slot for slot, key in enumerate(keys)}}, {}, ())
+    recover(host.pool, found, {0: "model"}, [EarlierSession(1, "engine", frozenset({"worker"}))])
+    client = host.attach()
+    leases = [client.session.acquire(some) for some in (keys[:3], keys[3:6], keys[6:])]
+    assert client.begin_store([b"new"]) is None
+    assert [client.session.find_lease(lease.lease_id) for lease in leases] == leases
+    host.pool.process_died("worker")
+    assert client.begin_store([b"new"]) is not None
 
 
 def test_a_hit_of_more_than_half_of_the_pool_is_cut(host: Host) -> None:
