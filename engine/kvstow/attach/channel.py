@@ -7,6 +7,7 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from kvstow.attach.frames import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, Frame, FrameDecoder, encode_header
 from kvstow.errors import DisconnectedError, ProtocolError
@@ -138,7 +139,7 @@ class Channel:
         while self._unsent:
             first = self._unsent[0]
             batch = [first.data]
-            for later in list(self._unsent)[1:_BUFFERS_PER_CALL]:
+            for later in islice(self._unsent, 1, _BUFFERS_PER_CALL):
                 if later.fds:  # descriptors go with the first byte of their own frame
                     break
                 batch.append(later.data)

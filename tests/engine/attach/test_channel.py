@@ -6,8 +6,10 @@ import os
 import select
 import socket
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,3 +240,24 @@ def test_channels_of_one_thread_share_a_buffer(sockets: tuple[socket.socket, soc
     assert receive(here) == [Frame(2, 2, b"b" * 100)]
     here.close()
     there.close()
+
+
+def test_sending_costs_the_same_however_much_waits() -> None:
+    class Counted(deque[Any]):
+        looked_at = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for part in super().__iter__():
+                Counted.looked_at += 1
+                yield part
+
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    channel._unsent = Counted()
+    while len(channel._unsent) < 1000:
+        channel.send(5, b"x")
+    Counted.looked_at = 0
+    channel.send(5, b"x")
+    assert Counted.looked_at <= 64
+    channel.close()
+    theirs.close()
