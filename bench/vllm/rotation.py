@@ -7,9 +7,9 @@ and log-probabilities are compared with those of an engine without a connector, 
 mode), and the bytes of every loaded block with those that either engine has stored (`bench.vllm.checked`). The GPU's
 own caches hold a part of the prompts, and so does the pool. Every `--every` seconds SIGKILL ends engine a, then engine
 b, then the service, which are started again at once; a keeper has the service's memory meanwhile. `nvidia-smi` is asked
-each time. Without a GPU log-probabilities differ by rounding, and only tokens count. Writes `rotation.jsonl`. The exit
-status is 1 if an answer or a block differs, a request fails that was not one of a killed engine, no block was loaded,
-slots are lost, or the service is seen on the GPU.
+each time. Without a GPU log-probabilities differ by rounding, and only tokens count. Writes `rotation.jsonl`, with what
+has been counted after each kill and at the end. The exit status is 1 if an answer or a block differs, a request fails
+that was not one of a killed engine, no block was loaded, slots are lost, or the service is seen on the GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.vllm.killedengine import ENDING, FULL, TINY, KilledEngine, Load, Prom
 from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.node import NodeService, device_processes
 from bench.vllm.process import run
-from bench.vllm.results import make_parser, open_results
+from bench.vllm.results import Results, make_parser, open_results
 
 _STARTING = 240.0  # seconds
 
@@ -71,8 +71,8 @@ class Rotation:
 
 
 class _Rotation:
-    def __init__(self, service: NodeService, engines: Sequence[KilledEngine], checks: Path) -> None:
-        self._service, self._engines, self._checks = service, engines, checks
+    def __init__(self, service: NodeService, engines: Sequence[KilledEngine], checks: Path, results: Results) -> None:
+        self._service, self._engines, self._checks, self._results = service, engines, checks, results
         self._failures: list[str] = []
         self._on_gpu = self._listed = 0
         names = [*(engine.name for engine in engines), "service"]
@@ -98,12 +98,15 @@ class _Rotation:
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 self._failures.append(f"after the kill of {name}: {error}")
                 break
+            self._results.add("kill", of=name, **asdict(self._found(time.monotonic() - began)))
         took = time.monotonic() - began
         for engine in self._engines:
             engine.stop()
-        stuck = self._stuck_slots() if self._service.answers() else 0
+        return replace(self._found(took), stuck_slots=self._stuck_slots() if self._service.answers() else 0)
+
+    def _found(self, seconds: float) -> Rotation:
         return Rotation(
-            seconds=took,
+            seconds=seconds,
             kills=self._kills,
             tallies={engine.name: engine.count() for engine in self._engines},
             failures=[*self._failures, *(failure for engine in self._engines for failure in engine.failures)],
@@ -111,7 +114,7 @@ class _Rotation:
             recovered_seconds=self._recovered,
             service_on_gpu=self._on_gpu,
             engines_on_gpu=self._listed,
-            stuck_slots=stuck,
+            stuck_slots=0,
         )
 
     def _kill(self, name: str) -> None:
@@ -129,7 +132,6 @@ class _Rotation:
         self._kills[name] += 1
         if self._recover(_STARTING):
             self._recovered[name].append(time.monotonic() - began)
-        print(f"{name} was killed, recovered after {time.monotonic() - began:.1f} s", flush=True)
 
     def _recover(self, patience: float) -> bool:
         """Both engines are attached, and have answered."""
@@ -175,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         engines = [KilledEngine(name, folder, (setup, load, prompts, expected)) for name in ("engine-a", "engine-b")]
         for engine in engines:
             stack.callback(engine.kill)
-        found = _Rotation(service, engines, checks).run(options.seconds, options.every)
+        found = _Rotation(service, engines, checks, results).run(options.seconds, options.every)
     results.add("rotation", **asdict(found), problems=found.problems)
     print("; ".join(found.problems) or "every answer and every block is right, and no other request failed", flush=True)
     return 1 if found.problems else 0
