@@ -209,7 +209,9 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     elsewhere = engines(make_node(), WINDOWED)
     elsewhere.store_until_found(full + window[:6])
     elsewhere.wait_for(lambda: store.num_objects == 28)
-    engine = engines(make_node(), WINDOWED)
+    node = make_node()
+    engine = engines(node, WINDOWED)
+    engine.wait_for(lambda: only_pool(node).slots.in_service >= 9)  # of each group what the hit needs
     calls = [engine.scheduler.call(LookupPrompt(full + window))]
 
     def is_fetched() -> bool:

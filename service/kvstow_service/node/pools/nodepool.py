@@ -122,9 +122,8 @@ class NodePool(SharedPool):
         return PoolLayout(owner, tuple(map(RankLayout, self.stored_slot_bytes)), extent_bytes)
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
-        """The namespace of this identity, which may be new. Drops namespaces that the pool has forgotten."""
-        alive = {one.name for one in self.namespaces() if not one.dropped} if self.known else set[str]()
-        self.known = {name: one for name, one in self.known.items() if name in alive}
+        """The namespace of this identity, which may be new."""
+        alive = self._forget_ended()
         for known in self.known.values():
             if known.identity == identity and not known.is_reset:
                 return known
@@ -137,9 +136,16 @@ class NodePool(SharedPool):
 
     def enter_fresh(self, former: KnownNamespace, name: str) -> KnownNamespace:
         """A session of the namespace `former` was reset, and is now in the namespace `name`."""
+        self._forget_ended()
         reason = "the engine has reset its cache, so its blocks are in a namespace of their own until it attaches again"
         fresh = self.known[name] = KnownNamespace(name, former.identity, (reason,))
         return fresh
+
+    def _forget_ended(self) -> set[str]:
+        """Drop the namespaces that the pool has dropped or forgotten, and return the names of the others."""
+        alive = {one.name for one in self.namespaces() if not one.dropped} if self.known else set[str]()
+        self.known = {name: one for name, one in self.known.items() if name in alive}
+        return alive
 
     def hosted_namespaces(self) -> list[HostedNamespace]:
         found = []

@@ -134,6 +134,19 @@ def test_nobody_joins_the_namespace_of_a_reset(bench: HostBench) -> None:
     assert second.answer.sharing_off == ()
 
 
+def test_an_engine_that_resets_its_cache_again_and_again_leaves_nothing_behind(bench: HostBench) -> None:
+    engine, neighbour = bench.start(), bench.start()
+    (pool,) = bench.host.pools()
+    for number in range(500):
+        engine.store(number)
+        name = bench.host.reset(engine.session_id).namespace
+    in_use = {one.name for one in pool.namespaces()}
+    assert {name, neighbour.answer.namespace} <= in_use
+    assert len(in_use) < 100, "the others' blocks were evicted"
+    assert len(set(pool.known) - in_use) <= 1, "what the last reset has ended"
+    assert bench.start().answer.namespace == neighbour.answer.namespace
+
+
 def test_replicated_blocks_are_stored_by_rank_0_alone(bench: HostBench) -> None:
     engine = bench.start(replace(HELLO, pool=replace(POOL, replicated=True)))
     begun = engine.begin_store(1)
