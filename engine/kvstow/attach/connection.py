@@ -102,7 +102,8 @@ class AttachConnection:
     It starts no thread. Only `poll` and `wait` wait. The host calls `poll` often; it does all the work. One thread uses
     the connection. No call raises because the service is absent, is slow, refuses, or breaks the protocol. In those
     cases the state is not `attached`, and `problem` says why. The next attempt follows after a pause that doubles from
-    0.1 to 5 seconds (30 after a refusal that is not transient), plus up to a quarter at random.
+    0.1 to 5 seconds (30 after a refusal that is not transient), plus up to a quarter at random. It is 0.1 again once a
+    connection was attached for 5 seconds: one that the service welcomes and then drops is a failure, too.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class AttachConnection:
         self._pushed: list[Frame] = []
         self._pause = FIRST_PAUSE_SECONDS
         self._next_attempt = float("-inf")
-        self._greeting_ends = 0.0
+        self._greeting_ends = self._attached_at = 0.0
         self.state: State = "detached"
         self.welcome: Welcome | None = None
         """The welcome of the current session, or None without a session."""
@@ -323,7 +324,7 @@ class AttachConnection:
         if not versions.oldest <= welcome.version <= versions.newest:
             raise ProtocolError("version", f"the service chose version {welcome.version} of {versions}")
         self.state, self.welcome, self.problem = "attached", welcome, None
-        self._pause = FIRST_PAUSE_SECONDS
+        self._attached_at = self._clock()
         logger.info("attached to unix:%s as session %s", self._path, welcome.session_id)
         self._on_attached(welcome)
 
@@ -362,7 +363,10 @@ class AttachConnection:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.fail(DisconnectedError(problem))
-        self._next_attempt = self._clock() + (pause or self._pause) * (1 + self._jitter() / 4)
+        now = self._clock()
+        if was_attached and now >= self._attached_at + LONGEST_PAUSE_SECONDS:
+            self._pause = FIRST_PAUSE_SECONDS
+        self._next_attempt = now + (pause or self._pause) * (1 + self._jitter() / 4)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         if was_attached:
             self._on_lost()

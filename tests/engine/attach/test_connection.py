@@ -197,6 +197,23 @@ def test_the_end_of_the_service_fails_open_calls_and_the_next_life_is_another_se
     assert client.heard == ["s1", "lost", "s1"]
 
 
+def test_pauses_grow_until_a_connection_has_lasted(client: Client, service: FakeService) -> None:
+    connection = client.connection
+
+    def pause_after(attached_seconds: float) -> float:
+        client.now = max(client.now, connection._next_attempt)
+        client.attach(service)
+        client.now += attached_seconds
+        service.hang_up()
+        connection.poll()
+        return connection._next_attempt - client.now
+
+    pauses = [pause_after(LONGEST_PAUSE_SECONDS - 0.1) for _ in range(8)]
+    assert pauses[:2] == pytest.approx([FIRST_PAUSE_SECONDS, 2 * FIRST_PAUSE_SECONDS])
+    assert pauses[-1] == pytest.approx(LONGEST_PAUSE_SECONDS)
+    assert pause_after(LONGEST_PAUSE_SECONDS + 0.1) == pytest.approx(FIRST_PAUSE_SECONDS)
+
+
 def test_a_refusal_says_why_and_waits_longer(client: Client, service: FakeService) -> None:
     connection = client.connection
     connection.poll()
