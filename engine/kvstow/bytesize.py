@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvstow.errors import ConfigError
 
@@ -18,7 +19,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_PATTERN = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.IGNORECASE)
 _ALLOWED = "a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024) or kB MB GB TB"
 
 
@@ -38,8 +39,8 @@ def parse_size(text: str | int, key: str = "size") -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(key, text, _ALLOWED)
-    size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
-    if size != int(size):
+    size = Fraction(match[1]) * unit
+    if size.denominator != 1:
         raise ConfigError(key, text, "a whole number of bytes")
     return int(size)
 

@@ -12,14 +12,14 @@ class Callbacks:
     """Thread-safe. An exception of a callback is logged; the others are still called."""
 
     def __init__(self) -> None:
-        self._callbacks: tuple[Callable[[], None], ...] = ()
+        self._callbacks: list[Callable[[], None]] = []
 
     def register(self, callback: Callable[[], None]) -> None:
-        self._callbacks = (*self._callbacks, callback)
+        self._callbacks.append(callback)
 
     def call(self) -> None:
         """Call all of them on this thread."""
-        for callback in self._callbacks:
+        for callback in tuple(self._callbacks):
             try:
                 callback()
             except Exception:

@@ -26,7 +26,9 @@ def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "8 GiB 2", "1e3", "0.3B", "8XB", -1, True])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "8 GiB 2", "1e3", "0.3B", "8XB", "9" * 5000, f"{'9' * 400}.5GiB", -1, True]
+)
 def test_an_invalid_size_is_refused_by_name(text: str | int) -> None:
     with pytest.raises(ConfigError, match=r"pool_size is .*; allowed: "):
         parse_size(text, "pool_size")

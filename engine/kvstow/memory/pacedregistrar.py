@@ -129,8 +129,8 @@ class PacedRegistrar:
 
     def take_figures(self) -> CallFigures:
         """Since the last time."""
-        calls, before = self._calls, self._told
-        self._calls = deque(maxlen=_KEPT)
+        counted, self._calls = self._calls, deque(maxlen=_KEPT)
+        calls, before = list(counted), self._told  # a thread may still add to the deque
         self._told = (self._number, self._by_host, self._steps.looks, self._batches, self._populating_seconds)
         number, by_host, wakes, batches, populating = (now - then for now, then in zip(self._told, before, strict=True))
         seconds = sorted(call.seconds for call in calls) or [0.0]

@@ -116,6 +116,8 @@ class Populator:
             self._extents.remove(extent)
             self._state.wait_for(lambda: self._current is not extent)
             self._done.pop(id(extent), None)
+            if self._failure is not None and self._failure[0] != _DEFECT and not self._has_unfinished():
+                self._failure = None  # what was refused is not wanted any more
 
     def set_paused(self, paused: bool) -> None:
         """Start no further chunk until unpaused."""

@@ -221,6 +221,26 @@ def test_a_refusal_of_the_machine_has_its_reason(
     assert populator.status().error_reason == "hugepages"
 
 
+def test_a_refusal_ends_with_the_last_extent_that_needs_memory(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    window.failures.append(PinError("hugepages", "no page left"))
+    populator = make()
+    refused, other = extent(2 * MIB), extent(2 * MIB)
+    populator.add(refused)
+    eventually(lambda: populator.status().state == "degraded")
+    populator.set_paused(True)
+    populator.add(other)
+    window.failures.append(PinError("hugepages", "no page left"))
+    populator.set_paused(False)
+    eventually(lambda: populator.status().state == "degraded")
+    populator.discard(refused)
+    assert populator.status().state == "degraded", "the other one was refused, too"
+    populator.discard(other)
+    status = populator.status()
+    assert (status.state, status.error, status.failures) == ("ready", None, {"hugepages": 2})
+
+
 def test_close_does_not_wait_for_the_pause_nor_for_the_rest_of_a_chunk(
     window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
