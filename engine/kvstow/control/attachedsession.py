@@ -145,7 +145,7 @@ class AttachedSession(Session):
             self.adapt_to_pool()
 
     def lose_slots(self, low: int) -> None:
-        if any(max(lease.slots) >= low for lease in self.leases):
+        if any(max(lease.slots, default=-1) >= low for lease in self.leases):
             self.leases.break_all()
 
     def adapt_to_pool(self) -> None:

@@ -73,6 +73,18 @@ def test_a_lease_is_found_by_its_id_in_its_own_session(host: Host) -> None:
         other.session.find_lease(lease.lease_id)
 
 
+def test_a_rank_that_loses_memory_breaks_the_leases_in_it_alone(host: Host) -> None:
+    engine = host.attach()
+    engine.store([A, B, C])
+    nothing, below = engine.session.lease([]), engine.session.lease([A, B])
+    assert nothing is not None
+    assert below is not None
+    engine.session.set_memory(0, 2, 1)
+    assert not engine.session.leases.is_broken(below)
+    engine.session.set_memory(0, 1, 2)
+    assert engine.session.leases.is_broken(below)
+
+
 def test_sessions_are_found_until_nothing_of_them_is_left(host: Host) -> None:
     first, second = host.attach(), host.attach()
     first.begin_store([A])

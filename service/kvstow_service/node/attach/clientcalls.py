@@ -25,6 +25,8 @@ _FRAMES_PER_TURN = 64
 """How much is handled for one client before the others have their turn."""
 _PAUSED_ABOVE_BYTES = 1 << 20
 """A client that leaves this much unread is not read from either."""
+_LAST_READS = 64
+"""More than the socket's buffer holds for a client that has disconnected."""
 _FAILED = "the service has failed in this call; its log says how"
 
 
@@ -70,7 +72,7 @@ class ClientCalls:
         try:
             step()
         except DisconnectedError as error:
-            self.drop(client, "disconnected", str(error), tell=False)
+            self._part(client, str(error))
         except ProtocolError as error:
             self.drop(client, error.reason, str(error))
         except AttachRefusedError as error:
@@ -192,6 +194,18 @@ class ClientCalls:
             self.life.settle(hello, peer)
         self._tally.frames[Kind.HELLO] += 1
         self.forget(client)
+
+    def _part(self, client: Client, sentence: str) -> None:
+        """The connection has ended. What the client sent last counts, also if it left answers unread: it may have
+        detached."""
+        with suppress(KvstowError):
+            for _ in range(_LAST_READS if client.member is not None else 0):
+                client.backlog.extend(client.channel.receive())
+        if client.member is not None and client.has_detached:
+            self._take_leave(client.member)
+            self.forget(client)
+        else:
+            self.drop(client, "disconnected", sentence, tell=False)
 
     def _take_leave(self, member: Member) -> None:
         """Handle a detach: the process has nothing of the pool mapped, and no copy under way."""

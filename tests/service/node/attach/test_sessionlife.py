@@ -168,6 +168,21 @@ def test_a_detach_behind_more_frames_than_one_turn_takes_is_heard(node: Node, en
     assert ends(node) == ["lost", 0]
 
 
+def test_a_detach_is_heard_from_a_client_that_left_answers_unread(node: Node, engine: Engine) -> None:
+    scheduler = engine[0]
+
+    def unsent() -> bool:
+        return any(client.channel.unsent_bytes for client in node.server._clients)
+
+    wait_until(unsent, lambda: scheduler.call(Lookup([b"k"])))
+    with node.standing_still():
+        scheduler.close(Detach("shutdown"))
+    node.wait_for_event("lost")
+    quiet(node)
+    (reason,) = [event[2] for event in node.events("lost")]
+    assert reason == "the engine has detached"
+
+
 def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> None:
     scheduler, workers, _ = engine
     channel = scheduler._channel
