@@ -34,8 +34,9 @@ def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
 
 def keys_of(runs: Sequence[KeyRun], keys: Sequence[bytes]) -> Sequence[bytes]:
     """The keys of the runs."""
-    if len(runs) == 1 and runs[0].length == len(keys):
-        return keys
+    if len(runs) == 1:
+        first, length = runs[0]
+        return keys if length == len(keys) else keys[first : first + length]
     return [key for first, length in runs for key in keys[first : first + length]]
 
 

@@ -93,50 +93,17 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return []
-            return self._present_runs(keys)[1]
+            return self._present_keys(keys)[1]
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
         release it, or use it for `begin_load`. With `count` false this does not count as a lookup: a host that asks
         repeatedly for one request reports the result with `count_lookup`."""
-        pool, counters = self.pool, self.pool.counters
-        begun = time.perf_counter()
-        with pool.lock:
-            now = pool.clock()
-            refusal = self.acceptance.load_refusal(now)
-            runs = None if refusal else self._leading_runs(keys)
-            slots = list(chain.from_iterable(runs)) if runs else []
-            if len(slots) > self.leases.max_slots:
-                slots = slots[: int(self.leases.max_slots)]
-                runs = [slots]
-            hits = len(slots)
-            pool.ages.sample_found(slots, now)
-            lease = self._hold(tuple(keys[:hits]), slots, runs, now) if runs else _NOTHING
-            if count:
-                counters.count_lookup(len(keys), hits, refusal)
-            counters.lookups.seconds.observe(time.perf_counter() - begun)
-        return lease
+        return self._acquire(keys, self._leading_keys, count=count)[0]
 
     def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
         """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
-        pool, counters = self.pool, self.pool.counters
-        begun = time.perf_counter()
-        with pool.lock:
-            now = pool.clock()
-            refusal = self.acceptance.load_refusal(now)
-            runs, found = ([], []) if refusal else self._present_runs(keys)
-            slots = list(chain.from_iterable(runs))
-            if len(slots) > self.leases.max_slots:
-                slots = slots[: int(self.leases.max_slots)]
-                runs, found = [slots], first_of_runs(found, len(slots))
-            lease = _NOTHING
-            if slots:
-                pool.ages.sample_found(slots, now)
-                lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
-            if count:
-                counters.count_lookup(len(keys), len(slots), refusal)
-            counters.lookups.seconds.observe(time.perf_counter() - begun)
-        return lease, found
+        return self._acquire(keys, self._present_keys, count=count)
 
     def count_lookup(self, queried: int, hits: int) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
@@ -157,6 +124,33 @@ class Session:
                 return None
             return self._hold(tuple(keys), slots, runs, now)
 
+    def _acquire(
+        self,
+        keys: Sequence[bytes],
+        find: Callable[[Sequence[bytes]], tuple[list[Sequence[int]], list[KeyRun]]],
+        *,
+        count: bool,
+    ) -> tuple[Lease, list[KeyRun]]:
+        """`find`: the slots of keys, as runs of neighbours, and the runs of these keys."""
+        pool, counters = self.pool, self.pool.counters
+        begun = time.perf_counter()
+        with pool.lock:
+            now = pool.clock()
+            refusal = self.acceptance.load_refusal(now)
+            runs, found = ([], []) if refusal else find(keys)
+            slots = list(chain.from_iterable(runs))
+            if len(slots) > self.leases.max_slots:
+                slots = slots[: int(self.leases.max_slots)]
+                runs, found = [slots], first_of_runs(found, len(slots))
+            lease = _NOTHING
+            if slots:
+                pool.ages.sample_found(slots, now)
+                lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
+            if count:
+                counters.count_lookup(len(keys), len(slots), refusal)
+            counters.lookups.seconds.observe(time.perf_counter() - begun)
+        return lease, found
+
     def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""
         self.pool.index.times.mark_used(runs, now)
@@ -167,11 +161,16 @@ class Session:
         runs = self.namespace.keys.leading_runs(keys)
         return runs if self.watermark is None else runs_below(runs, self.watermark)
 
-    def _present_runs(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
-        """The slots of all visible keys, as runs of neighbours where possible, and the runs of these keys."""
+    def _leading_keys(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
+        """The slots of the leading visible keys, and the run of these keys, if there are any."""
         runs = self._leading_runs(keys)
         leading = sum(map(len, runs))
-        found = [KeyRun(0, leading)] if leading else []
+        return runs, [KeyRun(0, leading)] if leading else []
+
+    def _present_keys(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
+        """The slots of all visible keys, as runs of neighbours where possible, and the runs of these keys."""
+        runs, found = self._leading_keys(keys)
+        leading = found[0].length if found else 0
         if leading < len(keys):  # the key after the leading ones is not visible
             slots = self.visible_slots(keys[leading:])
             rest = key_runs(slots, leading)

@@ -343,8 +343,10 @@ def test_a_look_up_of_all_keys_answers_with_runs(host: Host) -> None:
     assert runs == [KeyRun(1, 2), KeyRun(4, 1)]
     assert lease.keys == (A, B, D)
     assert client.session.acquire_runs([C]) == (client.session.acquire([C]), [])
+    assert client.session.acquire_runs([A], count=False)[1] == [KeyRun(0, 1)]
+    assert client.session.acquire([A], count=False).keys == (A,)
     lookups = snapshots.stats(host.pool).lookups
-    assert (lookups.query_blocks, lookups.hit_blocks) == (7, 3)
+    assert (lookups.query_blocks, lookups.hit_blocks) == (7, 3), "those that are counted"
 
 
 def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
