@@ -4,8 +4,9 @@
 
 Prompts of 16,000 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
 but answers after a hit are compared with the first ones. The floor of a hit is the time with the prefix on the GPU plus
-the bytes over the link. A hit of KVStow is split at what its connector sees (`bench.vllm.hitsplit`). Writes
-`hits.jsonl` and `hits.md`.
+the bytes over the link. A hit of KVStow is split at what its connector sees (`bench.vllm.hitsplit`). The same few
+milliseconds of Python are timed after each hit: eager steps are as fast as their host, and a shared machine changes its
+speed. Writes `hits.jsonl` and `hits.md`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ START_BAR = 0.5  # seconds above no connector
 _TIMEOUT = 240.0
 _PINNING = 90.0
 _COPIES = 7
+_LOOPS = 100_000  # about 5 ms
 _BURSTS = 3  # in the first one vLLM compiles kernels: 0.6 s
 
 
@@ -69,7 +71,7 @@ class Hits:
     `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
     `registration_seconds`: of the start, in which vLLM waited for the connector.
     `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before. `bursts`: the three.
-    `split`: of the hits, KVStow's alone.
+    `split`: of the hits, KVStow's alone. `each`: all hits, in turn. `host`: the same loop of Python after each of them.
     """
 
     start_seconds: float
@@ -81,6 +83,8 @@ class Hits:
     hit8: float | None = None
     burst: float | None = None
     bursts: list[float] | None = None
+    each: list[float] | None = None
+    host: list[float] | None = None
     split: Split | None = None
     cached: int | None = None
     same: int | None = None
@@ -125,8 +129,11 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         on_gpu = client.ms_on_gpu(prompts)
         return Hits(started.seconds, registration, cold8, on_gpu, sessions=number, captures=captures)
     client.drain(chance)
+    hits, host = list[_Answer](), list[float]()
     with observe_hits() as log:
-        hits = [client.ask(prompt, log=log) for prompt in prompts]
+        for prompt in prompts:
+            hits.append(client.ask(prompt, log=log))
+            host.append(_host_ms())
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
     bursts = [client.ms_of_all(prompts) for _ in range(_BURSTS)]
@@ -140,6 +147,8 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         hit8=_ms(answer.seconds for answer in again),
         burst=statistics.median(bursts),
         bursts=bursts,
+        each=[answer.seconds * 1e3 for answer in hits],
+        host=host,
         split=log.split(),
         cached=min(answer.cached for answer in hits),
         same=sum(first.tokens == second.tokens for first, second in zip(cold, again, strict=True)),
@@ -204,6 +213,13 @@ class _Client:
         return outputs
 
 
+def _host_ms() -> float:
+    began, total = time.perf_counter(), 0
+    for number in range(_LOOPS):
+        total ^= number
+    return (time.perf_counter() - began) * 1e3
+
+
 def _ms(seconds: Iterable[float]) -> float:
     return statistics.median(seconds) * 1e3
 
@@ -220,7 +236,8 @@ def table(shape: str, prompt_bytes: int, link: Link | None, runs: Sequence[tuple
         title += f", {on_link:.1f} ms on the link, floor {floor:.1f} ms"
     head = ["connector", "start", f"bar +{START_BAR} s", "on the GPU, ms", "hit, ms", f"of the floor, bar {BAR:.2f}"]
     rows = [[name, *_cells(hits, start, floor, judged=name in ("kvstow", "attached"))] for name, hits in runs]
-    return Table(title, [*head, "least, ms", "all at once, ms", "same answers", "beside copy and compute, ms"], rows)
+    head += ["least, ms", "all at once, ms", "same answers", "beside copy and compute, ms", "loop of the host, ms"]
+    return Table(title, head, rows)
 
 
 def _cells(hits: Hits, start: float | None, floor: float | None, *, judged: bool) -> list[str]:
@@ -232,11 +249,12 @@ def _cells(hits: Hits, start: float | None, floor: float | None, *, judged: bool
         share = f"{hits.hit / floor:.3f}"
         share += f", {verdict(hits.hit <= BAR * floor)}" if judged else ""
     first = [f"{hits.start_seconds:.2f} s", later, f"{hits.on_gpu:.1f}"]
-    if hits.hit is None or hits.hit_least is None or hits.burst is None:
-        return [*first, "", "", "", "", "", ""]
+    if hits.hit is None or hits.hit_least is None or hits.burst is None or hits.host is None:
+        return [*first, "", "", "", "", "", "", ""]
     same = f"{hits.same}/{hits.sessions}"
     beside = "" if hits.split is None else f"{hits.split.beside:.2f}"
-    return [*first, f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", same, beside]
+    host = f"{statistics.median(hits.host):.2f}"
+    return [*first, f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", same, beside, host]
 
 
 def main(argv: Sequence[str]) -> int:
