@@ -131,9 +131,8 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 	XLA_FLAGS=--xla_force_host_platform_device_count=1 $(JAX_BIN)/python -m pytest -m jax tests/jax
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 $(JAX_BIN)/python -m pytest -m jax tests/jax
 
-# Mooncake's data ports listen on all addresses, so its tests have a network of their own. When they end, for whatever
-# reason, the kernel ends all processes of their namespace.
-# Mooncake listens on all addresses, so its tests need a network namespace, and skip where none can be made.
+# Mooncake listens on all addresses, so its tests have a network namespace of their own, and skip where none can be made.
+# When they end, for whatever reason, the kernel ends all processes of that namespace.
 test-tier: $(VENV)/.tier $(VLLM_VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
 	@new='--net --pid --fork --mount-proc --kill-child'; \
 	if unshare --user --map-root-user $$new ip link set lo up 2>/dev/null; then new="unshare --user --map-root-user $$new"; \
