@@ -80,10 +80,13 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*NODE, "service.args={--no-keep-on-stop}"], "use the value service.keeper.keepOnStop"),
         (
             [*NODE, "service.args={--log-level debug}"],
-            'service.args: "--log-level debug" is one argument, which names no flag: write --flag=value, or make the value '
-            "an item of its own",
+            'service.args: "--log-level debug" is one argument, which names no flag: write --flag=value, or make the '
+            "value an item of its own",
         ),
-        ([*ENGINE, "engine.model=m", "engine.args={--max-model-len\t4096}"], 'engine.args: "--max-model-len\\t4096" is'),
+        (
+            [*ENGINE, "engine.model=m", "engine.args={--max-model-len\t4096}"],
+            'engine.args: "--max-model-len\\t4096" is',
+        ),
         ([*ATTACHED, "sidecar=true"], "sidecar: true contradicts attach.node=true"),
         ([*ATTACHED, "networkPolicy.enabled=true"], "networkPolicy.enabled: with attach.node the admin port is"),
         ([*ATTACHED, "engine.probes.readinessPath=/readyz"], "engine.probes.readinessPath: with attach.node"),
