@@ -13,7 +13,7 @@
 #
 # docker build --target service --build-arg TIERS="redis mooncake" --tag kvstow:0.1.0-mooncake .
 #
-# constraints.txt pins all packages from the package index; `make pins` updates it.
+# locks/images.txt pins all packages from the package index; `make locks` updates it.
 # Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:
 # docker buildx imagetools inspect python:3.12-slim-bookworm
 # docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
@@ -24,9 +24,9 @@ ARG TIERS=redis
 
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
-COPY constraints.txt ./
+COPY locks/images.txt ./
 RUN python3 -m venv /build \
-    && /build/bin/pip install --no-cache-dir --constraint constraints.txt hatchling
+    && /build/bin/pip install --no-cache-dir --constraint images.txt hatchling
 COPY pyproject.toml README.md LICENSE ./
 # The requirements of each image, so that a change of the sources alone repeats no download.
 RUN /build/bin/python -c 'import pathlib, tomllib; \
@@ -39,10 +39,10 @@ RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-d
 
 
 FROM ${PYTHON_IMAGE} AS cli-environment
-COPY constraints.txt /
+COPY locks/images.txt /
 COPY --from=wheel /cli.txt /
 RUN python3 -m venv /opt/kvstow \
-    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt --requirement /cli.txt
+    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt --requirement /cli.txt
 COPY --from=wheel /wheels /wheels
 RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
     && /opt/kvstow/bin/pip uninstall --yes pip setuptools
@@ -50,13 +50,13 @@ RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
 
 FROM ${PYTHON_IMAGE} AS service-environment
 ARG TIERS
-COPY constraints.txt /
+COPY locks/images.txt /
 COPY --from=wheel /cli.txt /service.txt /redis.txt /mooncake.txt /
 RUN python3 -m venv /opt/kvstow \
-    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt \
+    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt \
         --requirement /cli.txt --requirement /service.txt numpy \
     && for tier in ${TIERS}; do \
-        /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt --requirement "/${tier}.txt" || exit 1; \
+        /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt --requirement "/${tier}.txt" || exit 1; \
     done
 COPY --from=wheel /wheels /wheels
 RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
@@ -129,7 +129,7 @@ LABEL org.opencontainers.image.title="kvstow-vllm" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${VLLM_IMAGE}"
 ARG TIERS
-COPY constraints.txt /kvstow/
+COPY locks/images.txt /kvstow/
 COPY --from=wheel /wheels /redis.txt /mooncake.txt /kvstow/
 # Without dependencies: what vLLM has installed stays as it is. uv compiles nothing, and the user below cannot keep what each
 # process of vLLM would compile then, for 0.2 s of its start. vLLM's image may have a Mooncake of its own, for CUDA, with the
@@ -149,7 +149,7 @@ RUN uv pip install --system --no-cache --no-deps /kvstow/*.whl \
                     && rm -rf /var/lib/apt/lists/* || exit 1; \
             fi; \
         fi; \
-        uv pip install --system --no-cache --no-deps --constraint /kvstow/constraints.txt \
+        uv pip install --system --no-cache --no-deps --constraint /kvstow/images.txt \
             --requirement "/kvstow/${tier}.txt" || exit 1; \
     done \
     && rm -r /kvstow \

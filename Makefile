@@ -12,8 +12,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # Other versions, for engines of several versions on one service. They need the same torch.
 VLLM_OTHERS := 0.28.0 0.30.0 0.31.0
 
-# JAX too: its process has no torch. Newer versions need Python 3.12.
-JAX := jax==0.10.2 jaxlib==0.10.2
+# JAX too: its process has no torch.
 JAX_VENV := .venv-jax
 JAX_BIN := $(JAX_VENV)/bin
 
@@ -28,47 +27,48 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 EXTRA_INDEX ?= $(CPU_INDEX)
 endif
 PIP_FLAGS := --disable-pip-version-check --quiet
-PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
-VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
-JAX_INSTALL = $(JAX_BIN)/python -m pip install $(PIP_FLAGS)
-TPU_INSTALL = $(TPU_BIN)/python -m pip install $(PIP_FLAGS) --no-deps
+# Nothing but what a file of locks/ names: whatever was released since, the same packages are installed.
+LOCKED = -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r
+KVSTOW = -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+
+# Tests that need only Python, in two processes, a file in one of them.
+PLAIN := -n 2 --dist loadgroup -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test soak test-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test cover soak test-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Stamp files: a second run installs nothing, and a change of pyproject.toml installs again.
+# Stamp files: a second run installs nothing, and a change of the lock installs again.
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "kvstow needs Python 3.11 to 3.13; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.python pyproject.toml
-	$(PIP_INSTALL) -e '.[service,cli]'
+$(VENV)/.run: $(VENV)/.python locks/run.txt pyproject.toml
+	$(BIN)/python $(LOCKED) locks/run.txt
+	$(BIN)/python $(KVSTOW)
 	@touch $@
 
+# The CPU build needs nothing that the lock does not have; a CUDA build names the exact versions of what it brings.
 $(VENV)/.torch: $(VENV)/.python
-	$(PIP_INSTALL) --no-deps --retries 1 --timeout 20 $(EXTRA_INDEX) "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(if $(EXTRA_INDEX),--no-deps --retries 1 --timeout 20 $(EXTRA_INDEX)) "$(TORCH)"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP_INSTALL) -e '.[dev]'
+$(VENV)/.dev: $(VENV)/.torch locks/dev.txt pyproject.toml
+	$(BIN)/python $(LOCKED) locks/dev.txt
+	$(BIN)/python $(KVSTOW)
 	@touch $@ $(VENV)/.run
 
-# torchvision, torchaudio and torchcodec come as CUDA builds, which break `import transformers` with a CPU build of torch.
-$(VLLM_VENV)/.vllm:
+$(VLLM_VENV)/.vllm: locks/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_INSTALL) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
-	$(VLLM_INSTALL) "$(VLLM)"
-	$(VLLM_BIN)/python -m pip uninstall $(PIP_FLAGS) --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip freeze --exclude-editable >$(VLLM_VENV)/pins.txt
+	$(VLLM_BIN)/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	$(VLLM_BIN)/python $(LOCKED) locks/vllm.txt
 	@touch $@
 
-# KVStow must work with the versions that vLLM installs: the constraints let pip add packages but change none.
 $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
-	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test]'
+	$(VLLM_BIN)/python $(KVSTOW)
 	@touch $@
 
 # Another version has an environment above the packages of .venv-vllm: 0.5 GB and ten seconds each.
@@ -79,32 +79,34 @@ $(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test
 		>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
 	@touch $@
 
-$(JAX_VENV)/.test: pyproject.toml
+$(JAX_VENV)/.jax: locks/jax.txt
 	$(PYTHON) -m venv $(JAX_VENV)
-	$(JAX_INSTALL) $(JAX)
-	$(JAX_INSTALL) -e '.[jax,cli]' 'pytest>=8,<10'
+	$(JAX_BIN)/python $(LOCKED) locks/jax.txt
 	@touch $@
 
-$(TPU_VENV)/.test: pyproject.toml tests/tpu/requirements.txt
+$(JAX_VENV)/.test: $(JAX_VENV)/.jax pyproject.toml
+	$(JAX_BIN)/python $(KVSTOW)
+	@touch $@
+
+$(TPU_VENV)/.tpu: locks/tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)
-	$(TPU_INSTALL) --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
-	$(TPU_INSTALL) -r tests/tpu/requirements.txt
-	$(TPU_INSTALL) -e .
+	$(TPU_BIN)/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	$(TPU_BIN)/python $(LOCKED) locks/tpu.txt
 	@touch $@
 
-$(VENV)/.deploy: $(VENV)/.dev pyproject.toml
-	$(PIP_INSTALL) -e '.[deploy]'
+$(TPU_VENV)/.test: $(TPU_VENV)/.tpu pyproject.toml
+	$(TPU_BIN)/python $(KVSTOW)
 	@touch $@
 
-$(VENV)/.tier: $(VENV)/.dev pyproject.toml
+$(VENV)/.deploy: $(VENV)/.dev locks/deploy.txt
+	$(BIN)/python $(LOCKED) locks/deploy.txt
+	@touch $@
+
+$(VENV)/.tier: $(VENV)/.dev locks/tier.txt
 	command -v ip >/dev/null && command -v redis-server >/dev/null && command -v etcd >/dev/null && ldconfig -p | grep -q libibverbs.so.1 || \
 		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libcurl4 libibverbs1 libnuma1 iproute2 redis-server etcd-server) || \
 		echo "apt-get has failed: the tests that need libibverbs1, iproute2, redis-server or etcd-server are skipped"
-	$(PIP_INSTALL) -e '.[dev,mooncake,redis]'
-	@touch $@
-
-$(VLLM_VENV)/.tier: $(VENV)/.tier $(VLLM_VENV)/.test
-	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test,mooncake]'
+	$(BIN)/python $(LOCKED) locks/tier.txt
 	@touch $@
 
 venv: $(VENV)/.dev ## Create .venv for development
@@ -115,7 +117,10 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need only Python
-	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier" --cov --cov-report=term
+	$(BIN)/python -m pytest $(PLAIN)
+
+cover: $(VENV)/.dev ## Run the tests of `make test` once more and report the coverage
+	$(BIN)/python -m pytest $(PLAIN) --cov --cov-report=term
 
 soak: $(VENV)/.dev $(VLLM_VENV)/.test ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
@@ -133,7 +138,7 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 
 # Mooncake listens on all addresses, so its tests have a network namespace of their own, and skip where none can be made.
 # When they end, for whatever reason, the kernel ends all processes of that namespace.
-test-tier: $(VENV)/.tier $(VLLM_VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
+test-tier: $(VENV)/.tier $(VLLM_VENV)/.test ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
 	@new='--net --pid --fork --mount-proc --kill-child'; \
 	if unshare --user --map-root-user $$new ip link set lo up 2>/dev/null; then new="unshare --user --map-root-user $$new"; \
 	elif unshare $$new ip link set lo up 2>/dev/null; then new="unshare $$new"; \
@@ -142,7 +147,7 @@ test-tier: $(VENV)/.tier $(VLLM_VENV)/.tier ## Run the tests of the fleet tier w
 	alone $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/tiers && \
 	HF_HUB_OFFLINE=1 alone $(VLLM_BIN)/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=600 tests/vllm
 
-# Python 3.11, which the versions of tests/tpu/requirements.txt are for. Warnings come from vLLM and tpu-inference.
+# Python 3.11, which the versions of locks/tpu.txt are for. Warnings come from vLLM and tpu-inference.
 test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-inference, on the CPU
 	$(TPU_BIN)/python -m pytest -m tpu -W default -o faulthandler_timeout=600 tests/tpu
 
@@ -162,13 +167,30 @@ test-browser: $(VENV)/.dev chromium ## Test the status page in headless Chromium
 pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running service; takes five minutes
 	$(BIN)/python -m docs.pictures
 
-# Run this with the oldest Python: newer ones have these versions too.
-pins: ## Update constraints.txt, the versions that the images install
-	$(PYTHON) -m venv --clear build/pins
-	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli,redis,mooncake]'
-	build/pins/bin/python -m pip check
-	build/pins/bin/python -m pip freeze --all --exclude kvstow --exclude pip --exclude setuptools >build/pins/constraints.txt
-	mv build/pins/constraints.txt constraints.txt
+# Names, versions and hashes of all packages, for each supported Python. The environments that share .venv share versions.
+COMPILE := build/locks/bin/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url
+LOCK := $(COMPILE) --generate-hashes --universal --python-version 3.11 --excludes locks/left-out.txt
+locks: ## Write locks/ anew, with the newest versions that pyproject.toml and locks/*.in allow
+	$(PYTHON) -m venv --clear build/locks
+	build/locks/bin/python -m pip install $(PIP_FLAGS) uv==0.13.9
+	$(LOCK) pyproject.toml locks/build.in locks/torch.in --extra dev --extra deploy --extra mooncake --extra redis -o build/locks/all.txt
+	$(LOCK) -c build/locks/all.txt pyproject.toml locks/build.in --extra service --extra cli -o locks/run.txt
+	$(LOCK) -c build/locks/all.txt pyproject.toml locks/build.in locks/torch.in --extra dev -o locks/dev.txt
+	$(LOCK) -c build/locks/all.txt pyproject.toml --extra deploy -o locks/deploy.txt
+	$(LOCK) -c build/locks/all.txt pyproject.toml --extra mooncake --extra redis -o locks/tier.txt
+	$(COMPILE) --universal --python-version 3.12 -c build/locks/all.txt pyproject.toml locks/build.in --extra service --extra cli --extra mooncake --extra redis -o locks/images.txt
+	$(LOCK) pyproject.toml locks/build.in locks/torch.in locks/vllm.in --extra test --extra mooncake -o locks/vllm.txt
+	$(LOCK) pyproject.toml locks/build.in locks/jax.in --extra jax --extra cli -o locks/jax.txt
+	$(COMPILE) --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --excludes locks/tpu-left-out.txt \
+		--overrides locks/tpu-overrides.txt locks/build.in locks/torch.in locks/tpu.in -o locks/tpu.txt
+
+# Not part of continuous integration: what it finds is news about a dependency, not about a change.
+test-newest: ## Run all tests of `make test` with the newest packages that pyproject.toml allows, in .venv-newest
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(EXTRA_INDEX) "$(TORCH)"
+	.venv-newest/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager -e '.[dev]'
+	.venv-newest/bin/python -m mypy
+	.venv-newest/bin/python -m pytest $(PLAIN)
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .
@@ -183,5 +205,5 @@ bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
 clean: ## Remove the environments and all build and cache files
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%) $(JAX_VENV) $(TPU_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%) $(JAX_VENV) $(TPU_VENV) .venv-newest build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
