@@ -21,10 +21,9 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
