@@ -222,7 +222,7 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
     geometry = make_geometry(setup, config).scheduler
     config.parallel_config.decode_context_parallel_size = 4
     connector.KVStowConnector(config, KVConnectorRole.SCHEDULER, geometry)
-    assert calls == [(16, 4, {"hands_states_over": True})]
+    assert calls == [(16, 4, {"kept": (0,), "hands_states_over": True})]
 
 
 def test_a_rank_introduces_itself_with_its_first_update_and_once() -> None:

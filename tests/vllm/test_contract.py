@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import vllm
 from tests.vllm.contract.drift import Drift
 from tests.vllm.contract.ours import Ours
-from tests.vllm.contract.releases import RELEASES, unpacked
 from tests.vllm.contract.source import Source
+from tests.vllm.environments import of_version, sources
 from vllm.config import VllmConfig
 
 pytestmark = pytest.mark.vllm
@@ -32,20 +31,16 @@ def ours() -> Ours:
 
 @pytest.fixture(scope="module")
 def installed() -> Installed:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Installed(Path(spec.origin).parents[1], version(packages_distributions()["vllm"][0]))
+    return Installed(Path(vllm.__file__).parents[1], vllm.__version__)
 
 
 def test_the_installed_vllm_fits(ours: Ours, installed: Installed) -> None:
     assert Drift(ours, Source(installed.root), installed.version).sentences() == []
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_released_vllm_fits(ours: Ours, release: str) -> None:
-    with unpacked(release) as root:
-        assert Drift(ours, Source(root), release).sentences() == []
+@pytest.mark.parametrize("version", [of_version(f"0.{minor}.0") for minor in (26, 28, 30, 31, 32)])
+def test_an_older_vllm_fits(ours: Ours, version: str) -> None:
+    assert Drift(ours, Source(sources(version)), version).sentences() == []
 
 
 @pytest.mark.parametrize("uses_v2_runner", [False, True])
@@ -61,17 +56,6 @@ def test_batches_overlap_where_kvstow_takes_that_for_granted(
         use_v2_model_runner=uses_v2_runner,
     )
     assert (VllmConfig.max_concurrent_batches.fget(config) > 1) == (is_async or pipeline > 1)
-
-
-def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with (
-        pytest.raises(pytest.fail.Exception, match=r"vLLM 0\.0\.1 cannot be fetched.*a package index"),
-        unpacked("0.0.1"),
-    ):
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 class Edit(NamedTuple):
@@ -102,6 +86,13 @@ EDITS = {
         "def has_pending_push_work(",
         "def has_work(",
         "the hook has_pending_push_work of KVConnectorBase_V1 is gone",
+    ),
+    "a hook of a newer version that is gone": Edit(
+        BASE,
+        "def restore_kv_caches(",
+        "def restore(",
+        "restore_kv_caches of KVConnectorBase_V1 is gone, and KVStowConnector (connector.py) defines it; we expect it from "
+        "0.33 on",
     ),
     "a new hook": Edit(
         BASE,
@@ -168,6 +159,12 @@ EDITS = {
     "a field of a class that we make": Edit(
         BASE, "failed_recving: ", "lost_recving: ", "KVConnectorTransferResults has no field failed_recving"
     ),
+    "a kind of KV cache": Edit(
+        "vllm.v1.kv_cache_interface",
+        "class RSWASpec(FullAttentionSpec):",
+        "class OddSpec(RSWASpec):\n    pass\n\n\nclass RSWASpec(FullAttentionSpec):",
+        "has a kind of KV cache that is neither served nor left out nor refused: OddSpec",
+    ),
     "another order of calls": Edit(
         "vllm.v1.worker.gpu.kv_connector",
         "self.kv_connector.handle_preemptions(",
@@ -201,12 +198,3 @@ def test_a_feature_that_comes_too_early_is_named(ours: Ours, installed: Installe
     assert "vLLM 0.26.0 has KVConnectorBase_V1.get_transfer_results already; we thought that 0.30 introduced it" in (
         sentences
     )
-
-
-def test_a_feature_that_is_missing_is_named(ours: Ours, installed: Installed) -> None:
-    sentences = Drift(ours, Source(installed.root), "0.99.0").sentences()
-    assert [
-        sentence
-        for sentence in sentences
-        if "restore_kv_caches of KVConnectorBase_V1 is gone" in sentence and "we expect it from 0.33 on" in sentence
-    ]

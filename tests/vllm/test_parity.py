@@ -82,6 +82,7 @@ LENGTHS = {
     "wide hybrid": around(96, 128, 224, 320, 352),
     "late window": around(256, 288, 512, 768, 800, 1024),
     "scratch": around(16, 32, 128, 160),
+    "replayed": around(16, 48, 64, 128, 160),
 }
 CHUNKS = {"wide hybrid": (64, 100, 512), "late window": (256, 300, 2048)}
 SETUPS = [

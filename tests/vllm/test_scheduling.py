@@ -67,6 +67,9 @@ SETUPS = [
     Setup("mixed blocks, sync, bad memory", layers="mixed", blocks=HYBRID_BLOCKS, ranks=2, bad_slots=8),
     Setup("mixed blocks, async, operator", layers="mixed", asynchronous=True, blocks=HYBRID_BLOCKS, operator_rate=0.04),
     Setup("mixed blocks, async, lazy", layers="mixed", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True),
+    Setup("replayed window", layers="replayed", blocks=HYBRID_BLOCKS, ranks=2, failure_rate=0.1),
+    Setup("replayed window, async, drafts", layers="replayed", asynchronous=True, blocks=HYBRID_BLOCKS, drafts=2),
+    Setup("replayed window, async, lazy", layers="replayed", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True),
     Setup("attached, sync", attached=True),
     Setup("attached, sync, sessions that end", attached=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
     Setup("attached, async, sessions that end", attached=True, asynchronous=True, ranks=2, operator_rate=0.04),
@@ -122,6 +125,7 @@ def test_no_wrong_byte_is_read_and_nothing_leaks(setup: Setup) -> None:
     assert report.token_reads > 200_000
     assert report.loaded_blocks > 15, "too few loads to prove anything"
     assert report.whole_hits > 0 or not setup.repeat_rate
+    assert report.replays > 15 or setup.layers != "replayed"
     assert report.preemptions > 0
     assert report.aborted_loads > 0
     assert report.failed_loads > 0 or not (setup.failure_rate or setup.bad_slots)

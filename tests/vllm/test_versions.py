@@ -9,21 +9,10 @@ from pathlib import Path
 import pytest
 from tests.vllm.engineprocess import EngineProcess
 from tests.vllm.engines import A_BLOCKS, A_HIT, C, D, Reference, assert_same, eventually
+from tests.vllm.environments import of_version, python
 from tests.vllm.nodeservice import NodeService, is_attached, running_service
 
 pytestmark = pytest.mark.vllm
-
-ROOT = Path(__file__).parents[2]
-
-
-def _python(version: str) -> Path:
-    return ROOT / f".venv-vllm-{version}/bin/python"
-
-
-def _version(version: str, *rest: object) -> object:
-    reason = f"no vLLM {version}: make .venv-vllm-{version}/.vllm"
-    return pytest.param(version, *rest, marks=pytest.mark.skipif(not _python(version).exists(), reason=reason))
-
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeService]:
@@ -54,8 +43,8 @@ def _namespaces(service: NodeService) -> set[str]:
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        _version("0.28.0", "hashes_not_reproducible"),  # a random seed for each process
-        _version("0.30.0", "hash_probe"),  # hashes tokens as this one does, and LoRA adapters by name alone
+        of_version("0.28.0", "hashes_not_reproducible"),  # a random seed for each process
+        of_version("0.30.0", "hash_probe"),  # hashes tokens as this one does, and LoRA adapters by name alone
     ],
 )
 def test_versions_with_other_hashes_do_not_meet(
@@ -71,7 +60,7 @@ def test_versions_with_other_hashes_do_not_meet(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     expected = reference(model, C)
     used = service.used_slots()
-    other = EngineProcess(model, service.attach, tmp_path / "log", python=_python(version))
+    other = EngineProcess(model, service.attach, tmp_path / "log", python=python(version))
     try:
         eventually(lambda: is_attached(service, sessions=2), "two attached engines")
         assert f"v{version}" in (tmp_path / "log").read_text(), "the version that it is meant to be"
@@ -94,12 +83,12 @@ def test_versions_with_other_hashes_do_not_meet(
         eventually(lambda: is_attached(service), "the end of the session")
 
 
-@pytest.mark.parametrize("version", [_version("0.31.0")])
+@pytest.mark.parametrize("version", [of_version("0.31.0")])
 def test_versions_with_equal_hashes_and_identities_share(
     version: str, model: Path, reference: Reference, service: NodeService, engine: EngineProcess, tmp_path: Path
 ) -> None:
     expected = reference(model, C, D)
-    other = EngineProcess(model, service.attach, tmp_path / "log", python=_python(version))
+    other = EngineProcess(model, service.attach, tmp_path / "log", python=python(version))
     try:
         eventually(lambda: is_attached(service, sessions=2), "two attached engines")
         assert f"v{version}" in (tmp_path / "log").read_text(), "the version that it is meant to be"

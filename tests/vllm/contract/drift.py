@@ -6,8 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from tests.vllm.contract.ours import Import, Ours, Subclass, Use
-from tests.vllm.contract.reliance import BASE, FIELDS, LEFT_ALONE, MODULE, NEWER, ORDERS, PROTOCOLS, STATEMENTS
+from tests.vllm.contract.reliance import BASE, CACHE_SPECS, FIELDS, LEFT_ALONE, MODULE, NEWER, ORDERS, PROTOCOLS, STATEMENTS
 from tests.vllm.contract.source import Call, Function, Source, sequence
+
+from kvstow_service.connectors.engine_core import kvgroups
 
 
 class Drift:
@@ -21,7 +23,15 @@ class Drift:
     def sentences(self) -> list[str]:
         """All differences that matter."""
         return sorted(
-            {*self.imports(), *self.calls(), *self.hooks(), *self.fields(), *self.orders(), *self.statements()}
+            {
+                *self.imports(),
+                *self.calls(),
+                *self.hooks(),
+                *self.fields(),
+                *self.cache_specs(),
+                *self.orders(),
+                *self.statements(),
+            }
         )
 
     # -- what is imported and called ------------------------------------------------------------------------
@@ -119,6 +129,14 @@ class Drift:
             if not name.startswith("_") and name not in ours.functions and name not in LEFT_ALONE:
                 yield f"{self._vllm} has a hook that is neither ours nor left alone: {name}{function.signature}"
 
+    # -- kinds of KV cache ----------------------------------------------------------------------------------
+
+    def cache_specs(self) -> Iterator[str]:
+        """Kinds of which nobody has decided what KVStow does with them: they are new."""
+        decided = {*CACHE_SPECS, *kvgroups.SERVED, *kvgroups.LEFT_OUT, *kvgroups.REFUSED}
+        for name in self._theirs.descendants("vllm", "KVCacheSpec") - decided:
+            yield f"{self._vllm} has a kind of KV cache that is neither served nor left out nor refused: {name}"
+
     # -- fields, orders and statements ----------------------------------------------------------------------
 
     def fields(self) -> Iterator[str]:
@@ -131,9 +149,9 @@ class Drift:
 
     def _member(self, module: str, owner: str, field: str, ours: Function | None) -> Iterator[str]:
         found = self._theirs.cls(module, owner)
-        if found is None or not found.has(field):
-            yield f"{self._vllm}: {module}.{owner} has no {field}, which KVStow reads"
-        elif ours is not None:
+        is_there = found is not None and found.has(field)
+        yield from self._dated(f"{owner}.{field}", is_there, f"{module}.{owner} has no {field}, which KVStow reads")
+        if found is not None and is_there and ours is not None:
             theirs = found.functions.get(field)
             for reason in theirs.signature.cannot_stand_for(ours.signature) if theirs else ():
                 yield f"{self._vllm}: {owner}.{field} {reason}, and we call {field}{ours.signature}"

@@ -10,6 +10,7 @@ NEWER: dict[str, str] = {
     "KVConnectorBase_V1.get_transfer_results": "0.30",
     "KVConnectorBase_V1.has_pending_block_frees": "0.30",
     "KVConnectorBase_V1.get_external_cache_hit_sources": "0.32",
+    "KVCacheConfig.prefix_cacheable_group_ids": "0.30",
     "KVConnectorBase_V1.supports_sleep_mode": "0.33",
     "KVConnectorBase_V1.unregister_kv_caches": "0.33",
     "KVConnectorBase_V1.restore_kv_caches": "0.33",
@@ -35,9 +36,16 @@ LEFT_ALONE: dict[str, str] = {
     "reset_capture_state": "nothing is kept over a graph capture",
     "register_finished_partial_tail": "for Mamba states, which are not kept",
     "get_mem_pool_context": "the KV cache is allocated as usual",
-    "get_loaded_kv_cache_group_ids": "all groups are loaded, which is the default",
+    "get_loaded_kv_cache_group_ids": "the groups that vLLM finds by prefix are loaded, which is the default",
 }
 """Hooks of vLLM's connector that KVStow leaves as they are, and why."""
+
+CACHE_SPECS: dict[str, str] = {
+    "AttentionSpec": "only a base class",
+    "UniformTypeKVCacheSpecs": "layers of one kind, which counts",
+}
+"""Subclasses of vLLM's `KVCacheSpec` that are no kinds of KV cache. `kvgroups` says which kinds are served, left out or
+refused."""
 
 PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("trackedrequests", "Request"): ("vllm.v1.request", "Request"),
@@ -59,7 +67,7 @@ FIELDS: dict[tuple[str, str], str] = {
         distributed_executor_backend local_world_size pipeline_parallel_size prefill_context_parallel_size rank
         tensor_parallel_size use_ray world_size""",
     ("vllm.config.scheduler", "SchedulerConfig"): "async_scheduling max_num_batched_tokens max_num_seqs",
-    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "kv_cache_groups num_blocks",
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "kv_cache_groups num_blocks prefix_cacheable_group_ids",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "kv_cache_spec layer_names",
     ("vllm.v1.kv_cache_interface", "FullAttentionSpec"): "block_size",
     ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"): "block_size",

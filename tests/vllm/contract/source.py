@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_CLASS = re.compile(r"^class (\w+)\(([\w.,\s]*)\):", re.MULTILINE)
 
 
 class Call(NamedTuple):
@@ -182,6 +184,19 @@ class Source:
         if found is None:
             return False
         return name in found.statements or name in found.imports or self.module(f"{module}.{name}") is not None
+
+    def descendants(self, package: str, name: str) -> set[str]:
+        """Names of all classes in the package that inherit from the class, also through others."""
+        bases: dict[str, set[str]] = {}
+        for root in self._roots:
+            for path in (root / package).rglob("*.py"):
+                for found in _CLASS.finditer(path.read_text(encoding="utf-8")):
+                    inherited = {base.rpartition(".")[2].strip() for base in found[2].split(",")}
+                    bases.setdefault(found[1], set()).update(inherited)
+        known = {name}
+        while more := {child for child, parents in bases.items() if parents & known} - known:
+            known |= more
+        return known - {name}
 
     def function(self, module: str, name: str) -> Function | None:
         """A function at the top of a module, or a method (`Class.method`, also an inherited one)."""

@@ -15,12 +15,14 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 
 class Layer(NamedTuple):
-    """`words[block, token]` are its values, each once or several times; `window` is the number of tokens it reads."""
+    """`words[block, token]` are its values, each once or several times; `window` is the number of tokens it reads.
+    `replays`: where a hit ends, vLLM computes its last window anew, and that of no other layer."""
 
     name: str
     group: int
     block_tokens: int
     window: int | None
+    replays: int
     words: npt.NDArray[np.uint64]
 
 
@@ -39,6 +41,7 @@ class KVCache:
                 number,
                 group.kv_cache_spec.block_size,
                 getattr(group.kv_cache_spec, "sliding_window", None),
+                group.kv_cache_spec.prefix_replay_tokens,
                 self.tensors[name].view(torch.uint64)[:, 0].numpy(),
             )
             for number, group in enumerate(geometry.kv_cache_groups)
@@ -46,12 +49,17 @@ class KVCache:
             if not isinstance(group.kv_cache_spec, CircularBufferSpec)  # it has no place for each token
         ]
 
-    def check(self, tables: Sequence[Sequence[int]], digests: Words, start: int) -> tuple[int, list[str]]:
-        """Read all that the token at `start` attends to: (number of values, what was wrong)."""
+    def check(
+        self, tables: Sequence[Sequence[int]], digests: Words, start: int, replay_start: int
+    ) -> tuple[int, list[str]]:
+        """Read all that the token at `start` attends to: (number of values, what was wrong). `replay_start`: where the
+        layers that replay begin; 0 without a replay."""
         wrong: list[str] = []
         count = 0
         for layer in self.layers:
             first = 0 if layer.window is None else max(0, start - layer.window + 1)
+            if layer.replays:
+                first = max(first, replay_start)
             blocks, offsets = self._places(layer, tables, first, start)
             expected = values(digests[first:start], self._name(layer))
             count += start - first
@@ -61,11 +69,13 @@ class KVCache:
                 wrong.append(f"rank {self.rank}, {layer.name}: {where}, blocks {sorted(set(blocks[bad].tolist()))}")
         return count, wrong
 
-    def write(self, tables: Sequence[Sequence[int]], digests: Words, start: int) -> None:
-        """Store the values of the tokens from `start` on."""
+    def write(self, tables: Sequence[Sequence[int]], digests: Words, start: int, replay_start: int) -> None:
+        """Store the values of the tokens from `start` on. What is replayed leaves the other layers as they are."""
+        end, replayed = start + len(digests), max(layer.replays for layer in self.layers)
         for layer in self.layers:
-            blocks, offsets = self._places(layer, tables, start, start + len(digests))
-            layer.words[blocks, offsets] = values(digests, self._name(layer))[:, None]
+            first = start if layer.replays or not replay_start else max(start, min(end, replay_start + replayed))
+            blocks, offsets = self._places(layer, tables, first, end)
+            layer.words[blocks, offsets] = values(digests[first - start :], self._name(layer))[:, None]
 
     def _name(self, layer: Layer) -> str:
         return f"rank {self.rank}, {layer.name}, weights {self.weights}"

@@ -61,7 +61,7 @@ class EngineCore:
         self.connector = self.scheduler.connector
         self._hasher = get_request_block_hasher(geometry.hash_block, sha256)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks)
-        self._runner = Runner(self.sequences, [rank.cache for rank in ranks], report)
+        self._runner = Runner(self.sequences, self.scheduler.requests, [rank.cache for rank in ranks], report)
         self._setup, self._stream = setup, stream
         self._in_flight: deque[InFlight] = deque()
         places = {rank: (rank.rank, 0) if setup.stages else (0, rank.rank) for rank in ranks}

@@ -15,12 +15,14 @@ from tests.vllm.harness.setup import BLOCK_TOKENS
 
 @dataclass
 class Row:
-    """A request in the batch. `known` tokens have been sampled or given, `computed` of them have their KV."""
+    """A request in the batch. `known` tokens have been sampled or given, `computed` of them have their KV.
+    `replay_start`: where a replay of a window begins; 0 without one."""
 
     sequence: TokenSequence
     tables: list[list[int]]
     computed: int
     known: int
+    replay_start: int
 
 
 @dataclass
@@ -35,8 +37,15 @@ class Forward:
 class Runner:
     """`launch` on the host, `run` when the stream gets there."""
 
-    def __init__(self, sequences: Mapping[str, TokenSequence], caches: Sequence[KVCache], report: Report) -> None:
-        self._sequences, self._caches, self._report = sequences, caches, report
+    def __init__(
+        self,
+        sequences: Mapping[str, TokenSequence],
+        requests: Mapping[str, Any],
+        caches: Sequence[KVCache],
+        report: Report,
+    ) -> None:
+        """`requests`: the scheduler's."""
+        self._sequences, self._requests, self._caches, self._report = sequences, requests, caches, report
         self._rows: dict[str, Row] = {}
 
     def launch(self, output: Any) -> Forward:
@@ -68,7 +77,7 @@ class Runner:
             digests = row.sequence.digests[row.computed : row.computed + count].copy()
             digests[right:] = rejected(digests[right:])
             for cache in self._caches:
-                cache.write(tables, digests, row.computed)
+                cache.write(tables, digests, row.computed, row.replay_start)
             row.computed += right
             forward.sampled[request_id] = []
             if row.computed >= row.known:
@@ -77,7 +86,7 @@ class Runner:
 
     def _check(self, forward: Forward, request_id: str, row: Row, tables: list[list[int]]) -> None:
         for cache in self._caches:
-            count, wrong = cache.check(tables, row.sequence.digests, row.computed)
+            count, wrong = cache.check(tables, row.sequence.digests, row.computed, row.replay_start)
             self._report.token_reads += count
             self._report.wrong_reads += bool(wrong)
             for text in wrong:
@@ -87,4 +96,6 @@ class Runner:
         sequence = self._sequences[request_id]
         tables = [list(table) for table in blocks]
         self._report.whole_hits += computed % BLOCK_TOKENS == BLOCK_TOKENS - 1
-        self._rows[request_id] = Row(sequence, tables, computed, sequence.num_prompt_tokens + outputs)
+        known, replay_start = sequence.num_prompt_tokens + outputs, self._requests[request_id].replay_start
+        self._report.replays += replay_start > 0
+        self._rows[request_id] = Row(sequence, tables, computed, known, replay_start)

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -44,7 +45,7 @@ MAX_MODEL_LEN = 512
 TOKENS_PER_STEP = 128
 RUNNING = 8
 
-Layers = Literal["full", "window", "hybrid", "mixed", "wide hybrid", "late window", "scratch"]
+Layers = Literal["full", "window", "hybrid", "mixed", "wide hybrid", "late window", "scratch", "replayed"]
 Hooks = Literal["0.26", "0.32"]
 
 
@@ -60,7 +61,8 @@ class Setup:
     `attached`: to a node service whose answers come `answers` steps later, one of these at random. `layers`: two
     of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32 tokens; two
     of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a window of
-    512; one of full attention, and scratch. `stages`: the ranks are stages of a pipeline. `replicated`: all ranks have
+    512; one of full attention, and scratch; one of full attention, and one whose window vLLM computes anew where a hit
+    ends. `stages`: the ranks are stages of a pipeline. `replicated`: all ranks have
     the same KV. `tier`: there is a fleet tier, whose store forgets `forget_rate` of the objects of each rank.
     `drafts`: tokens that are proposed, and partly rejected, in each decode step. `step_blocks`: how many the connector
     offers to its pool in a step. `hooks`: the order in which that version of vLLM calls the worker's hooks.
@@ -198,6 +200,9 @@ def _layer_specs(layers: Layers) -> dict[str, KVCacheSpec]:
     if layers == "scratch":
         ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=4, dtype=torch.float16)
         return {"layer.0": full, "layer.1": ring}
+    if layers == "replayed":
+        sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float16}
+        return {"layer.0": full, "layer.1": SlidingWindowMLASpec(**sizes, sliding_window=WINDOW, bounded_replay=True)}
     return {"layer.0": wide, "layer.1": window}
 
 

@@ -49,6 +49,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             specs,
             hash_block_tokens(vllm_config, kv_cache_config),
             process.context_parallel,
+            kept=getattr(kv_cache_config, "prefix_cacheable_group_ids", None),  # vLLM 0.30
             hands_states_over=hasattr(output, "KVConnectorBlockState"),
         )
         if groups.has_states and options.lazy_offload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, TypeVar
@@ -15,8 +15,21 @@ _FULL = {"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SinkFu
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
 _CHUNKED = {"ChunkedLocalAttentionSpec"}
 _STATE = "MambaSpec"
-_SCRATCH = "CircularBufferSpec"  # vLLM 0.30: a request's state of its last few tokens, in one block
 _UNIFORM = "UniformTypeKVCacheSpecs"
+
+SERVED = frozenset({*_FULL, *_WINDOW, *_CHUNKED, _STATE})
+"""Kinds of KV cache that are kept, but for groups that vLLM itself does not find by prefix."""
+LEFT_OUT = frozenset({"CircularBufferSpec", "KpoolTailSpec"})
+"""Kinds of which vLLM finds no block by prefix: a request's state of its last few tokens, in one block (vLLM 0.30)."""
+REFUSED = {
+    "CrossAttentionSpec": "a decoder without an encoder: KV of an encoder's output has no prefix",
+    "EncoderOnlyAttentionSpec": "a decoder: KV of an encoder has no prefix",
+    "HiddenStateCacheSpec": "a model from which no hidden states are extracted (extract_hidden_states)",
+    "HiSparseHotSpec": "a model without HiSparse, which has blocks in host memory of its own",
+    "HiSparseResidentSpec": "a model without HiSparse, which has blocks in host memory of its own",
+    "RSWASpec": "another kind: KV of generated tokens, which see a part of the answer only, serves no later prompt",
+}
+"""Kinds with which no engine starts, and what is allowed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +68,24 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """The groups of a model that are kept. Hits end at multiples of `alignment`. `num_scratch` counts vLLM's groups
-    that are not kept: only the request that wrote them needs their contents, and it needs none of them where a hit
-    ends."""
+    """The groups of a model that are kept. Hits end at multiples of `alignment`. `left_out` has the block size, in
+    tokens, of each of vLLM's groups that are not kept. vLLM does not find their blocks by prefix either: where a hit
+    ends, a request needs nothing of them, or vLLM computes it anew."""
 
     groups: tuple[KVGroup, ...]
     alignment: int
-    num_scratch: int = 0
+    left_out: tuple[int, ...] = ()
 
     @property
     def num_tables(self) -> int:
         """Block tables that vLLM has for a request, one for each of its groups."""
-        return len(self.groups) + self.num_scratch
+        return len(self.groups) + len(self.left_out)
 
     @property
     def is_plain(self) -> bool:
         """Whether vLLM has one group, which attends to all tokens. If so, a request can continue after any of its
-        blocks, and from its last token. Otherwise it may lack what the next token reads, because neither scratch nor
-        the blocks before the window at a hit's end are ever loaded."""
+        blocks, and from its last token. Otherwise it may lack what the next token reads, because neither groups that
+        are left out nor the blocks before the window at a hit's end are ever loaded."""
         return self.num_tables == 1 and self.groups[0].is_full
 
     @property
@@ -109,35 +122,42 @@ class KVGroups:
 
 
 def kv_groups(
-    specs: Sequence[Any], hash_tokens: int, context_parallel: int = 1, *, hands_states_over: bool = False
+    specs: Sequence[Any],
+    hash_tokens: int,
+    context_parallel: int = 1,
+    *,
+    kept: Collection[int] | None = None,
+    hands_states_over: bool = False,
 ) -> KVGroups:
-    """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens. `hands_states_over`:
-    whether this vLLM hands the states of recurrent layers to connectors.
+    """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens. `kept`: the groups of
+    which vLLM finds blocks by prefix (its `prefix_cacheable_group_ids`); None: all of them. The others are left out,
+    but affect where hits end, as in vLLM. `hands_states_over`: whether this vLLM hands the states of recurrent layers
+    to connectors.
 
     With decode context parallelism, a block spans `context_parallel` times its own tokens if each rank holds a share of
-    it. Ranks hold states, and some draft models (vLLM 0.32), in full. Scratch is left out, but affects where hits end,
-    as in vLLM. Raises `ConfigError`, which names the kinds of KV cache that cannot be kept.
+    it. Ranks hold states, and some draft models (vLLM 0.32), in full. Raises `ConfigError`, which names the kinds of KV
+    cache that cannot be kept.
     """
-    scratch = {index: spec for index, spec in enumerate(specs) if type(layer_spec(spec)).__name__ == _SCRATCH}
+    for index, spec in enumerate(specs):
+        name = type(layer_spec(spec)).__name__
+        if name in REFUSED:
+            raise ConfigError(f"KV cache group {index}", name, REFUSED[name])
+    kept = range(len(specs)) if kept is None else kept
     groups = tuple(
         _group(index, spec, hash_tokens, context_parallel, hands_states_over)
         for index, spec in enumerate(specs)
-        if index not in scratch
+        if index in kept
     )
     if not groups:
         raise ConfigError("the model's KV cache groups", 0, "one or more: a model without KV cache has nothing to keep")
-    ends = [group.block_tokens for group in groups]
-    ends += [_block_tokens(spec, context_parallel) for spec in scratch.values()]
-    return KVGroups(groups, lcm(*ends), len(scratch))
+    left_out = tuple(_block_tokens(spec, context_parallel) for index, spec in enumerate(specs) if index not in kept)
+    return KVGroups(groups, lcm(*(group.block_tokens for group in groups), *left_out), left_out)
 
 
 def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands_states_over: bool) -> KVGroup:
     kind = layer_spec(spec)
     name = type(kind).__name__
     is_state = name == _STATE
-    if not getattr(kind, "prefix_cacheable", True):  # vLLM 0.30
-        allowed = "kinds that vLLM finds by their prefix (--no-swa-bounded-replay)"
-        raise ConfigError(f"KV cache group {index}", f"{name} without prefix caching", allowed)
     tokens = _block_tokens(spec, context_parallel)
     if tokens % hash_tokens:
         raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
@@ -155,7 +175,7 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
     if is_state:
         mode = f"{name} in mamba_cache_mode {kind.mamba_cache_mode!r}"
         raise ConfigError(f"KV cache group {index}", mode, "mamba_cache_mode 'align', with vLLM 0.30 or later")
-    allowed = ", ".join(sorted({*_FULL, *_WINDOW, *_CHUNKED, _STATE}))
+    allowed = ", ".join(sorted(SERVED))
     raise ConfigError(f"KV cache group {index}", name, f"{allowed}: KVStow keeps no other kind of KV cache")
 
 

@@ -190,8 +190,8 @@ class SchedulerHost(ABC):
         process = self._process
         # A probe (8 requests at once, 64 tokens a step) evicted at least 65 blocks. Lazy stores took 59 blocks without
         # those of requests, and 87 with them.
-        full = sum(process.max_batched_tokens // group.block_tokens for group in self._groups.groups)
-        return full + process.max_requests * len(self._groups.groups)
+        sizes = [*(group.block_tokens for group in self._groups.groups), *self._groups.left_out]
+        return sum(process.max_batched_tokens // size for size in sizes) + process.max_requests * len(sizes)
 
     @property
     def _step_blocks(self) -> int:

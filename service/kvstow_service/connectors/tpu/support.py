@@ -61,5 +61,6 @@ def require_kept(groups: KVGroups) -> None:
     """Raises `ConfigError` for KV groups that are not plain arrays in tpu-inference."""
     if groups.has_states:
         raise ConfigError("the model's KV cache", "recurrent states", "attention layers only, on TPUs")
-    if groups.num_scratch:
-        raise ConfigError("the model's KV cache", "scratch groups", "attention layers without them, on TPUs")
+    if groups.left_out:
+        value = "groups that vLLM does not find by prefix"
+        raise ConfigError("the model's KV cache", value, "attention layers without them, on TPUs")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, kv_groups
+from kvstow_service.connectors.engine_core.kvgroups import REFUSED, KVGroup, KVGroups, kv_groups
 
 
 @dataclass
@@ -25,17 +25,15 @@ class MLAAttentionSpec(FullAttentionSpec): ...
 @dataclass
 class CircularBufferSpec:
     block_size: int
-    prefix_cacheable: bool = False
 
 
 @dataclass
 class SlidingWindowSpec:
-    """`extra_retained_tokens` since vLLM 0.28, `prefix_cacheable` since 0.30, `dcp_sharded` since 0.32."""
+    """`extra_retained_tokens` since vLLM 0.28, `dcp_sharded` since 0.32."""
 
     block_size: int
     sliding_window: int
     extra_retained_tokens: int = 0
-    prefix_cacheable: bool = True
     dcp_sharded: bool = True
 
 
@@ -51,7 +49,7 @@ class MambaSpec:
     mamba_cache_mode: str = "align"
 
 
-class CrossAttentionSpec(FullAttentionSpec): ...
+class NewAttentionSpec(FullAttentionSpec): ...
 
 
 @dataclass
@@ -97,28 +95,32 @@ def test_a_window_is_loaded_with_all_that_vllm_retains() -> None:
     assert group.late_tokens == 16
 
 
-def test_scratch_is_left_out_but_counts_for_where_hits_end() -> None:
-    specs = [CircularBufferSpec(24), FullAttentionSpec(16), SlidingWindowSpec(16, 40)]
-    groups = kv_groups(specs, 16)
+def test_what_vllm_does_not_find_by_prefix_is_left_out_but_counts_for_where_hits_end() -> None:
+    specs = [CircularBufferSpec(24), FullAttentionSpec(16), SlidingWindowSpec(16, 40), SlidingWindowSpec(32, 40)]
+    groups = kv_groups(specs, 16, kept=(1, 2))
     assert groups.groups == (KVGroup(1, 16, 1), KVGroup(2, 16, 1, window=40))
-    assert (groups.alignment, groups.num_tables) == (48, 3)
+    assert (groups.alignment, groups.num_tables, groups.left_out) == (96, 4, (24, 32))
     assert groups.places(0, 48) == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def test_with_scratch_no_request_continues_from_its_last_token() -> None:
-    """That token needs what is in scratch of those before it."""
-    assert kv_groups([FullAttentionSpec(16)], 16).is_plain
-    assert not kv_groups([FullAttentionSpec(16), CircularBufferSpec(8)], 16).is_plain
+def test_with_a_group_left_out_no_request_continues_from_its_last_token() -> None:
+    """That token needs what the group has of those before it."""
+    assert kv_groups([FullAttentionSpec(16)], 16, kept=(0,)).is_plain
+    assert not kv_groups([FullAttentionSpec(16), CircularBufferSpec(8)], 16, kept=(0,)).is_plain
 
 
-def test_a_model_of_scratch_alone_is_refused() -> None:
+def test_a_model_of_which_nothing_is_kept_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to keep"):
-        kv_groups([CircularBufferSpec(8)], 8)
+        kv_groups([CircularBufferSpec(8)], 8, kept=())
 
 
-def test_a_group_that_vllm_does_not_find_by_prefix_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"group 1.*SlidingWindowSpec without prefix caching.*bounded-replay"):
-        kv_groups([FullAttentionSpec(16), SlidingWindowSpec(16, 40, prefix_cacheable=False)], 16)
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_kind_that_cannot_be_served_is_refused_by_name_and_with_the_reason(name: str) -> None:
+    """Also where vLLM finds none of its blocks by prefix."""
+    spec = type(name, (FullAttentionSpec,), {})(16)
+    with pytest.raises(ConfigError, match=rf"KV cache group 1 is '{name}'") as caught:
+        kv_groups([FullAttentionSpec(16), spec], 16, kept=(0,))
+    assert caught.value.allowed == REFUSED[name]
 
 
 def test_layers_of_one_type_are_one_group() -> None:
@@ -126,9 +128,9 @@ def test_layers_of_one_type_are_one_group() -> None:
     assert kv_groups([uniform], 16).groups == (KVGroup(0, 16, 1, window=40),)
 
 
-def test_another_kind_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"KV cache group 1.*CrossAttentionSpec.*FullAttentionSpec"):
-        kv_groups([FullAttentionSpec(16), CrossAttentionSpec(16)], 16)
+def test_a_kind_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"KV cache group 1.*NewAttentionSpec.*FullAttentionSpec"):
+        kv_groups([FullAttentionSpec(16), NewAttentionSpec(16)], 16)
 
 
 def test_states_are_a_group_of_their_own_and_whole_on_every_rank() -> None:

@@ -52,12 +52,12 @@ def test_another_platform_is_told_which_connector_is_its_own() -> None:
         require_supported(SimpleNamespace(parallel_config=None))
 
 
-def test_recurrent_states_and_scratch_groups_are_refused() -> None:
+def test_recurrent_states_and_groups_that_are_left_out_are_refused() -> None:
     require_kept(KVGroups((KVGroup(0, 16, 1),), 16))
     with pytest.raises(ConfigError, match="is 'recurrent states'; allowed: attention layers only, on TPUs"):
         require_kept(KVGroups((KVGroup(0, 16, 1), KVGroup(1, 16, 1, is_state=True)), 16))
-    with pytest.raises(ConfigError, match="is 'scratch groups'; allowed: attention layers without them, on TPUs"):
-        require_kept(KVGroups((KVGroup(0, 16, 1),), 16, num_scratch=1))
+    with pytest.raises(ConfigError, match="not find by prefix'; allowed: attention layers without them, on TPUs"):
+        require_kept(KVGroups((KVGroup(0, 16, 1),), 16, left_out=(8,)))
 
 
 @pytest.mark.parametrize(
