@@ -128,7 +128,23 @@ def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.Monkey
     assert made.has_pending_push_work() is answer
     assert made.has_pending_block_frees() is answer
     assert made.reset_cache() is answer
-    assert made.get_external_cache_hit_sources(None, 32 * answer) == ({CacheHitSource.HOST: 32} if answer else {})
+
+
+@pytest.mark.parametrize(
+    ("fetched", "sources"),
+    [
+        (0, {CacheHitSource.HOST: 32}),
+        (16, {CacheHitSource.HOST: 16, CacheHitSource.EXTERNAL_UNSPECIFIED: 16}),
+        (32, {CacheHitSource.EXTERNAL_UNSPECIFIED: 32}),
+        (48, {CacheHitSource.EXTERNAL_UNSPECIFIED: 32}),
+    ],
+)
+def test_a_hit_is_reported_by_where_it_came_from(fetched: int, sources: dict[CacheHitSource, int]) -> None:
+    """From host memory, or from the fleet tier for this request."""
+    made = make_scheduler()
+    made._host.offload = SimpleNamespace(side=SimpleNamespace(fetched_tokens=lambda request: fetched))
+    assert made.get_external_cache_hit_sources(None, 32) == sources
+    assert made.get_external_cache_hit_sources(None, 0) == {}
 
 
 def raise_memory_error(*_: Any) -> None:

@@ -76,7 +76,8 @@ class LookupPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held.
+    """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held. `fetched`: the runs
+    of those keys that came while the lookup waited for the fleet tier.
 
     A lease holds the keys of all runs, in order. `BeginLoad.first` is an index into them.
     """
@@ -84,17 +85,18 @@ class Found:
     KIND: ClassVar[Kind] = Kind.FOUND
     lease_id: int
     runs: tuple[tuple[int, int], ...]
+    fetched: tuple[tuple[int, int], ...] = ()
 
     def pack(self) -> bytes:
-        return _U64.pack(self.lease_id) + pack_rows(_PAIR, self.runs)
+        return _U64.pack(self.lease_id) + pack_rows(_PAIR, self.runs) + pack_rows(_PAIR, self.fetched)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
         reader = PayloadReader(payload, "answer to a lookup")
         lease_id = reader.u64()
-        runs = tuple(reader.rows(_PAIR))
+        runs, fetched = tuple(reader.rows(_PAIR)), tuple(reader.rows(_PAIR))
         reader.end()
-        return cls(lease_id, runs)
+        return cls(lease_id, runs, fetched)
 
     @property
     def leading(self) -> int:

@@ -57,10 +57,11 @@ _NOTHING = Lease(0, (), ())
 
 class Hits(NamedTuple):
     """Which keys are present, and the lease on those that are held, in the order of the runs. The lease may be
-    empty."""
+    empty. `fetched`: the runs of the keys that the fleet tier has brought meanwhile."""
 
     lease: Lease
     runs: tuple[KeyRun, ...]
+    fetched: tuple[KeyRun, ...] = ()
 
     @property
     def leading(self) -> int:
@@ -429,15 +430,15 @@ class AttachedEngine:
 
     def _read_found(self, keys: Sequence[bytes], call: Call) -> Hits:
         found = call.answer(Found)
-        runs = tuple(map(KeyRun._make, found.runs))
+        runs, fetched = tuple(map(KeyRun._make, found.runs)), tuple(map(KeyRun._make, found.fetched))
         if self.ticket is None:  # the session has ended meanwhile
             return _MISS
         if runs and sum(runs[-1]) > len(keys):
             raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {len(keys)} keys")
         if not found.lease_id:
-            return Hits(_NOTHING, runs)
+            return Hits(_NOTHING, runs, fetched)
         held = [key for first, length in runs for key in keys[first : first + length]]
-        return Hits(Lease(unique_id(self.ticket.number, found.lease_id), tuple(held), ()), runs)
+        return Hits(Lease(unique_id(self.ticket.number, found.lease_id), tuple(held), ()), runs, fetched)
 
     def _read_load(self, blocks: tuple[int, ...], request_id: str, call: Call) -> Op:
         begun = call.answer(LoadBegun)

@@ -42,7 +42,20 @@ def keys_of(runs: Sequence[KeyRun], keys: Sequence[bytes]) -> Sequence[bytes]:
 
 def key_runs(slots: Sequence[int | None], start: int = 0) -> list[KeyRun]:
     """The runs of keys whose slot is not None. The first slot is that of key `start`."""
-    present = bytes(slot is not None for slot in slots)
+    return _runs_of(bytes(slot is not None for slot in slots), start)
+
+
+def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[KeyRun]:
+    """The keys of the runs that are in none of the others."""
+    left = bytearray(sum(runs[-1]) if runs else 0)
+    for first, length in runs:
+        left[first : first + length] = b"\1" * length
+    for first, length in others:
+        left[first : first + length] = bytes(length)
+    return _runs_of(left)
+
+
+def _runs_of(present: bytes | bytearray, start: int = 0) -> list[KeyRun]:
     runs: list[KeyRun] = []
     begin = present.find(1)
     while begin >= 0:

@@ -57,7 +57,7 @@ HELLO = Hello(
 MESSAGES: list[Any] = [
     Lookup([b"a" * 33 + b"\0", bytes(34)], Hold.PRESENT, False),
     Lookup([], Hold.NOTHING),
-    Found(9, ((0, 3), (7, 100_000))),
+    Found(9, ((0, 3), (7, 100_000)), ((1, 2),)),
     Found(0, ()),
     calls.Pending(),
     calls.Prefill(4096, 0.25),

@@ -196,6 +196,20 @@ def test_an_answer_that_takes_time_delays_no_other_one(
     assert call.is_pending
 
 
+def test_an_answer_says_which_blocks_the_store_has_brought(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    put_elsewhere(make_node, engines, store, keys_of(0, 6))
+    engine = engines(make_node())
+    engine.store_until_found(keys_of(0, 2))
+    engine.wait_for(lambda: engine.lookup(keys_of(0, 2)).leading == 2)
+    found = begin_fetch(engine, store, keys_of(0, 6))
+    store.gets.open()
+    engine.wait_for(lambda: found.done)
+    assert (found.answer(Found).runs, found.answer(Found).fetched) == (((0, 6),), ((2, 4),))
+    assert engine.lookup(keys_of(0, 6)).fetched == (), "by now they are in host memory"
+
+
 WINDOW = replace(POOL.groups[0], kind="window a", window=40)
 WINDOWED = replace(NAMED, pool=replace(POOL, groups=(*POOL.groups, WINDOW)))
 """A window of two blocks and a half."""
@@ -222,6 +236,7 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     engine.wait_for(is_fetched)
     assert calls[-1].is_pending
     assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
+    assert calls[-1].answer(Found).fetched == calls[-1].answer(Found).runs
     lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
     assert lease.leading == 9
     engine.release(lease.lease_id)

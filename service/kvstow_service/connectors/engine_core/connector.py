@@ -172,7 +172,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        fetched = self._host.ask("sources of a hit", lambda offload: offload.side.fetched_tokens(request), 0)
+        fetched = min(fetched, num_external_tokens)  # vLLM has no name of its own for a remote store
+        counts = {CacheHitSource.HOST: num_external_tokens - fetched, CacheHitSource.EXTERNAL_UNSPECIFIED: fetched}
+        return {source: count for source, count in counts.items() if count}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -143,6 +143,7 @@ class Loads:
         hit, tracked.hit = tracked.hit, None
         tracked.load_failed = False
         end = tracked.start + num_tokens
+        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
         places = self._groups.places(tracked.start, end)
         targets = [tracked.tables[group][number] for group, number in places]
         answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)

@@ -114,6 +114,10 @@ class SchedulerSide:
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
 
+    def fetched_tokens(self, request: Request) -> int:
+        """How many of the tokens that this admission of the request loads the fleet tier has brought for it."""
+        return self._tracked(request).fetched_tokens
+
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""
         tracked = self._tracked(request)

@@ -34,12 +34,22 @@ class Request(Protocol):
 
 class Hit(NamedTuple):
     """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, starting at number `first` of the
-    lease."""
+    lease. `fetched`: the tokens of those that the fleet tier has brought for this lookup; the ranges may overlap."""
 
     start: int
     end: int
     lease: Lease
     first: int = 0
+    fetched: tuple[range, ...] = ()
+
+    def fetched_tokens(self, start: int, end: int) -> int:
+        """How many of the tokens `start` to `end` the fleet tier has brought."""
+        count, at = 0, start
+        for tokens in sorted(self.fetched, key=lambda each: each.start):
+            first, last = max(at, tokens.start), min(end, tokens.stop)
+            if first < last:
+                count, at = count + last - first, last
+        return count
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +58,8 @@ class TrackedRequest:
 
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission. `start`: how many tokens were on the GPU when the hit was looked
-    up. `loading`: the admission began with a load, of the tokens `loaded`. `load_failed`: some of them were not
+    up. `loading`: the admission began with a load, of the tokens `loaded`, `fetched_tokens` of which the fleet tier has
+    brought for it. `load_failed`: some of them were not
     written. `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its
     lookup was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`:
     it was computed since, so its tokens are more than the promise of a load.
@@ -60,6 +71,7 @@ class TrackedRequest:
     hit: Hit | None = None
     start: int = 0
     loaded: range = range(0)
+    fetched_tokens: int = 0
     loading: bool = False
     load_failed: bool = False
     withheld: bool = False

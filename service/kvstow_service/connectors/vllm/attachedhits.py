@@ -39,7 +39,8 @@ class Service(Protocol):
 
 class _Question(NamedTuple):
     """A lookup of a request's tokens `start` to `end`. `keys`: the keys that were asked for. `is_last`: it asks for
-    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing."""
+    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing. `fetched`: the tokens
+    of blocks that the fleet tier has brought before."""
 
     start: int
     end: int
@@ -47,6 +48,7 @@ class _Question(NamedTuple):
     is_last: bool
     at: float
     answer: Answer[Hits]
+    fetched: tuple[range, ...] = ()
 
 
 class AttachedHits:
@@ -80,7 +82,7 @@ class AttachedHits:
                 return None
             del self._questions[tracked]
             if question.is_last or self._groups.is_plain:
-                return self._take(question, local, end)
+                return self._take(tracked, question, local, end)
             question = self._ask_for_hit(tracked, question, local, end)
         return None
 
@@ -108,28 +110,49 @@ class AttachedHits:
         present = _Present({key for first, length in runs for key in said.keys[first : first + length]})
         end = longest_end(present, self._groups, tracked, local, end)
         keys = tracked.keys_of_places(self._groups, local, end) if end > local else ()
-        return self._put(tracked, local, end, keys, Hold.ALL) if keys else None
+        return self._put(tracked, local, end, keys, Hold.ALL, self._fetched(tracked, said)) if keys else None
 
-    def _put(self, tracked: TrackedRequest, start: int, end: int, keys: Sequence[bytes], hold: Hold) -> _Question:
+    def _put(
+        self,
+        tracked: TrackedRequest,
+        start: int,
+        end: int,
+        keys: Sequence[bytes],
+        hold: Hold,
+        fetched: tuple[range, ...] = (),
+    ) -> _Question:
         is_prompt = not self._groups.is_plain and hold != Hold.ALL
         answer = self._service.find_prompt(keys) if is_prompt else self._service.find(keys, hold)
-        question = _Question(start, end, keys, hold == Hold.ALL, self._clock(), answer)
+        question = _Question(start, end, keys, hold == Hold.ALL, self._clock(), answer, fetched)
         self._questions[tracked] = question
         return question
 
-    def _take(self, question: _Question, local: int, end: int) -> Hit | None:
-        lease, runs = question.answer.value
+    def _take(self, tracked: TrackedRequest, question: _Question, local: int, end: int) -> Hit | None:
+        lease, runs, _ = question.answer.value
         if not lease.lease_id or not self._service.is_held(lease):
             return None
         if question.is_last:
-            return Hit(question.start, question.end, lease)
+            return Hit(question.start, question.end, lease, fetched=question.fetched)
         tokens = self._groups.full[0].block_tokens
         hit = _hit_at((local - question.start) // tokens, runs)
         if hit is None:
             self._service.release_lease(lease)
             return None
         first, length = hit
-        return Hit(local, min(end, local + length * tokens), lease, first)
+        return Hit(local, min(end, local + length * tokens), lease, first, self._fetched(tracked, question))
+
+    def _fetched(self, tracked: TrackedRequest, question: _Question) -> tuple[range, ...]:
+        """The tokens of the blocks that the fleet tier has brought, of an answer to `_ask`."""
+        runs, found, at = question.answer.value.fetched, list[range](), 0
+        for group in self._groups.groups if runs else ():
+            size, number = group.block_tokens, question.start // group.block_tokens
+            count = len(tracked.keys(group, number, question.end // size))
+            for first, length in runs:
+                begin, end = max(first, at), min(first + length, at + count)
+                if begin < end:
+                    found.append(range((number + begin - at) * size, (number + end - at) * size))
+            at += count
+        return tuple(found)
 
 
 class _Present:

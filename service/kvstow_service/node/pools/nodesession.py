@@ -27,6 +27,7 @@ from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.keyruns import runs_without
 from kvstow.errors import LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession
@@ -157,7 +158,7 @@ class NodeSession:
             if call.counted:
                 self.control.count_lookup(len(call.keys), num_found)
             return held
-        tier.ask(call.keys, partial(self._answer, call, held.lease_id, later))
+        tier.ask(call.keys, partial(self._answer, call, held, later))
         return Pending()
 
     def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
@@ -172,19 +173,20 @@ class NodeSession:
         tier = self.tier
         if tier is None or later is None or not tier.may_have_more or found.leading == len(call.keys):
             return found
-        tier.ask_prompt(call.keys, partial(self._answer, lookup, 0, later))
+        tier.ask_prompt(call.keys, partial(self._answer, lookup, found, later))
         return Pending()
 
-    def _answer(self, call: Lookup, held: int, later: Later) -> None:
+    def _answer(self, call: Lookup, before: Found, later: Later) -> None:
         """Answer: the tier has nothing more to fetch. On the attach server's thread."""
         if not self.control.is_lost:
-            later(partial(self._find_anew, call, held))
+            later(partial(self._find_anew, call, before))
 
-    def _find_anew(self, call: Lookup, held: int) -> Found:
+    def _find_anew(self, call: Lookup, before: Found) -> Found:
+        """`before`: what was found, and held, when the tier was asked."""
         found = self._find(call)
-        if held:
-            self.release((held,))
-        return found
+        if before.lease_id:
+            self.release((before.lease_id,))
+        return replace(found, fetched=tuple(runs_without(found.runs, before.runs)))
 
     def _find(self, call: Lookup) -> Found:
         control, keys = self.control, call.keys

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.service.connectors.engine_core.vllmhost import FULL, LARGE, FakeRequest, hashes_of, keys_of
 
+from kvstow.results import Lease
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 GROUPS = KVGroups((FULL, LARGE), 6)
 
@@ -44,6 +46,20 @@ def test_keys_of_another_prompt_are_forgotten() -> None:
         tracked.forget_stale_keys(GROUPS)
         assert tracked.keys(FULL, 0, 9) == keys_of(other)
         assert tracked.keys(LARGE, 0, 9) == keys_of(other, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("fetched", "count"),
+    [
+        ((), 0),
+        ((range(4, 8),), 4),
+        ((range(0, 6), range(14, 20)), 4),
+        ((range(8, 12), range(4, 10), range(6, 8)), 8),
+        ((range(0, 40),), 12),
+    ],
+)
+def test_tokens_that_the_tier_has_brought_are_counted_once(fetched: tuple[range, ...], count: int) -> None:
+    assert Hit(0, 20, Lease(1, (), ()), fetched=fetched).fetched_tokens(4, 16) == count
 
 
 def test_tokens_of_a_step_in_flight_are_not_confirmed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,8 @@ class SlowService:
         """It takes messages, and answers none."""
         self.holds_lookups = False
         """It says of lookups that they take time, but for those of exactly one hit, and `answer_held` answers them."""
+        self.fetched: tuple[tuple[int, int], ...] = ()
+        """Runs of keys that the answers of `answer_held` say the fleet tier has brought."""
         self.prefills: list[Prefill] = []
         self.session: AttachedSession | None = None
         self.connection: SlowConnection
@@ -196,7 +199,7 @@ class SlowConnection:
     def answer_held(self) -> None:
         held, self._held = self._held, []
         for message, call in held:
-            call.resolve(_frame(self._find(message)))
+            call.resolve(_frame(replace(self._find(message), fetched=self._service.fetched)))
 
     def _answer(self, message: Message, call: Call) -> Any:
         match message:

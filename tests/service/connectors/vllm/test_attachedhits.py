@@ -49,6 +49,27 @@ def test_a_request_waits_for_a_lookup_that_takes_time(groups: KVGroups) -> None:
     assert host.leases == 0
 
 
+@pytest.mark.parametrize(
+    ("groups", "fetched", "tokens"),
+    [
+        (ONE_GROUP, (), 0),
+        (ONE_GROUP, ((1, 3), (5, 1)), 8),
+        (ONE_GROUP, ((0, 6),), 12),
+        (WITH_WINDOW, ((2, 2), (8, 4)), 8),  # tokens 4 to 8 of one group, 4 to 12 of the other
+    ],
+)
+def test_what_the_tier_has_brought_is_told_of_the_tokens_that_are_loaded(
+    groups: KVGroups, fetched: tuple[tuple[int, int], ...], tokens: int
+) -> None:
+    host = holding_lookups(groups)
+    host.service.fetched = fetched
+    request = asked(host)
+    host.service.answer_held()
+    assert host.answer(request) == 12
+    host.admit(request, load=12)
+    assert host.side.fetched_tokens(request) == tokens
+
+
 def test_a_lookup_that_is_only_late_is_a_miss_much_sooner() -> None:
     host = holding_lookups()
     host.service.is_silent = True
