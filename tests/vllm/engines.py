@@ -174,6 +174,14 @@ class Engine:
         self.settle()
         eventually(lambda: self._idle() and self.llm.reset_prefix_cache(), "a reset of the prefix cache")
 
+    def empty(self) -> None:
+        """Have no request, and nothing in any cache; the next case has the time of an engine that has just started."""
+        signal.alarm(SECONDS)
+        if not self.setup.processes:
+            self.llm.llm_engine.abort_request(list(self.llm.llm_engine.output_processor.request_states))
+        self.forget_gpu()
+        self.purge()
+
     def purge(self) -> None:
         """As an operator does."""
         self.admin.post("/v1/pools/host/purge", json={"all": True}).raise_for_status()

@@ -34,7 +34,7 @@ class Server:
         self.admin.close()
 
     def is_up(self, client: httpx.Client, path: str) -> bool:
-        assert self.process.poll() is None, self._log.read_text()[-8000:]
+        assert self.process.poll() is None, self._log.read_text()[-30000:]
         with suppress(httpx.TransportError):
             return client.get(path).status_code == 200
         return False

@@ -1,6 +1,6 @@
 """Answers with KVStow are those without it, to the token and to the log probability: one process, one rank.
 
-Each case shows that what it compares came from host memory: vLLM says how many tokens it did not compute, and the admin
+One engine per size and model serves all cases of it; each begins with empty caches. Each case shows that what it compares came from host memory: vLLM says how many tokens it did not compute, and the admin
 API how many blocks were loaded.
 """
 
@@ -22,6 +22,7 @@ from tests.vllm.engines import (
     SHORT,
     WHOLE,
     A,
+    Answer,
     B,
     C,
     D,
@@ -41,13 +42,51 @@ from kvstow.testing.fakes import Latch
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(params=["full", "hybrid"])
-def setup(request: pytest.FixtureRequest, model: Path, hybrid_model: Path) -> Setup:
-    """A model with full attention, then one with a sliding window in every other layer, of which vLLM has to keep
-    every block: by default it keeps those that a repeated prompt needs."""
-    if request.param == "full":
-        return Setup(model, extra={})
-    return Setup(hybrid_model, extra={}, settings={"prefix_cache_retention_interval": None})
+PACE = {"pin_chunk": 128 << 10, "pin_pause": 0.15}
+"""A slot in 0.15 s, or two where they are half as large."""
+SIZES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "small": {"step_tokens": 128, "gpu_blocks": 96},
+    "evicting": {"slots": 40},
+    "lazy": {"extra": {"lazy_offload": True}, "gpu_blocks": 72},
+    "pinning": {"extra": PACE, "slots": 4096},
+    "as vLLM keeps it": {"settings": {}},
+    "beside": {},
+}
+
+
+def on(size: str, *models: str) -> pytest.MarkDecorator:
+    """Run on a shared engine of this size: with full attention, then with a sliding window in every other layer, of
+    which vLLM has to keep every block: by default it keeps those that a repeated prompt needs. Tests of one size stand
+    together, so that each engine starts once."""
+    models = models or ("full", "hybrid")
+    return pytest.mark.parametrize("shared", [(model, size) for model in models], ids=models, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def shared(
+    request: pytest.FixtureRequest,
+    model: Path,
+    hybrid_model: Path,
+    reference: Reference,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engine]:
+    layers, size = request.param
+    used, settings = (model, {}) if layers == "full" else (hybrid_model, {"prefix_cache_retention_interval": None})
+    setup = replace(Setup(used, extra={}, settings=settings), **SIZES[size])
+    if size == "beside":
+        storage = {"shared_storage_path": str(tmp_path_factory.mktemp("storage"))}
+        setup = replace(setup, beside={"kv_connector": "ExampleConnector", "kv_connector_extra_config": storage})
+    reference(used)
+    with running(setup) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Engine:
+    """It has no requests, and its caches are empty."""
+    shared.empty()
+    return shared
 
 
 class Gate:
@@ -99,267 +138,158 @@ def held_stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.latch.open()
 
 
-@pytest.mark.parametrize("step_tokens", [1024, 64], ids=["whole", "chunked"])
-def test_cold_and_from_the_host(setup: Setup, step_tokens: int, reference: Reference) -> None:
-    expected = reference(setup.model, A, B)
-    with running(replace(setup, step_tokens=step_tokens)) as engine:
-        cold = engine.ask(A)
-        assert [answer.cached for answer in cold] == [0]
-        assert_same(cold, expected[:1])
-        engine.forget_gpu()
-        warm = engine.ask(A, tokens=LONGEST)
-        assert [answer.cached for answer in warm] == [A_HIT]
-        assert engine.loaded_blocks() >= A_BLOCKS
-        assert_same(warm, expected[:1])
-        engine.forget_gpu()
-        shared = engine.ask(B, tokens=LONGEST)
-        assert [answer.cached for answer in shared] == [512]
-        assert_same(shared, expected[1:])
+def check_cold_and_from_the_host(engine: Engine, reference: Reference) -> None:
+    expected, loaded = reference(engine.setup.model, A, B), engine.loaded_blocks()
+    cold = engine.ask(A)
+    assert [answer.cached for answer in cold] == [0]
+    assert_same(cold, expected[:1])
+    engine.forget_gpu()
+    warm = engine.ask(A, tokens=LONGEST)
+    assert [answer.cached for answer in warm] == [A_HIT]
+    assert engine.loaded_blocks() >= loaded + A_BLOCKS
+    assert_same(warm, expected[:1])
+    engine.forget_gpu()
+    shared = engine.ask(B, tokens=LONGEST)
+    assert [answer.cached for answer in shared] == [512]
+    assert_same(shared, expected[1:])
 
 
-def test_all_of_a_prompt_from_the_host(setup: Setup, reference: Reference) -> None:
+@on("roomy")
+def test_cold_and_from_the_host(engine: Engine, reference: Reference) -> None:
+    check_cold_and_from_the_host(engine, reference)
+
+
+@on("roomy")
+def test_all_of_a_prompt_from_the_host(engine: Engine, reference: Reference) -> None:
     """Only its last token is computed again; where a window counts, its last block."""
-    expected = reference(setup.model, WHOLE)
-    with running(setup) as engine:
-        engine.ask(WHOLE)
-        for _ in range(2):
-            engine.forget_gpu()
-            answers = engine.ask(WHOLE)
-            assert_same(answers, expected)
-            assert answers[0].cached == (A_HIT - BLOCK if setup.settings else A_HIT)
-
-
-def test_hybrid_model_as_vllm_keeps_it(hybrid_model: Path, reference: Reference) -> None:
-    expected = reference(hybrid_model, A)
-    with running(Setup(hybrid_model, extra={})) as engine:
-        (cold,) = engine.ask(A)
+    expected = reference(engine.setup.model, WHOLE)
+    engine.ask(WHOLE)
+    for _ in range(2):
         engine.forget_gpu()
-        (warm,) = engine.ask(A)
-        assert (cold.cached, warm.cached) == (0, A_HIT)
-        assert A_BLOCKS <= engine.loaded_blocks() < 2 * A_BLOCKS  # of the window only what the next token reads
-        assert_same([cold, warm], 2 * expected)
-
-
-def test_beginning_on_the_gpu_and_the_rest_from_the_host(setup: Setup, reference: Reference) -> None:
-    expected = reference(setup.model, A)
-    with running(setup) as engine:
-        engine.ask(A)
-        engine.forget_gpu()
-        engine.ask(A[:200], tokens=1)
-        engine.settle()
-        loaded = engine.loaded_blocks()
-        answers = engine.ask(A)
-        assert [answer.cached for answer in answers] == [A_HIT]
-        assert engine.loaded_blocks() - loaded >= A_BLOCKS - 200 // BLOCK
+        answers = engine.ask(WHOLE)
         assert_same(answers, expected)
+        assert answers[0].cached == (A_HIT - BLOCK if engine.setup.settings else A_HIT)
 
 
-def test_blocks_of_an_answer_are_kept_too(setup: Setup, reference: Reference) -> None:
-    (expected,) = reference(setup.model, A)
+@on("roomy")
+def test_beginning_on_the_gpu_and_the_rest_from_the_host(engine: Engine, reference: Reference) -> None:
+    expected = reference(engine.setup.model, A)
+    engine.ask(A)
+    engine.forget_gpu()
+    engine.ask(A[:200], tokens=1)
+    engine.settle()
+    loaded = engine.loaded_blocks()
+    answers = engine.ask(A)
+    assert [answer.cached for answer in answers] == [A_HIT]
+    assert engine.loaded_blocks() - loaded >= A_BLOCKS - 200 // BLOCK
+    assert_same(answers, expected)
+
+
+@on("roomy")
+def test_blocks_of_an_answer_are_kept_too(engine: Engine, reference: Reference) -> None:
+    (expected,) = reference(engine.setup.model, A)
     said, to_come = expected.tokens[:100], expected.tokens[100:]
-    with running(setup) as engine:
-        engine.ask(A, tokens=120)
-        engine.forget_gpu()
-        (answer,) = engine.ask(A + said, tokens=40)
-        assert answer.cached == (len(A) + len(said) - 1) // BLOCK * BLOCK > A_HIT
-        assert answer.tokens == to_come[:40]
+    engine.ask(A, tokens=120)
+    engine.forget_gpu()
+    (answer,) = engine.ask(A + said, tokens=40)
+    assert answer.cached == (len(A) + len(said) - 1) // BLOCK * BLOCK > A_HIT
+    assert answer.tokens == to_come[:40]
 
 
-def test_loaded_zeros_are_noticed(setup: Setup, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+@on("roomy")
+def test_loaded_zeros_are_noticed(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: if this passed, equal answers would prove nothing."""
 
     def load_zeros(kv: cpu.Rows, host: cpu.Rows) -> None:
         kv[:] = 0
 
-    expected = reference(setup.model, A)
-    with running(setup) as engine:
-        engine.ask(A)
-        engine.forget_gpu()
-        monkeypatch.setattr(cpu, "_load_run", load_zeros)
-        (answer,) = engine.ask(A)
-        assert answer.cached == A_HIT
-        assert answer.tokens != expected[0].tokens[: len(answer.tokens)]
-        assert distance(answer, expected[0]) > 1000 * NEAR
+    expected = reference(engine.setup.model, A)
+    engine.ask(A)
+    engine.forget_gpu()
+    monkeypatch.setattr(cpu, "_load_run", load_zeros)
+    (answer,) = engine.ask(A)
+    assert answer.cached == A_HIT
+    assert answer.tokens != expected[0].tokens[: len(answer.tokens)]
+    assert distance(answer, expected[0]) > 1000 * NEAR
 
 
-def test_one_wrong_block_is_noticed(setup: Setup, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+@on("roomy")
+def test_one_wrong_block_is_noticed(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the control: not only gross errors show."""
 
     def load_all_but_one(kv: cpu.Rows, host: cpu.Rows) -> None:
         kv[:-1] = host[:-1]
         kv[-1] = 0
 
-    expected = reference(setup.model, A)
-    with running(setup) as engine:
-        engine.ask(A)
-        engine.forget_gpu()
-        monkeypatch.setattr(cpu, "_load_run", load_all_but_one)
-        (answer,) = engine.ask(A)
-        assert answer.cached == A_HIT
-        assert distance(answer, expected[0]) > 10 * NEAR
+    expected = reference(engine.setup.model, A)
+    engine.ask(A)
+    engine.forget_gpu()
+    monkeypatch.setattr(cpu, "_load_run", load_all_but_one)
+    (answer,) = engine.ask(A)
+    assert answer.cached == A_HIT
+    assert distance(answer, expected[0]) > 10 * NEAR
 
 
-def test_after_the_pool_had_to_evict(setup: Setup, reference: Reference) -> None:
-    expected = reference(setup.model, A, C)
-    cached = set()
-    with running(replace(setup, slots=30)) as engine:
-        for _ in range(3):
-            answers = [*engine.ask(A), *engine.ask(C)]
-            engine.forget_gpu()
-            assert_same(answers, expected)
-            cached |= {answer.cached for answer in answers}
-        assert engine.stats("evictions")["capacity"] > 0
-        assert engine.loaded_blocks() > 0
-        assert any(0 < tokens < A_HIT for tokens in cached)
-
-
-def test_preempted_requests(setup: Setup, reference: Reference) -> None:
-    expected = reference(setup.model, *SHORT)
-    with running(replace(setup, gpu_blocks=72)) as engine:
-        for _ in range(2):
-            answers = engine.ask(*SHORT, tokens=LONGEST)
-            engine.forget_gpu()
-            assert_same(answers, expected)
-        assert engine.counter("vllm:num_preemptions") > 0
-        assert engine.loaded_blocks() > 0
-        assert min(answer.cached for answer in answers) > 0
-        eventually(lambda: engine.step() or engine.free_blocks == 71, "all blocks free")
-
-
-def test_lazy_stores(setup: Setup, reference: Reference) -> None:
-    """Blocks reach the host when the GPU is about to evict them."""
-    expected = reference(setup.model, A, C, D)
-    with running(replace(setup, extra={"lazy_offload": True}, gpu_blocks=72)) as engine:
-        for _ in range(3):
-            answers = [*engine.ask(A), *engine.ask(C), *engine.ask(D), *engine.ask(*SHORT)][:3]
-            assert_same(answers, expected)
-        engine.settle()
-        assert max(answer.cached for answer in answers) > 0
-        assert engine.loaded_blocks() > 0
-
-
-def test_aborts_at_any_step(setup: Setup, reference: Reference) -> None:
-    expected = reference(setup.model, A, B, C)
-    with running(replace(setup, step_tokens=128)) as engine:
-        engine.ask(A)
-        for steps in range(8):
-            engine.forget_gpu()
-            doomed = [engine.add(each) for each in (A, B, C)]
-            for _ in range(steps):
-                engine.step()
-            for name in doomed:
-                engine.abort(name)
-            engine.run()
-        engine.forget_gpu()
-        assert engine.free_blocks == engine.setup.gpu_blocks - 1
-        loaded = engine.loaded_blocks()
-        answers = engine.ask(A, B, C)
-        assert engine.loaded_blocks() > loaded
-        assert_same(answers, expected)
-
-
-def test_abort_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
+@on("roomy")
+def test_abort_while_blocks_are_loaded(engine: Engine, reference: Reference, held_loads: Gate) -> None:
     """The blocks that a load writes stay out of use until it has written them."""
-    expected = reference(setup.model, A, C)
-    with running(setup) as engine:
-        engine.ask(A)
+    expected = reference(engine.setup.model, A, C)
+    engine.ask(A)
+    engine.forget_gpu()
+    doomed = engine.add(A)
+    held_loads.step_until_reached(engine)
+    engine.abort(doomed)
+    engine.step()
+    assert engine.free_blocks <= engine.setup.gpu_blocks - 1 - A_BLOCKS
+    others = engine.ask(C)
+    held_loads.latch.open()
+    engine.forget_gpu()
+    assert engine.free_blocks == engine.setup.gpu_blocks - 1
+    answers = engine.ask(A)
+    assert [answer.cached for answer in answers] == [A_HIT]
+    assert_same([*answers, *others], expected)
+
+
+@on("roomy")
+def test_all_prompts_at_once_twice(engine: Engine, reference: Reference) -> None:
+    expected, loaded = reference(engine.setup.model, *PROMPTS), engine.loaded_blocks()
+    for _ in range(2):
+        answers = engine.ask(*PROMPTS, tokens=LONGEST)
         engine.forget_gpu()
-        doomed = engine.add(A)
-        held_loads.step_until_reached(engine)
-        engine.abort(doomed)
-        engine.step()
-        assert engine.free_blocks <= engine.setup.gpu_blocks - 1 - A_BLOCKS
-        others = engine.ask(C)
-        held_loads.latch.open()
-        engine.forget_gpu()
-        assert engine.free_blocks == engine.setup.gpu_blocks - 1
-        answers = engine.ask(A)
-        assert [answer.cached for answer in answers] == [A_HIT]
-        assert_same([*answers, *others], expected)
+        assert_same(answers, expected)
+    assert min(answer.cached for answer in answers) > 0
+    assert engine.loaded_blocks() > loaded
 
 
-def test_abort_while_blocks_are_stored(setup: Setup, reference: Reference, held_stores: Gate) -> None:
-    """The blocks that a store reads keep their contents, though others use every block of the GPU meanwhile."""
-    expected = reference(setup.model, A, C, D)
-    with running(replace(setup, gpu_blocks=100)) as engine:
-        doomed = engine.add(A, LONGEST)
-        held_stores.step_until_reached(engine)
-        engine.abort(doomed)
-        others = [*engine.ask(C), *engine.ask(D)]
-        engine.ask(*SHORT)
-        held_stores.latch.open()
-        engine.forget_gpu()
-        answers = engine.ask(A)
-        assert [answer.cached for answer in answers] == [A_HIT]
-        assert_same([*answers, *others], expected)
-
-
-def test_purges_in_the_middle(setup: Setup, reference: Reference) -> None:
-    """An operator purges at every step of requests that hit, and miss, and store."""
-    prompts = (A, B, C, *SHORT[:4])
-    expected = reference(setup.model, *prompts)
-    with running(replace(setup, step_tokens=128, gpu_blocks=96)) as engine:
-        engine.ask(*prompts)
-        engine.forget_gpu()
-        loaded = engine.loaded_blocks()
-        for _ in range(2):
-            answers = engine.ask(*prompts, meanwhile=engine.purge)
-            assert_same(answers, expected)
-            engine.forget_gpu()
-            engine.ask(*prompts)
-            engine.forget_gpu()
-        assert engine.loaded_blocks() > loaded
-        assert engine.stats("evictions")["purge"] > 0
-
-
-def test_purge_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
-    """Slots that are being read keep their bytes although they are in no index any more."""
-    expected = reference(setup.model, A, C)
-    with running(replace(setup, slots=80)) as engine:
-        engine.ask(A)
-        engine.forget_gpu()
-        name = engine.add(A)
-        held_loads.step_until_reached(engine)
-        engine.purge()
-        other = engine.add(C)  # its stores want slots
-        answers: dict[str, object] = {}
-        eventually(lambda: answers.update(engine.step()) or other in answers, "an answer beside the load")
-        held_loads.latch.open()
-        answers |= engine.run()
-        both = [answers[name], answers[other]]
-        assert both[0].cached == A_HIT  # type: ignore[attr-defined]
-        assert_same(both, expected)  # type: ignore[arg-type]
-
-
-def test_restarted_rank(setup: Setup, reference: Reference) -> None:
+@on("roomy")
+def test_restarted_rank(engine: Engine, reference: Reference) -> None:
     """What a rank had in its pool is lost, and is not served."""
-    expected = reference(setup.model, A)
-    with running(setup) as engine:
-        assert_same(engine.ask(A), expected)
-        engine.forget_gpu()
-        _restart_rank(engine)
-        again = engine.ask(A)
-        assert [answer.cached for answer in again] == [0]
-        assert_same(again, expected)
-        engine.forget_gpu()
-        warm = engine.ask(A)
-        assert [answer.cached for answer in warm] == [A_HIT]
-        assert_same(warm, expected)
+    expected = reference(engine.setup.model, A)
+    assert_same(engine.ask(A), expected)
+    engine.forget_gpu()
+    _restart_rank(engine)
+    again = engine.ask(A)
+    assert [answer.cached for answer in again] == [0]
+    assert_same(again, expected)
+    engine.forget_gpu()
+    warm = engine.ask(A)
+    assert [answer.cached for answer in warm] == [A_HIT]
+    assert_same(warm, expected)
 
 
-def test_rank_restarts_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
+@on("roomy")
+def test_rank_restarts_while_blocks_are_loaded(engine: Engine, reference: Reference, held_loads: Gate) -> None:
     """The load fails, the request is computed."""
-    expected = reference(setup.model, A)
-    with running(setup) as engine:
-        engine.ask(A)
-        engine.forget_gpu()
-        name = engine.add(A)
-        held_loads.step_until_reached(engine)
-        _restart_rank(engine)
-        held_loads.latch.open()
-        assert_same([engine.run()[name]], expected)
-        engine.forget_gpu()
-        assert engine.free_blocks == engine.setup.gpu_blocks - 1
+    expected = reference(engine.setup.model, A)
+    engine.ask(A)
+    engine.forget_gpu()
+    name = engine.add(A)
+    held_loads.step_until_reached(engine)
+    _restart_rank(engine)
+    held_loads.latch.open()
+    assert_same([engine.run()[name]], expected)
+    engine.forget_gpu()
+    assert engine.free_blocks == engine.setup.gpu_blocks - 1
 
 
 def _restart_rank(engine: Engine) -> None:
@@ -371,51 +301,167 @@ def _restart_rank(engine: Engine) -> None:
     eventually(lambda: engine.stats("pool")["usable_slots"] == engine.stats("pool")["capacity_slots"], "a pinned pool")
 
 
-def test_all_prompts_at_once_twice(setup: Setup, reference: Reference) -> None:
-    expected = reference(setup.model, *PROMPTS)
-    with running(setup) as engine:
-        for _ in range(2):
-            answers = engine.ask(*PROMPTS, tokens=LONGEST)
-            engine.forget_gpu()
-            assert_same(answers, expected)
-        assert min(answer.cached for answer in answers) > 0
-        assert engine.loaded_blocks() > 0
+@on("small")
+def test_cold_in_chunks_and_from_the_host(engine: Engine, reference: Reference) -> None:
+    check_cold_and_from_the_host(engine, reference)
 
 
-def test_beside_another_connector(model: Path, tmp_path: Path, reference: Reference) -> None:
-    """MultiConnector knows its children by name, which vLLM's plugin has told it, and asks for their statistics."""
-    expected = reference(model, A)
-    beside = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    with running(Setup(model, extra={}, beside=beside)) as engine:
-        engine.ask(A)
+@on("small")
+def test_preempted_requests(engine: Engine, reference: Reference) -> None:
+    expected, loaded = reference(engine.setup.model, *SHORT), engine.loaded_blocks()
+    preemptions = engine.counter("vllm:num_preemptions")
+    for _ in range(2):
+        answers = engine.ask(*SHORT, tokens=LONGEST)
         engine.forget_gpu()
-        answers = engine.ask(A)
-        assert [answer.cached for answer in answers] == [A_HIT]
-        assert engine.loaded_blocks() == A_BLOCKS
         assert_same(answers, expected)
-
-        def is_told() -> bool:
-            """Statistics come with steps, once a period."""
-            engine.ask(A)
-            return engine.counter("vllm:kv_offload_load_bytes") > 0
-
-        eventually(is_told, "vLLM's own metric of what was loaded")
+    assert engine.counter("vllm:num_preemptions") > preemptions
+    assert engine.loaded_blocks() > loaded
+    assert min(answer.cached for answer in answers) > 0
+    eventually(lambda: engine.step() or engine.free_blocks == engine.setup.gpu_blocks - 1, "all blocks free")
 
 
-def test_while_slots_are_still_being_pinned(setup: Setup, reference: Reference) -> None:
-    """A slot a second: the first request finds next to none, and is none the slower; later the same request hits."""
-    expected = reference(setup.model, A)
-    pace = {"pin_chunk": 128 << 10, "pin_pause": 0.5}
+@on("small")
+def test_aborts_at_any_step(engine: Engine, reference: Reference) -> None:
+    expected = reference(engine.setup.model, A, B, C)
+    engine.ask(A)
+    for steps in range(8):
+        engine.forget_gpu()
+        doomed = [engine.add(each) for each in (A, B, C)]
+        for _ in range(steps):
+            engine.step()
+        for name in doomed:
+            engine.abort(name)
+        engine.run()
+    engine.forget_gpu()
+    assert engine.free_blocks == engine.setup.gpu_blocks - 1
+    loaded = engine.loaded_blocks()
+    answers = engine.ask(A, B, C)
+    assert engine.loaded_blocks() > loaded
+    assert_same(answers, expected)
+
+
+@on("small")
+def test_abort_while_blocks_are_stored(engine: Engine, reference: Reference, held_stores: Gate) -> None:
+    """The blocks that a store reads keep their contents, though others use every block of the GPU meanwhile."""
+    expected = reference(engine.setup.model, A, C, D)
+    doomed = engine.add(A, LONGEST)
+    held_stores.step_until_reached(engine)
+    engine.abort(doomed)
+    others = [*engine.ask(C), *engine.ask(D)]
+    engine.ask(*SHORT)
+    held_stores.latch.open()
+    engine.forget_gpu()
+    answers = engine.ask(A)
+    assert answers[0].cached > 0
+    assert_same([*answers, *others], expected)
+
+
+@on("small")
+def test_purges_in_the_middle(engine: Engine, reference: Reference) -> None:
+    """An operator purges at every step of requests that hit, and miss, and store."""
+    prompts = (A, B, C, *SHORT[:4])
+    expected, purged = reference(engine.setup.model, *prompts), engine.stats("evictions")["purge"]
+    engine.ask(*prompts)
+    engine.forget_gpu()
+    loaded = engine.loaded_blocks()
+    for _ in range(2):
+        answers = engine.ask(*prompts, meanwhile=engine.purge)
+        assert_same(answers, expected)
+        engine.forget_gpu()
+        engine.ask(*prompts)
+        engine.forget_gpu()
+    assert engine.loaded_blocks() > loaded
+    assert engine.stats("evictions")["purge"] > purged
+
+
+@on("evicting")
+def test_after_the_pool_had_to_evict(engine: Engine, reference: Reference) -> None:
+    expected, loaded = reference(engine.setup.model, A, C, D), engine.loaded_blocks()
+    cached = set()
+    for _ in range(3):
+        answers = [*engine.ask(A), *engine.ask(C), *engine.ask(D)]
+        engine.forget_gpu()
+        assert_same(answers, expected)
+        cached |= {answer.cached for answer in answers}
+    assert engine.stats("evictions")["capacity"] > 0
+    assert engine.loaded_blocks() > loaded
+    assert any(0 < tokens < A_HIT for tokens in cached)
+
+
+@on("evicting")
+def test_purge_while_blocks_are_loaded(engine: Engine, reference: Reference, held_loads: Gate) -> None:
+    """Slots that are being read keep their bytes although they are in no index any more."""
+    expected = reference(engine.setup.model, A, C)
+    engine.ask(A)
+    engine.forget_gpu()
+    name = engine.add(A)
+    held_loads.step_until_reached(engine)
+    engine.purge()
+    other = engine.add(C)  # its stores want slots
+    answers: dict[str, Answer] = {}
+    eventually(lambda: answers.update(engine.step()) or other in answers, "an answer beside the load")
+    held_loads.latch.open()
+    answers |= engine.run()
+    both = [answers[name], answers[other]]
+    assert both[0].cached == A_HIT
+    assert_same(both, expected)
+
+
+@on("lazy")
+def test_lazy_stores(engine: Engine, reference: Reference) -> None:
+    """Blocks reach the host when the GPU is about to evict them."""
+    expected = reference(engine.setup.model, A, C, D)
+    for _ in range(3):
+        answers = [*engine.ask(A), *engine.ask(C), *engine.ask(D), *engine.ask(*SHORT)][:3]
+        assert_same(answers, expected)
+    engine.settle()
+    assert max(answer.cached for answer in answers) > 0
+    assert engine.loaded_blocks() > 0
+
+
+@on("pinning")
+def test_while_slots_are_still_being_pinned(engine: Engine, reference: Reference) -> None:
+    """The first request finds next to none, and is none the slower; later the same request hits."""
+    expected = reference(engine.setup.model, A)
     answers = []
-    with running(replace(setup, extra=pace, slots=4096)) as engine:
 
-        def hits() -> bool:
-            answers.extend(engine.ask(A))
-            engine.forget_gpu()
-            return answers[-1].cached == A_HIT
+    def hits() -> bool:
+        answers.extend(engine.ask(A))
+        engine.forget_gpu()
+        return answers[-1].cached == A_HIT
 
-        eventually(hits, "a hit in host memory")
-        assert answers[0].cached == 0
-        assert len(answers) > 2
-        assert engine.stats("pool")["usable_slots"] < engine.stats("pool")["capacity_slots"]
-        assert_same(answers, len(answers) * expected)
+    eventually(hits, "a hit in host memory")
+    assert answers[0].cached == 0
+    assert len(answers) > 2
+    assert engine.stats("pool")["usable_slots"] < engine.stats("pool")["capacity_slots"]
+    assert_same(answers, len(answers) * expected)
+
+
+@on("as vLLM keeps it", "hybrid")
+def test_hybrid_model_as_vllm_keeps_it(engine: Engine, reference: Reference) -> None:
+    expected = reference(engine.setup.model, A)
+    (cold,) = engine.ask(A)
+    engine.forget_gpu()
+    (warm,) = engine.ask(A)
+    assert (cold.cached, warm.cached) == (0, A_HIT)
+    assert A_BLOCKS <= engine.loaded_blocks() < 2 * A_BLOCKS  # of the window only what the next token reads
+    assert_same([cold, warm], 2 * expected)
+
+
+@on("beside", "full")
+def test_beside_another_connector(engine: Engine, reference: Reference) -> None:
+    """MultiConnector knows its children by name, which vLLM's plugin has told it, and asks for their statistics."""
+    expected = reference(engine.setup.model, A)
+    engine.ask(A)
+    engine.forget_gpu()
+    answers = engine.ask(A)
+    assert [answer.cached for answer in answers] == [A_HIT]
+    assert engine.loaded_blocks() == A_BLOCKS
+    assert_same(answers, expected)
+
+    def is_told() -> bool:
+        """Statistics come with steps, once a period."""
+        engine.ask(A)
+        return engine.counter("vllm:kv_offload_load_bytes") > 0
+
+    eventually(is_told, "vLLM's own metric of what was loaded")

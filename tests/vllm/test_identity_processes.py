@@ -34,7 +34,7 @@ pytestmark = pytest.mark.vllm
 def shared(request: pytest.FixtureRequest, model: Path, hybrid_model: Path, reference: Reference) -> Iterator[Engine]:
     ranks, lazy_hybrid = request.param
     used = hybrid_model if lazy_hybrid else model
-    reference(used, A)
+    reference(used)
     with running(
         Setup(used, {"lazy_offload": lazy_hybrid}, tp=ranks, processes=True, step_tokens=256, gpu_blocks=96)
     ) as engine:
@@ -43,8 +43,7 @@ def shared(request: pytest.FixtureRequest, model: Path, hybrid_model: Path, refe
 
 @pytest.fixture
 def engine(shared: Engine) -> Engine:
-    shared.forget_gpu()
-    shared.purge()
+    shared.empty()
     return shared
 
 
