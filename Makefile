@@ -88,7 +88,7 @@ $(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test
 # The newest version has no CPU build. Its environment is made of a download of 340 MB, of which 60 MB are kept.
 $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm: $(VLLM_VENV)/.test tests/vllm/overlay.py
 	$(VLLM_BIN)/python -m venv --without-pip --clear $(@D)
-	$(VLLM_BIN)/python tests/vllm/overlay.py $(VLLM_NEWEST) $(@D)
+	$(VLLM_BIN)/python tests/vllm/overlay.py $(@D) "vllm==$(VLLM_NEWEST)"
 	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps $(VLLM_NEWEST_ADDS)
 	$(VLLM_SHARED)
 	@touch $@

@@ -1,7 +1,9 @@
 """Installs a release of vLLM that has no CPU build: the Python files of its CUDA wheel, over the compiled files of the
 vLLM that runs this. It works as long as the release calls no kernel whose signature has changed.
 
-    python overlay.py 0.33.0 ENVIRONMENT
+    python overlay.py ENVIRONMENT vllm==0.33.0
+
+What follows the environment is for pip, and may be a file with hashes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,18 +21,18 @@ _NOT_NEEDED = (".so", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".jpg", ".js"
 """Parts of the wheel that need a GPU or make a page in a browser: over 600 MB."""
 
 
-def install(version: str, packages: Path) -> None:
+def install(packages: Path, requirement: Sequence[str]) -> None:
     """`packages`: the folder site-packages of the environment. The wheel, 340 MB, is not kept."""
     with tempfile.TemporaryDirectory(dir=packages) as folder:
         options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
-        download = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, f"vllm=={version}"]
+        download = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, *requirement]
         subprocess.run(download, check=True)
-        (wheel,) = Path(folder).glob("*.whl")
+        (wheel,) = Path(folder).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(packages, [name for name in archive.namelist() if not name.endswith(_NOT_NEEDED)])
     for compiled in _installed().glob("*.so"):
         (packages / "vllm" / compiled.name).symlink_to(compiled)
-    _name_cpu(version, packages)
+    _name_cpu(packages)
 
 
 def _installed() -> Path:
@@ -39,14 +42,15 @@ def _installed() -> Path:
     return Path(spec.origin).resolve().parent
 
 
-def _name_cpu(version: str, packages: Path) -> None:
+def _name_cpu(packages: Path) -> None:
     """vLLM takes its platform from the version of the distribution `vllm`."""
-    info = packages / f"vllm-{version}.dist-info"
+    (info,) = packages.glob("vllm-*.dist-info")
+    version = info.name.removeprefix("vllm-").removesuffix(".dist-info")
     metadata = info / "METADATA"
     metadata.write_text(re.sub(r"(?m)^Version: .*$", f"Version: {version}+cpu", metadata.read_text(), count=1))
     info.rename(packages / f"vllm-{version}+cpu.dist-info")
 
 
 if __name__ == "__main__":
-    (found,) = Path(sys.argv[2]).glob("lib/python*/site-packages")
-    install(sys.argv[1], found.resolve())
+    (found,) = Path(sys.argv[1]).glob("lib/python*/site-packages")
+    install(found.resolve(), sys.argv[2:])
