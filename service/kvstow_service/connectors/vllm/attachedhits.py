@@ -39,8 +39,8 @@ class Service(Protocol):
 
 class _Question(NamedTuple):
     """A lookup of a request's tokens `start` to `end`. `keys`: the keys that were asked for. `is_last`: it asks for
-    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing. `fetched`: the tokens
-    of blocks that the fleet tier has brought before."""
+    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing. `fetched`: the
+    tokens of blocks that the fleet tier has brought before."""
 
     start: int
     end: int

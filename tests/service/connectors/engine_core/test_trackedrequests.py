@@ -53,9 +53,9 @@ def test_keys_of_another_prompt_are_forgotten() -> None:
     [
         ((), 0),
         ((range(4, 8),), 4),
-        ((range(0, 6), range(14, 20)), 4),
+        ((range(6), range(14, 20)), 4),
         ((range(8, 12), range(4, 10), range(6, 8)), 8),
-        ((range(0, 40),), 12),
+        ((range(40),), 12),
     ],
 )
 def test_tokens_that_the_tier_has_brought_are_counted_once(fetched: tuple[range, ...], count: int) -> None:
