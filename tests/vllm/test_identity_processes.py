@@ -1,6 +1,6 @@
-"""Answers with KVStow are those without it where the halves live in processes of their own, with one rank and with two.
+"""Answers with KVStow are those without it where the halves live in processes of their own, with two ranks.
 
-One engine per number of ranks serves all cases; each begins with empty caches.
+One engine per model serves all cases; each begins with empty caches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.vllm.engines import (
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module", params=[(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-lazy-hybrid"])
+@pytest.fixture(scope="module", params=[False, True], ids=["full", "lazy-hybrid"])
 def shared(request: pytest.FixtureRequest, model: Path, hybrid_model: Path, reference: Reference) -> Iterator[Engine]:
-    ranks, lazy_hybrid = request.param
+    lazy_hybrid = request.param
     used = hybrid_model if lazy_hybrid else model
     reference(used)
     with running(
-        Setup(used, {"lazy_offload": lazy_hybrid}, tp=ranks, processes=True, step_tokens=256, gpu_blocks=96)
+        Setup(used, {"lazy_offload": lazy_hybrid}, tp=2, processes=True, step_tokens=256, gpu_blocks=96)
     ) as engine:
         yield engine
 
