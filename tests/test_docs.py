@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
 import click
-import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -38,30 +37,43 @@ def commands(text: str) -> Iterator[str]:
 COMMANDS = [(path, command) for path in DOCUMENTS for command in commands(path.read_text())]
 
 
-@pytest.mark.parametrize(
-    ("path", "command"), COMMANDS, ids=[f"{path.stem}: {command}"[:80] for path, command in COMMANDS]
-)
-def test_the_command_line_takes_it(path: Path, command: str) -> None:
+def take(command: str) -> None:
+    """Parse it as the command line does. Raises what click would say."""
     given: click.Command = app
     context = click.Context(app, info_name="kvstow")
     words = [word for word in shlex.split(command) if word != "--help"]  # which would print and end
     while isinstance(given, click.Group) and words:
         _, words, _ = given.make_parser(context).parse_args(words)  # options of the group itself
         name, found, words = given.resolve_command(context, words)
-        assert found is not None, f"{path.name}: there is no {name}"
+        assert found is not None, f"there is no {name}"
         given, context = found, click.Context(found, context, info_name=name)
     if words:  # else it is only named
         given.make_context(context.info_name, words)
+
+
+def test_the_command_line_takes_what_is_written() -> None:
+    refused = []
+    for path, command in COMMANDS:
+        try:
+            take(command)
+        except (click.ClickException, AssertionError) as error:
+            refused.append((path.name, command, str(error)))
+    assert refused == []
 
 
 def test_there_are_some() -> None:
     assert {"doctor", "describe pool", "get transfers"} <= {command for _, command in COMMANDS}
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.stem)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
-        assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+def test_links_lead_somewhere() -> None:
+    links = [
+        (path, target)
+        for path in DOCUMENTS
+        if path.suffix == ".md"
+        for target in re.findall(r"\]\(([^)#]+)", path.read_text())
+    ]
+    assert len(links) > 100
+    assert [(path.name, to) for path, to in links if "://" not in to and not (path.parent / to).exists()] == []
 
 
 PROSE = sorted(
@@ -73,38 +85,51 @@ CODE = {
     for path in (ROOT / folder).rglob("*.py")
 }
 CHART = "".join(path.read_text() for path in (ROOT / "helm").rglob("*.yaml"))
-of_prose = pytest.mark.parametrize("document", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+ALL_CODE = "\n".join(CODE.values())
 
 
-@of_prose
-def test_files_that_it_names_exist(document: Path) -> None:
-    for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b", document.read_text()):
-        assert any(f"/{path}".endswith(f"/{name}") for path in CODE), name
+def named(pattern: str) -> set[tuple[str, str]]:
+    """What prose names in this way: document and name."""
+    return {(str(path.relative_to(ROOT)), name) for path in PROSE for name in re.findall(pattern, path.read_text())}
 
 
-@of_prose
-def test_modules_and_loggers_that_it_names_exist(document: Path) -> None:
-    known = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in CODE}
-    for name in re.findall(r"`(kvstow(?:_api|_service)?\.[a-z_.]+)`", document.read_text()):
-        is_module = any(f".{module}".endswith(f".{name}") for module in known)
-        assert is_module or any(f'getLogger("{name}")' in text for text in CODE.values()), name
+def unknown(names: set[tuple[str, str]], is_known: Callable[[str], bool]) -> list[tuple[str, str]]:
+    assert len(names) > 10
+    return sorted((document, name) for document, name in names if not is_known(name))
 
 
-@of_prose
-def test_classes_that_it_names_exist(document: Path) -> None:
-    for name in re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)[`.(]", document.read_text()):
-        assert any(re.search(rf"\b{name}\b", text) for text in CODE.values()) or name in CHART, name
+def test_files_that_prose_names_exist() -> None:
+    names = named(r"(?<![\w./*-])[\w/]+\.py\b")
+    assert unknown(names, lambda name: any(f"/{path}".endswith(f"/{name}") for path in CODE)) == []
 
 
-@of_prose
-def test_tests_and_mutants_that_it_names_exist(document: Path) -> None:
+def test_modules_and_loggers_that_prose_names_exist() -> None:
+    known = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in CODE]
+
+    def is_known(name: str) -> bool:
+        return any(f".{module}".endswith(f".{name}") for module in known) or f'getLogger("{name}")' in ALL_CODE
+
+    assert unknown(named(r"`(kvstow(?:_api|_service)?\.[a-z_.]+)`"), is_known) == []
+
+
+def test_classes_that_prose_names_exist() -> None:
+    words = set(re.findall(r"\w+", ALL_CODE))
+    names = named(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)[`.(]")
+    assert unknown(names, lambda name: name in words or name in CHART) == []
+
+
+def test_tests_that_prose_names_exist() -> None:
     """A name may be cut off with dots."""
-    text = document.read_text()
-    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", text)
-    for mutants in re.findall(r"mutants? ((?:`[a-z_]+`(?:, )?)+)", text):
-        names += re.findall(r"`(\w+)`", mutants)
-    for name in names:
-        assert any(f"def {name}" in source for source in CODE.values()), name
+    assert unknown(named(r"`(test_\w+)(?:\.\.\.)?`"), lambda name: f"def {name}" in ALL_CODE) == []
+
+
+def test_mutants_that_prose_names_exist() -> None:
+    names = {
+        (document, name)
+        for document, found in named(r"mutants? ((?:`[a-z_0-9]+`(?:, )?)+)")
+        for name in re.findall(r"`(\w+)`", found)
+    }
+    assert unknown(names, lambda name: f"def {name}" in ALL_CODE) == []
 
 
 def explained(head: str) -> set[str]:

@@ -49,12 +49,13 @@ CHANGES: list[tuple[str, str, Any]] = [
 ]
 KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{session_id}": "absent"}
 OPEN = ("/livez", "/readyz", "/health", "/healthz", "/startupz", "/metrics")
+STREAMS = ("/v1/events", "/page/live")
 READING = [
     ("GET", route.path, None)  # type: ignore[attr-defined]
     for router in ROUTERS
     for route in router.routes
     if "GET" in route.methods and not route.path.startswith(OPEN)  # type: ignore[attr-defined]
-    if route.path not in ("/v1/events", "/page/live")  # type: ignore[attr-defined]
+    if route.path not in STREAMS  # type: ignore[attr-defined]
 ] + [("POST", "/v1/lookup", {"keys": ["00aa"]})]
 REFUSED = [
     {},
@@ -107,37 +108,57 @@ async def ask(client: httpx.AsyncClient, change: tuple[str, str, Any], headers: 
     return await client.request(method, path, json=body, headers=headers)
 
 
-def test_all_changes_are_tested_here() -> None:
+def test_every_route_is_open_read_or_a_change() -> None:
+    """Of those that are read, streams are not walked: test_streamlimit.py and test_events.py open them."""
     routes = {
-        (method, route.path.replace("{pool}", "host"))  # type: ignore[attr-defined]
+        (method, route.path.replace("{pool}", "host") if method != "GET" else route.path)  # type: ignore[attr-defined]
         for router in ROUTERS
         for route in router.routes
-        for method in route.methods - {"GET", "HEAD"}  # type: ignore[attr-defined]
-        if route.path != "/v1/lookup"  # type: ignore[attr-defined]
+        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+        if not (method == "GET" and route.path.startswith(OPEN))  # type: ignore[attr-defined]
     }
-    assert routes == {(method, path) for method, path, _ in CHANGES}
+    classes = {route[:2] for route in [*READING, *CHANGES]}
+    assert routes - classes == {("GET", path) for path in STREAMS}
+    assert classes <= routes
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_needs_the_same_token_as_other_reads(private: httpx.AsyncClient, path: str) -> None:
+    for headers, status in [({}, 401), (AGENT, 403)]:
+        assert (await private.get(path, headers=headers)).status_code == status
+
+
+async def statuses(
+    client: httpx.AsyncClient, routes: list[tuple[str, str, Any]], headers: dict[str, str]
+) -> dict[tuple[str, str], int]:
+    """What each of `routes` answers."""
+    return {route[:2]: (await ask(client, route, headers)).status_code for route in routes}
+
+
+def all_are(status: int, routes: list[tuple[str, str, Any]]) -> dict[tuple[str, str], int]:
+    return {route[:2]: status for route in routes}
+
+
+def refused(found: dict[tuple[str, str], int], allowed: tuple[int, ...]) -> dict[tuple[str, str], int]:
+    return {route: status for route, status in found.items() if status not in allowed}
+
+
 @pytest.mark.parametrize("headers", REFUSED)
-async def test_a_change_without_a_valid_token_is_refused(
-    guarded: httpx.AsyncClient, change: tuple[str, str, Any], headers: dict[str, str]
-) -> None:
-    answer = await ask(guarded, change, headers)
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"].startswith("Bearer")
-    assert answer.json()["code"] == "unauthorized"
+async def test_a_change_without_a_valid_token_is_refused(guarded: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    for change in CHANGES:
+        answer = await ask(guarded, change, headers)
+        assert answer.status_code == 401, change
+        assert answer.headers["www-authenticate"].startswith("Bearer"), change
+        assert answer.json()["code"] == "unauthorized", change
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_the_admin_token_allows_every_change(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
-    assert (await ask(guarded, change, ADMIN)).status_code in (200, 202, 404, 409, 422)
+async def test_the_admin_token_allows_every_change(guarded: httpx.AsyncClient) -> None:
+    assert refused(await statuses(guarded, CHANGES, ADMIN), (200, 202, 404, 409, 422)) == {}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_the_agent_token_allows_only_the_report(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
-    expected = 422 if change[1].endswith("/report") else 403
-    assert (await ask(guarded, change, AGENT)).status_code == expected
+async def test_the_agent_token_allows_only_the_report(guarded: httpx.AsyncClient) -> None:
+    expected = all_are(403, CHANGES) | {REPORT[:2]: 422}
+    assert await statuses(guarded, CHANGES, AGENT) == expected
 
 
 async def test_two_authorization_headers_are_refused(guarded: httpx.AsyncClient) -> None:
@@ -145,37 +166,28 @@ async def test_two_authorization_headers_are_refused(guarded: httpx.AsyncClient)
     assert (await guarded.delete("/v1/drain", headers=headers)).status_code == 401
 
 
-@pytest.mark.parametrize("headers", [{}, *REFUSED])
-@pytest.mark.parametrize("read", READING)
+@pytest.mark.parametrize("headers", REFUSED)
 async def test_with_viewer_tokens_configured_reading_needs_a_token(
-    private: httpx.AsyncClient, read: tuple[str, str, Any], headers: dict[str, str]
+    private: httpx.AsyncClient, headers: dict[str, str]
 ) -> None:
-    assert (await ask(private, read, headers)).status_code == 401
+    assert await statuses(private, READING, headers) == all_are(401, READING)
 
 
 @pytest.mark.parametrize("headers", [VIEWER, ADMIN])
-@pytest.mark.parametrize("read", READING)
-async def test_viewers_and_admins_read(
-    private: httpx.AsyncClient, read: tuple[str, str, Any], headers: dict[str, str]
-) -> None:
-    assert (await ask(private, read, headers)).status_code in (200, 404)
+async def test_viewers_and_admins_read(private: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    assert refused(await statuses(private, READING, headers), (200, 404)) == {}
 
 
-@pytest.mark.parametrize("read", READING)
-async def test_the_agent_token_does_not_allow_guarded_reads(
-    private: httpx.AsyncClient, read: tuple[str, str, Any]
-) -> None:
-    assert (await ask(private, read, AGENT)).status_code == 403
+async def test_the_agent_token_does_not_allow_guarded_reads(private: httpx.AsyncClient) -> None:
+    assert await statuses(private, READING, AGENT) == all_are(403, READING)
 
 
 @pytest.mark.parametrize("token", ["viewer-token", "admin-token"])
-@pytest.mark.parametrize("read", READING)
-async def test_a_browser_reads_with_a_token_as_password(
-    private: httpx.AsyncClient, read: tuple[str, str, Any], token: str
-) -> None:
-    asked = await ask(private, read, {})
-    assert 'Basic realm="kvstow"' in asked.headers["www-authenticate"]
-    assert (await ask(private, read, basic(f"anybody:{token}"))).status_code in (200, 404)
+async def test_a_browser_reads_with_a_token_as_password(private: httpx.AsyncClient, token: str) -> None:
+    for read in READING:
+        asked = await ask(private, read, {})
+        assert 'Basic realm="kvstow"' in asked.headers["www-authenticate"], read
+    assert refused(await statuses(private, READING, basic(f"anybody:{token}")), (200, 404)) == {}
 
 
 @pytest.mark.parametrize("given", ["viewer-token", "viewer-token:", ":", "anybody:wrong"])
@@ -183,24 +195,21 @@ async def test_a_wrong_password_is_refused(private: httpx.AsyncClient, given: st
     assert (await private.get("/v1/info", headers=basic(given))).status_code == 401
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_a_password_does_not_allow_changes(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
-    answer = await ask(guarded, change, basic("anybody:admin-token"))
-    assert answer.status_code == 401
-    assert "Basic" not in answer.headers["www-authenticate"]
+async def test_a_password_does_not_allow_changes(guarded: httpx.AsyncClient) -> None:
+    for change in CHANGES:
+        answer = await ask(guarded, change, basic("anybody:admin-token"))
+        assert answer.status_code == 401, change
+        assert "Basic" not in answer.headers["www-authenticate"], change
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_a_viewer_token_does_not_allow_changes(private: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
-    answer = await ask(private, change, VIEWER)
-    assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+async def test_a_viewer_token_does_not_allow_changes(private: httpx.AsyncClient) -> None:
+    for change in CHANGES:
+        answer = await ask(private, change, VIEWER)
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), change
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_a_viewer_token_is_unknown_without_a_viewer_token_file(
-    guarded: httpx.AsyncClient, change: tuple[str, str, Any]
-) -> None:
-    assert (await ask(guarded, change, VIEWER)).status_code == 401
+async def test_a_viewer_token_is_unknown_without_a_viewer_token_file(guarded: httpx.AsyncClient) -> None:
+    assert await statuses(guarded, CHANGES, VIEWER) == all_are(401, CHANGES)
 
 
 @pytest.mark.parametrize("path", [*OPEN, "/livez/server"])
@@ -258,11 +267,9 @@ async def test_reading_is_open(guarded: httpx.AsyncClient, path: str) -> None:
     assert (await guarded.get(path)).status_code == 200
 
 
-@pytest.mark.parametrize("change", [change for change in CHANGES if change is not REPORT])
-async def test_without_a_token_file_changes_are_open(
-    client: httpx.AsyncClient, ranks: Any, change: tuple[str, str, Any]
-) -> None:
-    assert (await ask(client, change, {})).status_code in (200, 202, 404, 409, 422)
+async def test_without_a_token_file_changes_are_open(client: httpx.AsyncClient, ranks: Any) -> None:
+    changes = [change for change in CHANGES if change is not REPORT]
+    assert refused(await statuses(client, changes, {}), (200, 202, 404, 409, 422)) == {}
 
 
 @pytest.mark.parametrize("headers", REFUSED)

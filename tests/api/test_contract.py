@@ -19,7 +19,7 @@ from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
-EXAMPLES = 10  # of each kind: 20 per operation
+EXAMPLES = [3, pytest.param(30, marks=pytest.mark.soak)]  # of each kind
 PROBES = ("/readyz", "/health", "/healthz")
 PROBE_CHECKS = [
     checks.status_code_conformance,
@@ -52,10 +52,11 @@ POSITIVE = [(label, GenerationMode.POSITIVE) for label in OPERATIONS]
 NEGATIVE = [(label, GenerationMode.NEGATIVE) for label, operation in OPERATIONS.items() if _has_rules(operation)]
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize(("label", "mode"), [*POSITIVE, *NEGATIVE])
-def test_answers_are_as_described(busy_url: str, label: str, mode: GenerationMode) -> None:
+def test_answers_are_as_described(busy_url: str, label: str, mode: GenerationMode, examples: int) -> None:
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         derandomize=True,
         database=None,
         deadline=None,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -14,20 +15,30 @@ from pydantic import TypeAdapter
 
 import kvstow.status
 from kvstow import messages, stats
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
 from kvstow_api import bodies, history, views
+from kvstow_api.app import create_app
 from kvstow_api.client.decoding import decode
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.host import ApiHost
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.views.events import EVENT_TYPES
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def schema(client: httpx.AsyncClient) -> dict[str, Any]:
-    answer = await client.get("/openapi.json")
-    assert answer.status_code == 200
-    described: dict[str, Any] = answer.json()
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
+    app = create_app(ApiHost(directory=EmbeddedDirectory(engine, 16), version="1.2.3", mode="test"))
+    described: dict[str, Any] = json.loads(json.dumps(app.openapi()))
     return described
+
+
+async def test_the_document_is_served(client: httpx.AsyncClient, schema: dict[str, Any]) -> None:
+    answer = await client.get("/openapi.json")
+    assert (answer.status_code, answer.json()) == (200, schema)
 
 
 def operations(schema: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

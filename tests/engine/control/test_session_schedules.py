@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.engine.control.verifiedloads import VerifyingHost
+from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
 from kvstow.control import keymap, snapshots
@@ -393,7 +394,7 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+TestEngines.settings = settings(max_examples=30, stateful_step_count=80, deadline=None)
 
 
 # -- mutants ------------------------------------------------------------------------------------------------------
@@ -489,9 +490,9 @@ MUTANTS = [
 ]
 
 
-def run_schedules(count: int, kind: type[Engines] = Engines) -> None:
+def run_schedules(seeds: range, kind: type[Engines] = Engines) -> None:
     """Schedules that depend only on their number. Hypothesis, which shrinks and replays, takes ten times as long."""
-    for seed in range(count):
+    for seed in seeds:
         choose = random.Random(seed)
         engines = kind()
         engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "arc"]))
@@ -501,8 +502,9 @@ def run_schedules(count: int, kind: type[Engines] = Engines) -> None:
         engines.teardown()
 
 
-def test_with_all_safeguards_nothing_goes_wrong() -> None:
-    run_schedules(600)
+@pytest.mark.parametrize("seeds", few_and_many(25, 600))
+def test_with_all_safeguards_nothing_goes_wrong(seeds: range) -> None:
+    run_schedules(seeds)
 
 
 @pytest.mark.parametrize("mutate", MUTANTS)
@@ -512,4 +514,4 @@ def test_taking_out_a_safeguard_is_noticed(
     mutate(monkeypatch)
     monkeypatch.setattr(Engines, "checks_books", False)  # the bytes alone must tell
     with pytest.raises((AssertionError, KeyError, ValueError)):
-        run_schedules(600)
+        run_schedules(range(600))

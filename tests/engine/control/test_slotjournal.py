@@ -18,6 +18,7 @@ from tests.engine.control.test_session_schedules import (
     run_schedules,
     runs_of_two,
 )
+from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
 from kvstow.control import placement, recovery
@@ -219,12 +220,14 @@ class RestartedEngines(JournaledEngines):
         return EarlierSession(number, "engine", frozenset((number, rank) for rank in engine.alive))
 
 
-def test_at_every_write_the_journal_can_be_recovered() -> None:
-    run_schedules(150, JournaledEngines)
+@pytest.mark.parametrize("seeds", few_and_many(25, 150))
+def test_at_every_write_the_journal_can_be_recovered(seeds: range) -> None:
+    run_schedules(seeds, JournaledEngines)
 
 
-def test_a_restart_at_any_write_recovers_all_blocks_and_reuses_no_slot_too_early() -> None:
-    run_schedules(300, RestartedEngines)
+@pytest.mark.parametrize("seeds", few_and_many(50, 300))
+def test_a_restart_at_any_write_recovers_all_blocks_and_reuses_no_slot_too_early(seeds: range) -> None:
+    run_schedules(seeds, RestartedEngines)
 
 
 def test_keys_that_do_not_fit_into_the_journal_are_refused_before_anything_changes() -> None:
@@ -364,7 +367,7 @@ def test_taking_out_a_safeguard_is_noticed(
     mutate(monkeypatch)
     monkeypatch.setattr(JournaledEngines, "checks_books", False)  # what would be recovered must tell
     with pytest.raises(AssertionError):
-        run_schedules(150, JournaledEngines)
+        run_schedules(range(150), JournaledEngines)
 
 
 def blocks_that_earlier_engines_read_are_evicted(patch: pytest.MonkeyPatch) -> None:
@@ -417,4 +420,4 @@ def test_taking_out_a_safeguard_of_restarts_is_noticed(
     mutate(monkeypatch)
     monkeypatch.setattr(RestartedEngines, "checks_books", False)
     with pytest.raises((AssertionError, KeyError)):
-        run_schedules(300, RestartedEngines)
+        run_schedules(range(300), RestartedEngines)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 from tests.engine.control.verifiedloads import VerifyingHost
+from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
 from kvstow.control.acceptance import PoolAcceptance
@@ -322,7 +323,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=250, stateful_step_count=80, deadline=None)
+TestTraffic.settings = settings(max_examples=50, stateful_step_count=80, deadline=None)
 
 
 # -- mutants ------------------------------------------------------------------------------------------------------
@@ -433,9 +434,9 @@ MUTANTS = [
 ]
 
 
-def run_schedules(count: int) -> None:
+def run_schedules(seeds: range) -> None:
     """Schedules that depend only on their number. Hypothesis, which shrinks and replays, takes ten times as long."""
-    for seed in range(count):
+    for seed in seeds:
         choose = random.Random(seed)
         traffic = Traffic()
         slots, policy = choose.randint(2, MAX_SLOTS), choose.choice(["lru", "arc"])
@@ -446,8 +447,9 @@ def run_schedules(count: int) -> None:
         traffic.teardown()
 
 
-def test_with_all_safeguards_nothing_goes_wrong() -> None:
-    run_schedules(1000)
+@pytest.mark.parametrize("seeds", few_and_many(150, 1000))
+def test_with_all_safeguards_nothing_goes_wrong(seeds: range) -> None:
+    run_schedules(seeds)
 
 
 @pytest.mark.parametrize("mutate", MUTANTS)
@@ -457,4 +459,4 @@ def test_taking_out_a_safeguard_is_noticed(
     mutate(monkeypatch)
     monkeypatch.setattr(Traffic, "checks_books", False)  # the bytes alone must tell
     with pytest.raises((AssertionError, KeyError)):
-        run_schedules(1000)
+        run_schedules(range(1000))

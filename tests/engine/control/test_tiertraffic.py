@@ -10,6 +10,7 @@ import pytest
 from tests.engine.control.conftest import MakeEngine
 from tests.engine.control.mutants import first_rank_decides, rank_0_puts_first, short_ranks_do_not_count
 from tests.engine.control.tiernode import Objects, TierNode, in_store
+from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
@@ -548,8 +549,8 @@ class Fleet:
             assert counts.keys() <= {"free", "cached"}, counts
 
 
-def run_schedules(count: int, *, checks_books: bool = True) -> None:
-    for seed in range(count):
+def run_schedules(seeds: range, *, checks_books: bool = True) -> None:
+    for seed in seeds:
         fleet = Fleet(random.Random(seed), {})
         fleet.checks_books = checks_books
         for _ in range(80):
@@ -557,8 +558,9 @@ def run_schedules(count: int, *, checks_books: bool = True) -> None:
         fleet.finish()
 
 
-def test_with_all_safeguards_nothing_goes_wrong() -> None:
-    run_schedules(300)
+@pytest.mark.parametrize("seeds", few_and_many(50, 300))
+def test_with_all_safeguards_nothing_goes_wrong(seeds: range) -> None:
+    run_schedules(seeds)
 
 
 def puts_hold_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -576,7 +578,7 @@ def test_taking_out_a_safeguard_is_noticed(
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        run_schedules(300, checks_books=False)
+        run_schedules(range(300), checks_books=False)
 
 
 def test_a_put_of_rank_0_before_the_others_is_noticed(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,19 +19,35 @@ ON_THIS_MACHINE = {"serve", "keeper", "replay"}
 
 def loaded(arguments: list[str], watched: list[str], environ: dict[str, str]) -> list[str]:
     """Which of these modules `kvstow ARGUMENTS` imports."""
-    code = (
-        "import atexit, sys\n"
-        f"atexit.register(lambda: print('loaded', [name for name in {watched!r} if name in sys.modules]))\n"
-        f"from kvstow_service.cli import app\napp({arguments!r})"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
-    line = next(line for line in result.stdout.splitlines() if line.startswith("loaded "))
-    return [str(name) for name in ast.literal_eval(line.removeprefix("loaded "))]
+    return loaded_by_each([arguments], watched, environ)[" ".join(arguments)]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS if name != "serve")])
-def test_help_imports_no_heavy_modules(arguments: list[str], child_environ: dict[str, str]) -> None:
-    assert loaded(arguments, [*HEAVY, "httpx", "rich", "yaml"], child_environ) == []
+LOADED_BY_EACH = """
+import atexit, os, sys
+from kvstow_service.cli import app
+for arguments in {every!r}:
+    child = os.fork()
+    if not child:
+        atexit.register(lambda: print("loaded", (arguments, [name for name in {watched!r} if name in sys.modules])))
+        app(arguments)
+    os.waitpid(child, 0)
+"""
+
+
+def loaded_by_each(every: list[list[str]], watched: list[str], environ: dict[str, str]) -> dict[str, list[str]]:
+    """The same of several, in forks of one process that has imported only the command line."""
+    code = LOADED_BY_EACH.format(every=every, watched=watched)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
+    lines = [line.removeprefix("loaded ") for line in result.stdout.splitlines() if line.startswith("loaded ")]
+    found = {" ".join(arguments): names for arguments, names in map(ast.literal_eval, lines)}
+    assert len(found) == len(every)
+    return found
+
+
+def test_help_imports_no_heavy_modules(child_environ: dict[str, str]) -> None:
+    every = [["--help"], *([name, "--help"] for name in COMMANDS if name != "serve")]
+    found = loaded_by_each(every, [*HEAVY, "httpx", "rich", "yaml"], child_environ)
+    assert {arguments: names for arguments, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def run(folder: Path, environ: dict[str, str], rounds: int, eventually: Any, **o
 
 
 def test_rounds_of_killed_services(folder: Path, child_environ: dict[str, str], eventually: Any) -> None:
-    run(folder, child_environ, 6, eventually)
+    run(folder, child_environ, 3, eventually)
 
 
 def test_rounds_of_services_that_are_killed_with_their_keepers(

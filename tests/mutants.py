@@ -1,0 +1,599 @@
+"""All mutants: each takes one protection out, and a test must notice.
+
+    python -m tests.mutants [NAME ...]
+
+A `Mutant` replaces code. The command applies each in a copy of the checkout, runs its test there and says which ones
+survived. A `Patched` mutant is a function, class or test that patches the code while its test runs: the test itself
+asserts that somebody notices, so it is part of the suite. `test_mutants.py` holds this list to the code.
+
+The tests run with this interpreter, and those of tests/vllm, tests/jax and tests/tpu with those of `.venv-vllm` and so
+on, where they exist.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`code` stands exactly once in the file `path`; with `instead` in its place, `test` fails."""
+
+    name: str
+    path: str
+    code: str
+    instead: str
+    test: str
+
+
+@dataclass(frozen=True)
+class Patched:
+    """What `path` defines by `names`; `test` runs them all and passes, because each is noticed."""
+
+    path: str
+    names: tuple[str, ...]
+    test: str
+
+
+CONTROL = "tests/engine/control"
+OPS = "engine/kvstow/control/ops.py"
+COPYTHREAD = "engine/kvstow/copythread.py"
+RANK_MEMORY = "service/kvstow_service/node/pools/rankmemory.py"
+MEMFD = "engine/kvstow/memfd.py"
+AUTH = "api/kvstow_api/auth.py"
+ADMISSION = "api/kvstow_api/admission.py"
+HEADER = "service/kvstow_service/tiers/objectheader.py"
+
+MUTANTS = [
+    # -- ops -------------------------------------------------------------------------------------------------
+    Mutant(
+        "a_failed_store_is_published",
+        OPS,
+        "        elif entry.error:\n            entry.namespace.pending_stores",
+        "        elif entry.error is False:\n            entry.namespace.pending_stores",
+        f"{CONTROL}/test_engine.py::test_a_failed_store_publishes_nothing_and_frees_its_slots",
+    ),
+    Mutant(
+        "a_failed_op_ends_at_the_first_failure",
+        OPS,
+        "        if not entry.pending:\n            self._end(entry)",
+        "        if not entry.pending or entry.error:\n            self._end(entry)",
+        f"{CONTROL}/test_engine.py::test_a_failed_store_publishes_nothing_and_frees_its_slots",
+    ),
+    Mutant(
+        "a_stuck_store_frees_its_slots",
+        OPS,
+        "            pool.index.end_quarantine(op.slots)\n            pool.deallocate(op.slots)\n",
+        "            pass\n",
+        f"{CONTROL}/test_engine.py::test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine",
+    ),
+    Mutant(
+        "a_failed_load_keeps_its_keys",
+        OPS,
+        '            self._pool.remove_blocks(entry.op.slots, "load_failed")\n',
+        "            pass\n",
+        f"{CONTROL}/test_engine.py::test_a_failed_load_removes_its_keys_at_the_first_failure",
+    ),
+    Mutant(
+        "older_desired_states_are_applied",
+        "engine/kvstow/messageorder.py",
+        "                if desired.number <= before.number:\n                    return False\n",
+        "",
+        "tests/engine/test_messageorder.py",
+    ),
+    Mutant(
+        "a_replaced_engine_is_obeyed",
+        "engine/kvstow/messageorder.py",
+        "            elif desired.engine_id in self._left:\n",
+        "            elif desired.engine_id is None:\n",
+        "tests/engine/test_messageorder.py",
+    ),
+    # -- copies ----------------------------------------------------------------------------------------------
+    Mutant(
+        "a_copy_holds_no_memory",
+        COPYTHREAD,
+        "self._hold(max(op.slots, default=-1) + 1)",
+        "self._hold(0)",
+        "tests/engine/test_dataplane.py::test_memory_under_a_copy_is_freed_only_after_the_copy",
+    ),
+    Mutant(
+        "memory_is_dropped_before_the_copy_has_ended",
+        COPYTHREAD,
+        '            if completion.mark != "source_free":\n                self._ops.discard_running(copy)\n',
+        "            copy.drop_memory()\n"
+        '            if completion.mark != "source_free":\n                self._ops.discard_running(copy)\n',
+        "tests/engine/test_copythread.py::test_the_memory_of_an_op_is_held_until_it_is_complete",
+    ),
+    Mutant(
+        "ops_fail_before_their_device_is_closed",
+        COPYTHREAD,
+        "            self._fail_queued(reason)\n        try:\n            with self._turn:\n",
+        "            self._fail_queued(reason)\n"
+        "            self._publish([_failed(copy.op, DataPlaneFailedError(reason)) for copy in self._ops.running()])\n"
+        "        try:\n            with self._turn:\n",
+        "tests/engine/test_copythread.py::test_running_ops_fail_only_after_the_device_was_closed",
+    ),
+    Mutant(
+        "memory_is_shown_before_it_is_populated",
+        "engine/kvstow/memory/mappedextent.py",
+        "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
+        "slots = self.place.num_slots",
+        "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
+    ),
+    # -- the node's memory -----------------------------------------------------------------------------------
+    Mutant(
+        "a_worker_lets_go_of_what_it_was_not_asked_for",
+        RANK_MEMORY,
+        "            if not self._find(extent_id).revoked:\n",
+        "            if self._find(extent_id) is None:\n",
+        "tests/service/node/test_nodehost.py",
+    ),
+    Mutant(
+        "more_slots_are_registered_than_there_are",
+        RANK_MEMORY,
+        "            if num_slots > self._find(extent_id).grant.num_slots:\n",
+        "            if num_slots > (self._find(extent_id).grant.num_slots << 32):\n",
+        "tests/service/node/test_nodehost.py",
+    ),
+    Mutant(
+        "released_extents_are_named_before_the_report",
+        "engine/kvstow/attach/workercalls.py",
+        "        self._registered = registered\n        if news:\n",
+        "        self._registered = registered\n"
+        "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
+        "            released = []\n"
+        "        if news:\n",
+        "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
+    ),
+    Mutant(
+        "ops_of_every_session_are_let_through",
+        "engine/kvstow/attach/opgate.py",
+        "if number_of(op.op_id) == self._number]",
+        "if op is not None]",
+        "tests/service/node/test_attachedworker.py",
+    ),
+    Mutant(
+        "memory_of_other_users_is_taken",
+        MEMFD,
+        "    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != MODE:\n",
+        "    if found.st_uid != os.geteuid():\n",
+        "tests/engine/test_memfd.py",
+    ),
+    Mutant(
+        "memory_without_its_seals_is_taken",
+        MEMFD,
+        "    if present & seals != seals or",
+        "    if",
+        "tests/engine/test_memfd.py",
+    ),
+    Mutant(
+        "another_memfd_of_that_name_is_taken",
+        MEMFD,
+        "    if identity is not None and identify_memfd(fd) != identity:\n",
+        "    if identity is None and num_bytes < 0:\n",
+        "tests/engine/test_memfd.py",
+    ),
+    Mutant(
+        "a_process_number_given_to_another_process_is_believed",
+        "engine/kvstow/attach/peer.py",
+        "    if poll.poll(0):\n",
+        "    if poll.poll(0) is None:\n",
+        "tests/engine/attach/test_peer.py::test_a_number_that_was_given_to_another_process_is_not_believed",
+    ),
+    # -- the journal -----------------------------------------------------------------------------------------
+    Mutant(
+        "a_record_counts_in_any_slot",
+        "engine/kvstow/control/journalrecord.py",
+        "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
+        "salt ^ (0 * rows.astype(np.uint64) * _FACTORS[0])",
+        f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
+    ),
+    Mutant(
+        "a_record_counts_in_any_journal",
+        "engine/kvstow/control/journalrecord.py",
+        "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
+        "(rows.astype(np.uint64) * _FACTORS[0])",
+        f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
+    ),
+    Mutant(
+        "slots_are_published_that_were_not_begun",
+        "engine/kvstow/control/indexjournal.py",
+        "        if (present[:, COMMIT] != 0).any() or not is_filling(present).all():\n",
+        "        if not len(present):\n",
+        f"{CONTROL}/test_indexjournal.py",
+    ),
+    # -- the fleet tier --------------------------------------------------------------------------------------
+    Mutant(
+        "changed_bytes_of_an_object_are_loaded",
+        HEADER,
+        '    return None if checksum == xxhash.xxh3_64_intdigest(slot) else "checksum"\n',
+        "    return None\n",
+        "tests/service/tiers/test_objectheader.py",
+    ),
+    Mutant(
+        "an_object_of_another_name_is_loaded",
+        HEADER,
+        "    if of_name != _digest(name):\n",
+        "    if of_name is None:\n",
+        "tests/service/tiers/test_objectheader.py",
+    ),
+    Mutant(
+        "an_object_of_other_weights_is_loaded",
+        HEADER,
+        "    if of_fingerprint != _digest_again(fingerprint):\n",
+        "    if of_fingerprint is None:\n",
+        "tests/service/tiers/test_objectheader.py",
+    ),
+    Mutant(
+        "addresses_outside_of_the_memory_are_taken",
+        "service/kvstow_service/tiers/mooncake/childmemory.py",
+        "        if part.offset < 0 or part.num_bytes < 1 or part.offset + part.num_bytes > found.num_bytes:\n",
+        "        if part.num_bytes < 1:\n",
+        "tests/service/tiers/mooncake/test_childmemory.py::test_an_address_outside_of_what_is_registered_is_refused",
+    ),
+    # -- the admin API ---------------------------------------------------------------------------------------
+    Mutant(
+        "an_agent_may_change_everything",
+        AUTH,
+        '        if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):\n',
+        '        if actor == "agent" and False:\n',
+        "tests/api/test_auth.py::test_the_agent_token_allows_only_the_report",
+    ),
+    Mutant(
+        "a_viewer_may_change_everything",
+        AUTH,
+        '        if actor == "viewer" and not reading:\n',
+        '        if actor == "viewer" and False:\n',
+        "tests/api/test_auth.py::test_a_viewer_token_does_not_allow_changes",
+    ),
+    Mutant(
+        "a_password_allows_changes",
+        AUTH,
+        '        case b"basic" if reading:\n',
+        '        case b"basic":\n',
+        "tests/api/test_auth.py::test_a_password_does_not_allow_changes",
+    ),
+    Mutant(
+        "the_first_of_two_credentials_counts",
+        AUTH,
+        "if len(values) == 1 else",
+        "if values else",
+        "tests/api/test_auth.py::test_two_authorization_headers_are_refused",
+    ),
+    Mutant(
+        "reports_need_no_token",
+        AUTH,
+        '        if known.guard_changes or _REPORT_PATH.fullmatch(scope["path"]):\n',
+        "        if known.guard_changes:\n",
+        "tests/api/test_auth.py::test_a_report_needs_a_credential_where_changes_need_none",
+    ),
+    Mutant(
+        "pages_of_other_sites_make_changes",
+        AUTH,
+        "        if not reading and _is_cross_site(scope):\n",
+        "        if not reading and None:\n",
+        "tests/api/test_auth.py::test_pages_of_other_sites_cannot_make_changes_without_a_token",
+    ),
+    Mutant(
+        "any_host_name_is_accepted",
+        ADMISSION,
+        "        if self._allowed is None or not _is_tcp(scope):\n",
+        "        if self._allowed is not None or not _is_tcp(scope):\n",
+        "tests/api/test_admission.py::test_an_unknown_name_that_resolves_to_loopback_is_refused",
+    ),
+    Mutant(
+        "two_lengths_of_a_body_are_accepted",
+        ADMISSION,
+        "        if chunked and length is not None:\n",
+        "        if chunked and length is chunked:\n",
+        "tests/api/test_admission.py",
+    ),
+    Mutant(
+        "bodies_of_any_size_are_read",
+        "api/kvstow_api/body.py",
+        "        if len(body) > limit:\n",
+        "        if not more and len(body) > limit:\n",
+        "tests/api/test_body.py::test_reading_stops_when_a_body_becomes_too_large",
+    ),
+]
+
+PATCHED = [
+    Patched(
+        f"{CONTROL}/test_state_machine.py",
+        (
+            "without_leases",
+            "repeated_completions_count",
+            "op_ids_are_reused",
+            "dead_boots_are_believed",
+            "restarts_keep_the_index",
+            "restarts_clear_the_usable_slots_only",
+            "leases_outlive_a_restart",
+            "lost_blocks_are_served",
+            "resize_does_not_wait",
+            "late_desired_states_are_obeyed",
+            "shrinks_are_forgotten",
+        ),
+        f"{CONTROL}/test_state_machine.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/mutants.py",
+        ("visible_at_submission", "first_rank_decides"),
+        f"{CONTROL}/test_state_machine.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/mutants.py",
+        ("short_ranks_do_not_count",),
+        f"{CONTROL}/test_tiertraffic.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/mutants.py",
+        ("rank_0_puts_first",),
+        f"{CONTROL}/test_tiertraffic.py::test_a_put_of_rank_0_before_the_others_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_tiertraffic.py",
+        ("puts_hold_nothing",),
+        f"{CONTROL}/test_tiertraffic.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_tiertraffic.py",
+        ("cancelled_fetches_are_visible",),
+        f"{CONTROL}/test_tiertraffic.py::test_a_cancelled_fetch_that_becomes_visible_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/fleettier/test_epochs.py",
+        ("epochs_are_ignored", "fetches_outlive_a_reset"),
+        f"{CONTROL}/fleettier/test_epochs.py::test_an_epoch_that_is_ignored_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_netloss.py",
+        ("fetches_always_pay",),
+        f"{CONTROL}/test_netloss.py::test_without_break_even_a_slow_store_costs_time",
+    ),
+    Patched(
+        f"{CONTROL}/test_session_schedules.py",
+        (
+            "namespaces_are_ignored",
+            "runs_go_on_in_other_namespaces",
+            "leases_outlive_a_reset",
+            "slots_are_freed_at_the_end_of_the_connection",
+            "a_clock_frees_leases",
+            "a_clock_ends_quarantine",
+            "lost_sessions_are_believed",
+            "slots_are_shown_above_the_watermark",
+            "leases_outlive_a_boot",
+            "extents_change_hands_while_they_are_mapped",
+        ),
+        f"{CONTROL}/test_session_schedules.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_slotjournal.py",
+        (
+            "the_journal_publishes_before_the_bytes_are_whole",
+            "the_journal_begins_nothing",
+            "failed_stores_are_published",
+            "removed_slots_are_cleared_although_they_are_read",
+            "namespaces_are_named_after_the_first_one",
+        ),
+        f"{CONTROL}/test_slotjournal.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_slotjournal.py",
+        (
+            "blocks_that_earlier_engines_read_are_evicted",
+            "slots_that_earlier_engines_read_are_freed",
+            "a_restart_ends_quarantine",
+            "op_ids_begin_again",
+            "namespaces_have_new_numbers",
+        ),
+        f"{CONTROL}/test_slotjournal.py::test_taking_out_a_safeguard_of_restarts_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_indexjournal.py",
+        ("WithoutErasing", "ChecksumFirst"),
+        f"{CONTROL}/test_indexjournal.py::test_a_journal_without_one_of_its_protections_is_found_out",
+    ),
+    Patched(
+        "tests/engine/memory/test_budget.py",
+        (
+            "hands_over_while_mapped",
+            "forgets_a_count",
+            "believes_a_death_of_others",
+            "spends_recalled_memory",
+            "ignores_owners",
+            "gives_an_extent_twice",
+            "gives_rows_beside_recalled_ones",
+            "recalls_the_first_row_first",
+        ),
+        "tests/engine/memory/test_budget.py::test_a_budget_without_one_of_its_guarantees_is_found_out",
+    ),
+    Patched(
+        "tests/engine/test_resize.py",
+        ("test_a_forgotten_shrink_is_noticed",),
+        "tests/engine/test_resize.py::test_a_forgotten_shrink_is_noticed",
+    ),
+    Patched(
+        "tests/service/node/test_schedules.py",
+        (
+            "slots_are_freed_at_the_end_of_the_connection",
+            "a_clock_frees_what_lost_sessions_hold",
+            "extents_change_hands_while_they_are_mapped",
+            "a_row_is_revoked_before_its_blocks_are_gone",
+            "slots_are_shown_that_no_worker_has_registered",
+            "the_weights_are_no_part_of_a_namespace",
+            "users_share_a_pool",
+            "a_reset_keeps_the_namespace",
+        ),
+        "tests/service/node/test_schedules.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        "tests/service/node/test_handover.py",
+        ("counts_the_unseen_as_dead", "forgets_the_workers_of_before"),
+        "tests/service/node/test_handover.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        "tests/service/node/attach/test_sessionlife.py",
+        ("test_freeing_at_the_end_of_the_connection_would_be_noticed",),
+        "tests/service/node/attach/test_sessionlife.py::test_freeing_at_the_end_of_the_connection_would_be_noticed",
+    ),
+    Patched(
+        "tests/service/node/test_nodetier.py",
+        ("test_mutant_extents_are_let_go_before_they_are_unmapped",),
+        "tests/service/node/test_nodetier.py::test_mutant_extents_are_let_go_before_they_are_unmapped",
+    ),
+    Patched(
+        "tests/service/node/test_tierrestart.py",
+        ("test_mutant_transfers_are_not_recorded",),
+        "tests/service/node/test_tierrestart.py::test_mutant_transfers_are_not_recorded",
+    ),
+    Patched(
+        "tests/service/tiers/mooncake/test_childchannel.py",
+        ("test_a_call_that_ends_before_its_process_is_noticed",),
+        "tests/service/tiers/mooncake/test_childchannel.py::test_a_call_that_ends_before_its_process_is_noticed",
+    ),
+    Patched(
+        "tests/service/tiers/mooncake/test_objectbuffers.py",
+        ("test_a_header_that_is_not_checked_is_noticed",),
+        "tests/service/tiers/mooncake/test_objectbuffers.py::test_a_header_that_is_not_checked_is_noticed",
+    ),
+    Patched(
+        "tests/jax/test_mutants.py",
+        (
+            "gather_after_the_step",
+            "gather_rest_after_the_step",
+            "launch_on_the_copy_thread",
+            "load_without_witness",
+            "memory_freed_at_upload",
+        ),
+        "tests/jax/test_mutants.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        "tests/jax/test_slots.py",
+        ("duplicates_allocated_twice", "saves_end_when_their_blocks_are_read"),
+        "tests/jax/test_slots.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        "tests/vllm/test_scheduling_mutants.py",
+        (
+            "stores_do_not_hold_their_blocks",
+            "stores_never_let_their_blocks_go",
+            "stores_do_not_wait_for_the_forward",
+            "loads_write_zeros",
+            "load_blocks_are_rotated",
+            "loads_are_done_at_submission",
+            "aborted_loads_are_not_reported",
+            "requests_load_again_after_a_failure",
+            "failed_loads_are_done",
+            "windows_fail_by_block",
+            "windows_lack_a_block",
+            "resets_keep_the_keys",
+            "dead_boots_are_served",
+            "ended_leases_are_not_released",
+            "blocks_that_wait_for_slots_are_not_held",
+            "ranks_leave_sessions_under_way",
+            "unwanted_answers_are_kept",
+            "former_weights_are_fetched",
+            "every_rank_puts_replicated_blocks",
+        ),
+        "tests/vllm/test_scheduling_mutants.py::test_a_broken_promise_is_noticed",
+    ),
+]
+
+
+def path_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+_PLACES = ("vllm", "jax", "tpu")
+_COPIED = ("engine", "api", "service", "tests", "docs", "helm", "README.md", "pyproject.toml", "constraints.txt")
+_SECONDS = 300.0
+
+
+def interpreter(test: str) -> Path | None:
+    """None where it has not been made."""
+    for place in _PLACES:
+        if test.startswith(f"tests/{place}/"):
+            found = ROOT / f".venv-{place}" / "bin" / "python"
+            return found if found.exists() else None
+    return Path(sys.executable)
+
+
+def run_test(folder: Path, test: str) -> int:
+    """pytest's exit status."""
+    python = interpreter(test)
+    assert python is not None
+    paths = [str(folder / part) for part in ("engine", "api", "service")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(folder)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    marks = next((place for place in _PLACES if test.startswith(f"tests/{place}/")), "not soak")
+    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, test]
+    try:
+        return subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, check=False, timeout=_SECONDS
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return 1  # what hangs is noticed
+
+
+def verdict(folder: Path, mutant: Mutant) -> str:
+    """`folder`: a copy of the checkout, which is as before afterwards."""
+    path = folder / mutant.path
+    before = path.read_text()
+    path.write_text(before.replace(mutant.code, mutant.instead))
+    try:
+        status = run_test(folder, mutant.test)
+    finally:
+        path.write_text(before)
+    return {0: "SURVIVED", 1: "dead"}.get(status, f"PYTEST ENDED WITH {status}")
+
+
+def chosen(names: list[str]) -> Iterator[tuple[str, Mutant | Patched]]:
+    listed: list[tuple[str, Mutant | Patched]] = [(mutant.name, mutant) for mutant in MUTANTS]
+    listed += [(", ".join(patched.names), patched) for patched in PATCHED]
+    known = {name for names, _ in listed for name in names.split(", ")}
+    if unknown := set(names) - known:
+        raise SystemExit(f"there is no mutant {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}")
+    return ((title, one) for title, one in listed if not names or set(names) & set(title.split(", ")))
+
+
+def main(names: list[str]) -> int:
+    """0 if all are dead."""
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="kvstow-mutants-") as made:
+        folder = Path(made)
+        for part in _COPIED:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, folder / part)
+        sound: dict[str, int] = {}
+        for title, one in chosen(names):
+            if interpreter(one.test) is None:
+                said = "skipped: its environment has not been made"
+            else:
+                if one.test not in sound:
+                    sound[one.test] = run_test(folder, one.test)
+                if sound[one.test] == 5:
+                    said = "skipped: its test does not run here"
+                elif sound[one.test] != 0:
+                    said = "THE TEST FAILS WITHOUT IT"
+                else:
+                    said = verdict(folder, one) if isinstance(one, Mutant) else "dead"
+            failed += said[0].isupper()
+            print(f"{said}: {title}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
