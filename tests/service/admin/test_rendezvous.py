@@ -82,7 +82,7 @@ def test_publishing_waits_while_another_process_changes_the_folder(
     publishing.join(0.1)
     assert (publishing.is_alive(), list(folder.iterdir())) == (True, [])
     os.close(other)
-    publishing.join(5)
+    publishing.join(60)
     assert Rendezvous("engine", environ)() is not None
 
 
