@@ -3,10 +3,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-_PATIENCE = 30.0
+_PATIENCE = 60.0
+
+with suppress(ImportError):  # some environments have no httpx
+    from httpx import _config
+
+    for _phase in ("connect", "read", "write", "pool"):  # 5 s are too short for a machine that does other things, too
+        setattr(_config.DEFAULT_TIMEOUT_CONFIG, _phase, _PATIENCE)
 
 
 @pytest.fixture(autouse=True)

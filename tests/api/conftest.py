@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +22,12 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
+from kvstow_api import appstate
 from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_api.loglevels import LogLevels
+from kvstow_api.looplag import LoopMonitor
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
@@ -197,6 +200,12 @@ def busy_url() -> Iterator[str]:
         logging.getLogger(name).setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def loops_may_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that does other things, too, a test is not about the check of the event loop."""
+    monkeypatch.setattr(appstate, "LoopMonitor", partial(LoopMonitor, allowed=60.0))
+
+
 @pytest.fixture
 async def client(launch: Launch) -> httpx.AsyncClient:
     """A client of the application with the default context."""
@@ -207,7 +216,7 @@ async def client(launch: Launch) -> httpx.AsyncClient:
 def eventually() -> Eventually:
     """Polls until a condition holds; fails after a deadline that no healthy run comes near."""
 
-    async def wait(condition: Callable[[], Awaitable[bool]], *, seconds: float = 20.0) -> None:
+    async def wait(condition: Callable[[], Awaitable[bool]], *, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not await condition():
             assert time.monotonic() < deadline, f"the condition did not come about within {seconds:g} s"

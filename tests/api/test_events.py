@@ -25,7 +25,7 @@ from kvstow_api.views.events import EventView
 
 pytestmark = pytest.mark.anyio
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Reader:

@@ -18,7 +18,7 @@ from kvstow_api.views.pools import RemovedView
 
 pytestmark = pytest.mark.anyio
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class FakeSweep:

@@ -181,7 +181,7 @@ def test_the_end_of_the_thread_fails_every_op_and_is_reported(
     reason = "DataPlaneFailedError: the copy thread has failed: RuntimeError('a defect')"
     assert {c.op_id for c in failed} == {1, 2, 3}
     assert {(c.mark, c.error) for c in failed} == {("failed", reason)}
-    assert harness.failed.wait(10)
+    assert harness.failed.wait(60)
     assert harness.copies.failure == reason.removeprefix("DataPlaneFailedError: ")
     assert harness.device.closed, "nothing moves bytes any more"
     assert "RuntimeError: a defect" in caplog.text
@@ -291,7 +291,7 @@ def test_closing_lets_running_ops_finish_and_fails_the_queued_ones(harness: Harn
     ]
     for op_id in (1, 2):
         harness.device.ticket(op_id).finish()
-    closing.join(10)
+    closing.join(60)
     assert [c.mark for c in harness.completions(2)] == ["done", "done"]
     assert harness.device.closed
 
@@ -325,11 +325,11 @@ def test_close_reports_a_copy_that_hangs(harness: Harness, monkeypatch: pytest.M
 
     def hang(*_: object) -> None:
         hanging.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     monkeypatch.setattr(harness.device, "launch_store", hang)
     harness.submit(1)
-    assert hanging.wait(10)
+    assert hanging.wait(60)
     assert not harness.copies.close(0)
     assert not harness.device.closed
     go_on.set()
@@ -405,15 +405,15 @@ def test_a_host_does_not_wait_for_a_thread_that_has_the_turn(harness: Harness) -
 
     def slow_begin(*arguments: Any) -> FakeTicket:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(60)
         return begin(*arguments)
 
     harness.device.launch_store = slow_begin  # type: ignore[method-assign, assignment]
     harness.submit(1)
-    assert entered.wait(10)
+    assert entered.wait(60)
     host = threading.Thread(target=harness.copies.drive)
     host.start()
-    host.join(10)
+    host.join(60)
     stuck = host.is_alive()
     leave.set()
     assert not stuck

@@ -249,11 +249,11 @@ def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, 
     plane.add_listener(listen)
     assert plane.report().state == "starting"
     pool.start()
-    assert registrar.waiting.wait(10)
+    assert registrar.waiting.wait(60)
     report = plane.report()
     assert (report.state, report.pinned_slots, report.target_slots) == ("pinning", 4, 16)
     registrar.go_on.set()
-    assert ready.wait(10)
+    assert ready.wait(60)
     assert states == ["pinning", "pinning", "pinning", "ready"]
     final = plane.report()
     assert RankReport.from_json(final.to_json()) == final
@@ -367,21 +367,21 @@ def test_reports_are_numbered_in_the_order_in_which_they_are_made(
     def slow() -> PoolStatus:
         found = status()
         looking.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return found
 
     monkeypatch.setattr(pool, "status", slow)
     reports: list[RankReport] = []
     first = threading.Thread(target=lambda: reports.append(plane.report()))
     first.start()
-    assert looking.wait(10)
+    assert looking.wait(60)
     monkeypatch.undo()
     plane.apply(DesiredState("engine", 4, number=1))
     second = threading.Thread(target=lambda: reports.append(plane.report()))
     second.start()
     go_on.set()
-    first.join(10)
-    second.join(10)
+    first.join(60)
+    second.join(60)
     assert [(said.number, said.target_slots) for said in sorted(reports, key=lambda said: said.number)] == [
         (1, 16),
         (2, 4),
@@ -435,7 +435,7 @@ def test_the_end_of_the_copy_thread_is_reported_and_listeners_are_called(make_da
     plane.submit(plan(1, "store", (0,), (0,)))
     device.ticket(1).poll_error = RuntimeError("a defect")
     assert wait_for(plane, 1)[1].mark == "failed"
-    assert told.wait(10)
+    assert told.wait(60)
     report = plane.report()
     assert (report.state, report.error_reason) == ("failed", "copy_thread")
     assert report.error == "the copy thread has failed: RuntimeError('a defect')"
@@ -476,12 +476,12 @@ def test_the_pool_outlives_a_copy_that_hangs(
 
     def hang(*_: object) -> None:
         hanging.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     monkeypatch.setattr(device, "launch_store", hang)
     plane = make_data_plane(device=device)
     plane.submit(plan(1, "store", (0,), (0,)))
-    assert hanging.wait(10)
+    assert hanging.wait(60)
     with caplog.at_level(logging.ERROR):
         plane.close(0)
     assert plane.pool.status().state != "closed"

@@ -48,7 +48,7 @@ service = subprocess.Popen(["kvstow", "serve", *flags.split()])
 
 def answers(path):
     try:
-        return urlopen(f"http://127.0.0.1:9595{path}", timeout=2).status
+        return urlopen(f"http://127.0.0.1:9595{path}", timeout=60).status
     except HTTPError as error:
         return error.code
     except URLError:

@@ -47,7 +47,7 @@ class Eventually(Protocol):
 def eventually() -> Eventually:
     """Polls until a condition holds; fails with `what` after a deadline that no healthy run comes near."""
 
-    def wait(condition: Callable[[], object], what: str = "the condition", *, seconds: float = 30.0) -> None:
+    def wait(condition: Callable[[], object], what: str = "the condition", *, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come about within {seconds:g} s"

@@ -18,9 +18,7 @@ SMALL = Scale(
     ranks=1,
     slot="16KiB",
     shape=TraceShape(sessions=15, turns=4, shared_prompts=2),
-    flags=("--extent-size", "8MiB", "--pin-chunk", "2MiB", "--pin-pause", "200ms"),
-    rate=12.0,
-    middle=1.0,
+    flags=("--extent-size", "8MiB", "--pin-chunk", "8MiB"),
 )
 
 

@@ -40,7 +40,7 @@ class Latch:
         with self._condition:
             self._is_open = True
 
-    def wait_queried(self, times: int = 1, timeout: float = 10.0) -> bool:
+    def wait_queried(self, times: int = 1, timeout: float = 60.0) -> bool:
         """Wait until `query` was called `times` more times: by then the caller has seen the closed fence."""
         with self._condition:
             wanted = self._queries + times
@@ -74,7 +74,7 @@ class FakeRegistrar:
         call, self.calls = self.calls, self.calls + 1
         if call == self._wait_at:
             self.waiting.set()
-            self.go_on.wait(timeout=30)
+            self.go_on.wait(timeout=60)
         if call in self.failures:
             raise self.failures[call]
         if address in self.registered:
@@ -168,7 +168,7 @@ class FakeDevice:
         with self._begun:
             return tuple(self._tickets)
 
-    def ticket(self, op_id: int, timeout: float = 10.0) -> FakeTicket:
+    def ticket(self, op_id: int, timeout: float = 60.0) -> FakeTicket:
         """The ticket of an op, once it has begun."""
         with self._begun:
             if not self._begun.wait_for(lambda: op_id in self._tickets, timeout):

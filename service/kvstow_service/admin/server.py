@@ -25,7 +25,7 @@ from kvstow_service.process.logwriter import LogWriter
 
 logger = logging.getLogger("kvstow.server")
 
-_START_SECONDS = 10.0
+_START_SECONDS = 30.0
 _GRACE_SECONDS = 2  # for requests under way when the server stops
 _TICK_SECONDS = 1.0  # between updates of the Date header and checks of the connections' deadlines
 

@@ -1,4 +1,4 @@
-"""`python -m kvstow_service.demo`, or `make demo`: about a minute.
+"""`python -m kvstow_service.demo`, or `make demo`: less than half a minute on an idle machine.
 
 Starts a real `kvstow serve` and replays a generated trace through engines that attach to it, in processes of their
 own. An engine and the service are killed in the middle. The exit status is 0 only if everything that the summary claims

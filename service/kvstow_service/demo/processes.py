@@ -1,24 +1,31 @@
-"""The processes of the demo: the service, and replays that attach to it."""
+"""The processes of the demo: the service, and engines that attach to it and replay a trace."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from kvstow.errors import KvstowError
+from kvstow_service.replay.enginepipe import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, Launcher
+
 _POLL_SECONDS = 0.02
-_DEADLINE_SECONDS = 60.0
-_COMMAND = (sys.executable, "-m", "kvstow_service")
+DEADLINE_SECONDS = 300.0
+"""Of each wait: no healthy run comes near, however slow the machine is."""
+_FOREVER_SECONDS = 3600.0
 
 
 class DemoError(Exception):
@@ -26,11 +33,11 @@ class DemoError(Exception):
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Raises `DemoError` after a minute."""
-    deadline = time.monotonic() + _DEADLINE_SECONDS
+    """Raises `DemoError` after some minutes."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            raise DemoError(f"{what}: not within {_DEADLINE_SECONDS:.0f} s")
+            raise DemoError(f"{what}: not within {DEADLINE_SECONDS:.0f} s")
         time.sleep(_POLL_SECONDS)
 
 
@@ -38,24 +45,24 @@ class Service:
     """`kvstow serve` on temporary paths. It can be killed and started again, as a supervisor would."""
 
     def __init__(self, folder: Path, memory: str, flags: Sequence[str]) -> None:
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
         self.socket = folder / "run" / "attach.sock"
         self.state = folder / "state"
-        self.client = httpx.Client(base_url=self.url, timeout=10.0)
+        port = _free_port()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_SECONDS)
         self.started = 0.0
         self._log = folder / "service.log"
         self._arguments = [
-            *_COMMAND,
-            *("serve", "--memory", memory, "--attach-socket", str(self.socket), "--state", str(self.state)),
+            *(sys.executable, "-m", "kvstow_service", "serve"),
+            *("--memory", memory, "--attach-socket", str(self.socket), "--state", str(self.state)),
             *("--port", str(port), *flags),
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *flags: str) -> None:
+        """`flags`: for this process only."""
         self.started = time.monotonic()
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._arguments, stdout=log, stderr=log)
+            self._process = subprocess.Popen([*self._arguments, *flags], stdout=log, stderr=log)
 
     @property
     def milliseconds(self) -> float:
@@ -74,6 +81,20 @@ class Service:
     def get(self, path: str) -> Any:
         return self.client.get(path).raise_for_status().json()
 
+    def has_registered(self, pid: int) -> bool:
+        """Whether the engine with this process id is attached, and its ranks have registered all memory of its pool."""
+        try:
+            sessions, pools = self.get("/v1/sessions")["items"], self.get("/v1/pools")["items"]
+        except httpx.HTTPError:  # it was killed
+            return False
+        capacity = {pool["name"]: pool["capacity_slots"] for pool in pools}
+        return any(
+            session["pid"] == pid
+            and session["state"] == "attached"
+            and session["registered_slots"] >= capacity.get(session["pool"], sys.maxsize) > 0
+            for session in sessions
+        )
+
     def kill(self) -> None:
         """SIGKILL, from which nothing can be saved at the last moment."""
         assert self._process is not None
@@ -85,7 +106,7 @@ class Service:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         try:
-            return self._process.wait(timeout=30.0)
+            return self._process.wait(timeout=DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -117,37 +138,75 @@ class Service:
         return found
 
 
-class Replay:
-    """A `kvstow replay --attach` process: engines, each with its ranks."""
+class Engine:
+    """An engine with its ranks, in processes of their own. It starts its first request when it has registered all
+    memory of its pool, and when it dies, it is started again. A thread of this process runs it."""
 
-    def __init__(self, service: Service, trace: Path, *flags: str) -> None:
-        attach = ("--attach", f"unix:{service.socket}")
-        self._log = service.state.parent / "replay.log"
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*_COMMAND, "replay", str(trace), *attach, *flags, "--json"], stdout=subprocess.PIPE, stderr=log
-            )
+    def __init__(self, service: Service, spec: EngineSpec, *, endless: bool = False) -> None:
+        """`endless`: it replays the trace again and again until it is told to stop."""
+        if endless:
+            assert spec.options.rate is not None
+            laps = 1 + int(_FOREVER_SECONDS * spec.options.rate / len(spec.requests))
+            spec = replace(spec, requests=[*spec.requests] * laps)
+        self._service, self._spec = service, spec
+        self._log = service.state.parent / "engines.log"
+        self._stop = threading.Event()
+        self.finished = 0
+        """Requests of all its processes."""
+        self._begun: list[int] = []
+        """How many requests were finished when each process of the engine began."""
+        self.pid = 0
+        """Of the process that has begun last."""
+        executor = ThreadPoolExecutor(1, f"demo-{spec.name}")
+        self._result = executor.submit(self._run)
+        executor.shutdown(wait=False)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
+    def wait_for(self, requests: int, life: int = 1) -> None:
+        """Until the process that was started as the engine's `life`th has finished so many requests. Raises `DemoError`
+        if the engine ends before."""
+        wait_until(lambda: self._has_finished(requests, life), f"{self._spec.name} finishes {requests} requests")
 
-    def result(self) -> dict[str, Any]:
-        """Wait for the end and return what the replay found. Raises `DemoError` if it has failed."""
+    def wait_until_attached(self) -> None:
+        wait_until(lambda: self._service.has_registered(self.pid), f"{self._spec.name} attaches")
+
+    def _has_finished(self, requests: int, life: int) -> bool:
+        if self._result.done():
+            self.result()
+            raise DemoError(f"{self._spec.name} has ended too early:\n{self._log.read_text()}")
+        return len(self._begun) >= life and self.finished >= self._begun[life - 1] + requests
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Start no request any more."""
+        self._stop.set()
+
+    def result(self) -> AttachedResult:
+        """Wait for the end and return what the replay has found. Raises `DemoError` if it has failed."""
         try:
-            output, _ = self._process.communicate(timeout=_DEADLINE_SECONDS)
-            found: dict[str, Any] = json.loads(output)
-        except (subprocess.TimeoutExpired, ValueError) as error:
-            raise DemoError(f"a replay has no result ({error}):\n{self._log.read_text()}") from error
-        return found
+            return self._result.result(DEADLINE_SECONDS)
+        except (KvstowError, OSError) as error:  # a TimeoutError is an OSError
+            raise DemoError(f"{self._spec.name} has no result ({error!r}):\n{self._log.read_text()}") from error
 
     def close(self) -> None:
-        """End it if it has not ended; its engines and ranks end with it."""
-        if not self.has_ended:
-            self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self.stop()
+        wait([self._result], DEADLINE_SECONDS)
+
+    def _run(self) -> AttachedResult:
+        with self._log.open("ab") as log:
+            launcher = Launcher([self._spec], on_request=self._count, may_begin=self._may_begin, children_log=log)
+            return launcher.run(self._stop)
+
+    def _count(self, finished: int) -> None:
+        self.finished = finished
+
+    def _may_begin(self, pid: int) -> bool:
+        if not self._service.has_registered(pid):
+            return False
+        self.pid = pid
+        self._begun.append(self.finished)
+        return True
 
 
 def _free_port() -> int:

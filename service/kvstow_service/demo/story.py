@@ -1,40 +1,48 @@
-"""What happens in the demo, in order. Each act returns what it shows as claims."""
+"""What happens in the demo, in order. Each act returns what it shows as claims.
+
+No claim depends on how fast anything is. Where something has to happen in the middle of something else, the
+latter is held, or goes on until it is told to stop.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kvstow.bytesize import format_size
+from kvstow.bytesize import format_size, parse_size
 from kvstow_service.demo.claims import Claim
-from kvstow_service.demo.processes import DemoError, Replay, Service, wait_until
+from kvstow_service.demo.processes import DEADLINE_SECONDS, Engine, Service, wait_until
+from kvstow_service.replay.driver import blocks_needed
+from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.launcher import AttachedResult
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.place import ON_CPU
+from kvstow_service.replay.shapes import even_shape
 
 _SAME = 0.99
 """Of a hit ratio: what counts as the same."""
 _SHARED = 1.05
 """Of the slots that one engine needs: what several may need together."""
+_MIDDLE = 20
+"""Requests that an engine finishes before and after something happens to it."""
+_HELD = ("--pin-pause", "1h")
+"""The service populates one chunk, and no other one while the demo takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much the demo does. `rate`: requests that each engine starts per second where something happens meanwhile,
-    among it populating, which must be faster than the first engine stores; `middle`: seconds of traffic before it does.
-    """
+    """How much the demo does. The first memory that a pool gets has room for the whole trace. `rate`: requests that
+    each engine starts per second while something happens to it."""
 
     memory: str = "1GiB"
     ranks: int = 2
     slot: str = "128KiB"
     shape: TraceShape = TraceShape(sessions=60, turns=5, shared_prompts=4)  # noqa: RUF009 - frozen
-    flags: tuple[str, ...] = ("--pin-chunk", "16MiB", "--pin-pause", "100ms")
+    flags: tuple[str, ...] = ()
     rate: float = 40.0
-    middle: float = 2.5
 
 
 class Story:
@@ -43,10 +51,8 @@ class Story:
     def __init__(self, folder: Path, scale: Scale, say: Callable[[str], None]) -> None:
         self._scale, self._say = scale, say
         self._requests = generate_trace(scale.shape)
-        self._trace = folder / "trace.jsonl"
-        self._trace.write_text("".join(f"{request.to_line()}\n" for request in self._requests))
         self._service = Service(folder, scale.memory, scale.flags)
-        self._results: list[dict[str, Any]] = []
+        self._results: list[AttachedResult] = []
 
     def run(self) -> list[Claim]:
         """Raises `DemoError` where it cannot go on."""
@@ -66,33 +72,34 @@ class Story:
 
     def _start(self) -> Iterator[Claim]:
         service = self._service
-        service.start()
+        service.start(*_HELD)
         said = []
         for probe in ("/livez", "/readyz"):
             wait_until(lambda probe=probe: service.answers(probe), f"{probe} says 200")  # type: ignore[misc]
             said.append(f"{probe} after {service.milliseconds:,.0f} ms")
-        wait_until(lambda: self._memory()[0], "the first memory is populated")
-        healthy, (populated, target) = service.answers("/readyz"), self._memory()
+        wait_until(lambda: self._memory()[0] and service.answers("/readyz"), "healthy with the first memory")
+        populated, target = self._memory()
         self._say(f"The service is healthy: {', '.join(said)}; {_part(populated, target)} of its memory is populated.")
         seen = f"{', '.join(said)}, with {_part(populated, target)} populated"
-        yield Claim(
-            "The service is healthy while its memory is still being populated", seen, healthy and populated < target
-        )
+        yield Claim("The service is healthy while its memory is still being populated", seen, populated < target)
+        self._say("It waits an hour before it populates more: it is killed, and started again without the wait.")
+        service.kill()
+        service.start()
+        wait_until(lambda: service.answers("/readyz"), "the service is back")
+        wait_until(lambda: self._memory() == (target, target), "all memory is populated")
+        self._say(f"{_part(*self._memory())} are populated after {service.milliseconds:,.0f} ms.")
 
     def _share(self) -> Iterator[Claim]:
         requests = f"{len(self._requests)} requests of {self._scale.shape.sessions} conversations"
         self._say(f"Engine A, with {self._scale.ranks} ranks in processes of their own, replays {requests}.")
-        first = self._replay("--rate", str(self._scale.rate))
-        alone = self._cached_slots()
-        self._say(f"{_part(*self._memory())} of the memory is populated. Engine A: hit ratio {_percent(first)}.")
-        self._say("Engine B, a new process, replays the same.")
-        second = self._replay()
-        both = self._cached_slots()
-        self._say(f"Engine B: hit ratio {_percent(second)}.")
+        first, alone = self._replay("A"), self._cached_slots()
+        self._say(f"Engine A: hit ratio {first:.1%}. Engine B, a new process, replays the same.")
+        second, both = self._replay("B"), self._cached_slots()
+        self._say(f"Engine B: hit ratio {second:.1%}.")
         yield Claim(
             "An engine finds what another has stored",
-            f"hit ratio {_percent(first)} of the first engine, {_percent(second)} of the second",
-            second["block_hit_rate"] >= _SAME > first["block_hit_rate"],
+            f"hit ratio {first:.1%} of the first engine, {second:.1%} of the second",
+            second >= _SAME > first,
         )
         yield Claim(
             "Engines share memory",
@@ -101,52 +108,54 @@ class Story:
         )
 
     def _kill_an_engine(self) -> Iterator[Claim]:
-        self._say("Two engines replay at once. One is killed in the middle (SIGKILL), and started again.")
-        with self._traffic(self._scale.rate) as replay:
-            session = self._sessions()[0]
-            os.kill(session["pid"], signal.SIGKILL)
-            found = self._finish(replay)
-        killed = [engine for engine in found["engines"] if engine["restarts"]]
-        lives = killed[0]["lives"] if killed else []
-        if len(lives) < 2:
-            raise DemoError(f"no engine was started again: {found}")
-        last = lives[-1]
-        self._say(f"It found {last['first_hit_blocks']} of the {last['first_blocks']} blocks of its first request.")
-        ratio = last["hit_blocks"] / max(1, last["blocks"])
+        self._say("Engines C and D replay at once. C is killed in the middle (SIGKILL), and started again.")
+        with self._traffic("C", "D") as (engine, other):
+            engine.kill()
+            engine.wait_for(_MIDDLE, life=2)
+            found, _ = self._end(engine, other)
+        last = found.engines[0].lives[-1]
+        self._say(f"It found {last.first_hit_blocks} of the {last.first_blocks} blocks of its first request.")
+        ratio = last.hit_blocks / max(1, last.blocks)
         yield Claim(
             "An engine that was killed comes back to a hot cache",
-            f"{last['first_hit_blocks']} of the {last['first_blocks']} blocks of its first request found; "
+            f"{last.first_hit_blocks} of the {last.first_blocks} blocks of its first request found; "
             f"hit ratio {ratio:.1%} from then on",
-            last["first_hit_blocks"] > 0 and ratio >= _SAME,
+            last.first_hit_blocks > 0 and ratio >= _SAME,
         )
 
     def _kill_the_service(self) -> Iterator[Claim]:
-        before, slots = self._results[-1]["block_hit_rate"], self._cached_slots()
-        self._say("Two engines replay at once. Now the service is killed (SIGKILL), and started again.")
-        with self._traffic(self._scale.rate / 2) as replay:
-            self._service.kill()
-            self._service.start()
-            wait_until(lambda: self._service.answers("/readyz"), "the service is back")
-            away = self._service.milliseconds
+        service, slots = self._service, self._cached_slots()
+        self._say("Engines E and F replay at once. Now the service is killed (SIGKILL), and started again.")
+        with self._traffic("E", "F") as engines:
+            service.kill()
+            service.start()
+            wait_until(lambda: service.answers("/readyz"), "the service is back")
+            away = service.milliseconds
             self._say(f"It is healthy again after {away:,.0f} ms, and {self._cached_slots():,} slots are in use.")
-            during = self._finish(replay)
-        self._say("An engine replays everything once more.")
-        after = self._replay()
+            for engine in engines:
+                engine.wait_until_attached()
+                engine.wait_for(engine.finished + _MIDDLE)
+            ended = self._end(*engines)
+        self._say("Engine G replays everything once more.")
+        after = self._replay("G")
+        sessions = [found.engines[0].sessions for found in ended]
+        finished, given_up = (sum(getattr(found.total, name) for found in ended) for name in ("requests", "abandoned"))
         yield Claim(
             "The service is killed under traffic; no request fails, and the engines attach again",
-            f"{during['requests']:,} of {2 * len(self._requests):,} requests ended, hit ratio {_percent(during)}; "
-            f"sessions of the two engines: {during['sessions']}",
-            during["requests"] == 2 * len(self._requests) and during["sessions"] == 4,
+            f"{finished:,} requests ended, {given_up} did not; sessions of the two engines: "
+            f"{' and '.join(map(str, sessions))}",
+            not given_up and min(sessions) >= 2 and all(len(found.engines[0].lives) == 1 for found in ended),
         )
         yield Claim(
             "The cache outlives the service",
-            f"hit ratio {before:.1%} before, {_percent(after)} after; {slots:,} and {self._cached_slots():,} slots",
-            after["block_hit_rate"] >= _SAME * before,
+            f"hit ratio {after:.1%} afterwards; {slots:,} slots in use before, {self._cached_slots():,} afterwards",
+            after >= _SAME,
         )
 
     def _verified(self) -> Iterator[Claim]:
         loaded, verified, wrong = (
-            sum(found[name] for found in self._results) for name in ("loaded_bytes", "verified_bytes", "mismatches")
+            sum(getattr(found.total, name) for found in self._results)
+            for name in ("loaded_bytes", "verified_bytes", "mismatches")
         )
         yield Claim(
             "Every loaded byte is the one that was stored",
@@ -165,43 +174,49 @@ class Story:
 
     # -- parts of acts --------------------------------------------------------------------------------------
 
-    def _flags(self, *more: str) -> tuple[str, ...]:
-        return ("--ranks", str(self._scale.ranks), "--slot-size", self._scale.slot, "--concurrency", "4", *more)
+    def _engine(self, name: str, rate: float | None = None) -> Engine:
+        """Endless, if it has a rate."""
+        scale, service = self._scale, self._service
+        options = ReplayOptions(concurrency=4, rate=rate, drain_seconds=DEADLINE_SECONDS)
+        blocks = blocks_needed(self._requests, options.concurrency)
+        shape = even_shape(parse_size(scale.slot, "slot"))
+        spec = EngineSpec(
+            f"engine-{name}", service.socket, shape, ON_CPU, scale.ranks, blocks, 0, self._requests, options
+        )
+        return Engine(service, spec, endless=rate is not None)
 
-    def _replay(self, *more: str) -> dict[str, Any]:
-        """One engine, as fast as it can."""
-        replay = Replay(self._service, self._trace, *self._flags(*more))
+    def _replay(self, name: str) -> float:
+        """One engine, as fast as it can. Its hit ratio."""
+        engine = self._engine(name)
         try:
-            return self._finish(replay)
+            return self._result(engine).total.block_hit_rate
         finally:
-            replay.close()
+            engine.close()
 
     @contextmanager
-    def _traffic(self, rate: float) -> Iterator[Replay]:
-        """Two engines that are in the middle of a replay."""
-        flags = self._flags("--engines", "2", "--rate", str(rate))
-        replay = Replay(self._service, self._trace, *flags)
-        try:
-            wait_until(lambda: replay.has_ended or len(self._sessions()) == 2, "two engines are attached")
-            time.sleep(self._scale.middle)
-            if replay.has_ended:
-                raise DemoError("the replay ended before its middle")
-            yield replay
-        finally:
-            replay.close()
+    def _traffic(self, *names: str) -> Iterator[list[Engine]]:
+        """Engines in the middle of a replay, which goes on until they are told to stop."""
+        with ExitStack() as running:
+            engines = [self._engine(name, self._scale.rate) for name in names]
+            for engine in engines:
+                running.callback(engine.close)
+            for engine in engines:
+                engine.wait_for(_MIDDLE)
+            yield engines
 
-    def _finish(self, replay: Replay) -> dict[str, Any]:
-        found = replay.result()
+    def _end(self, *engines: Engine) -> list[AttachedResult]:
+        for engine in engines:
+            engine.stop()
+        return [self._result(engine) for engine in engines]
+
+    def _result(self, engine: Engine) -> AttachedResult:
+        found = engine.result()
         self._results.append(found)
         return found
 
     def _memory(self) -> tuple[int, int]:
         memory = self._service.get("/v1/readiness")["memory"]
         return memory["populated_bytes"], memory["target_bytes"]
-
-    def _sessions(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._service.get("/v1/sessions")["items"]
-        return [session for session in found if session["state"] == "attached"]
 
     def _cached_slots(self) -> int:
         pools = self._service.get("/v1/pools")["items"]
@@ -210,7 +225,3 @@ class Story:
 
 def _part(num_bytes: int, of: int) -> str:
     return f"{format_size(num_bytes)} of {format_size(of)}"
-
-
-def _percent(found: dict[str, Any]) -> str:
-    return f"{found['block_hit_rate']:.1%}"

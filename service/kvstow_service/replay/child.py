@@ -13,7 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 _LAST_WORDS_SECONDS = 10.0
 
@@ -21,8 +21,9 @@ _LAST_WORDS_SECONDS = 10.0
 class Child:
     """A child process, which this object owns. One thread uses it; `pipe` carries pickled messages both ways."""
 
-    def __init__(self, module: str, message: object) -> None:
-        """Run `module` as a program; `message` is its first."""
+    def __init__(self, module: str, message: object, log: IO[bytes] | None = None) -> None:
+        """Run `module` as a program; `message` is its first. It writes to `log`, or to the standard error of this
+        process."""
         ours, theirs = socket.socketpair()
         with theirs:
             path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
@@ -30,7 +31,8 @@ class Child:
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=log or 2,
+                stderr=log,
                 env=os.environ | {"PYTHONPATH": path},
             )
         self.pipe: Connection[Any, Any] = Connection(ours.detach())

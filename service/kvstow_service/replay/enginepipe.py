@@ -19,7 +19,8 @@ ENGINE_MODULE = "kvstow_service.replay.engineprocess"
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine's process needs: the first message to it."""
+    """What an engine's process needs: the first message to it. `is_held`: it attaches at once, and starts no request
+    before the launcher says `Begin`."""
 
     name: str
     socket: Path
@@ -30,6 +31,11 @@ class EngineSpec:
     wanted_bytes: int
     requests: Sequence[TraceRequest]
     options: ReplayOptions
+    is_held: bool = False
+
+
+class Begin(NamedTuple):
+    """Start with the first request. For an engine whose `EngineSpec` says `is_held`."""
 
 
 class Finish(NamedTuple):

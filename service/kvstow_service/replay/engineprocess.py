@@ -17,7 +17,7 @@ from kvstow.errors import KvstowError
 from kvstow_service.replay.attachedoffload import AttachedOffload, pool_identity
 from kvstow_service.replay.child import parent_pipe
 from kvstow_service.replay.driver import ReplayDriver
-from kvstow_service.replay.enginepipe import EngineSpec, Finish, Progress
+from kvstow_service.replay.enginepipe import Begin, EngineSpec, Finish, Progress
 from kvstow_service.replay.remoteranks import Failed, RemoteRanks
 
 _FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
@@ -34,6 +34,7 @@ class Engine:
     def __init__(self, pipe: Connection[Any, Any], spec: EngineSpec) -> None:
         self._pipe, self._spec = pipe, spec
         self._stop = threading.Event()
+        self._may_begin = threading.Event()
         self._told = 0.0
 
     def run(self) -> None:
@@ -43,7 +44,11 @@ class Engine:
         with RemoteRanks(spec.num_ranks, spec.name, spec.socket, layout, spec.place) as ranks:
             identity = pool_identity(spec.shape, spec.num_ranks)
             offload = AttachedOffload(spec.socket, spec.name, identity, ranks, wanted_bytes=spec.wanted_bytes)
-            self._wait_for_slots(offload, ranks)
+            self._wait_for_ranks(ranks)
+            if spec.is_held:
+                self._wait_for_begin(offload, ranks)
+            else:
+                self._wait_for_slots(offload, ranks)
             driver = ReplayDriver(
                 offload,
                 ranks.workers,
@@ -61,12 +66,20 @@ class Engine:
         offload.close()  # after the ranks: they say themselves that they have let go
         self._pipe.send(last)
 
-    def _wait_for_slots(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
-        """Until the service lets this engine use slots, and for a moment their number has not grown: a replay is over
-        while an inference engine would still load its weights. Not forever: see the constants above."""
+    def _wait_for_ranks(self, ranks: RemoteRanks) -> None:
         while not ranks.are_ready and not self._stop.is_set():
             ranks.receive()
             ranks.wait(_WAIT_SECONDS, -1)
+
+    def _wait_for_begin(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
+        while not self._may_begin.is_set() and not self._stop.is_set():
+            offload.step()
+            ranks.receive()
+            offload.wait(_WAIT_SECONDS)
+
+    def _wait_for_slots(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
+        """Until the service lets this engine use slots, and for a moment their number has not grown: a replay is over
+        while an inference engine would still load its weights. Not forever: see the constants above."""
         begun = changed = time.monotonic()
         slots = 0
         while not self._stop.is_set():
@@ -106,8 +119,11 @@ class Engine:
     def _listen(self) -> None:
         try:
             while True:
-                if isinstance(self._pipe.recv(), Finish):
-                    self._stop.set()
+                match self._pipe.recv():
+                    case Begin():
+                        self._may_begin.set()
+                    case Finish():
+                        self._stop.set()
         except (EOFError, OSError):
             os._exit(1)  # the parent has gone; the ranks end with this process
 

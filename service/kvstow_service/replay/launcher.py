@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait as wait_for_pipes
-from typing import Any
+from typing import IO, Any
 
 from kvstow.errors import ProcessEndedError
 from kvstow_service.replay.child import Child
-from kvstow_service.replay.enginepipe import ENGINE_MODULE, EngineSpec, Finish, Progress
+from kvstow_service.replay.enginepipe import ENGINE_MODULE, Begin, EngineSpec, Finish, Progress
 from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.remoteranks import Failed
 from kvstow_service.replay.result import ReplayResult, Tally
@@ -85,7 +85,11 @@ class AttachedResult:
 
 class Launcher:
     """Runs engines until each has replayed its trace. One that dies is started again, and goes on with the requests
-    that it had not finished. `on_request` hears how many requests are finished. One thread uses it."""
+    that it had not finished. `on_request` hears how many requests are finished. One thread uses it.
+
+    `may_begin`: whether the engine with this process id may start its first request; it is asked again and again until
+    it says so, for each process of an engine. Without it, an engine decides by itself. `children_log`: where the
+    processes write, if not to the standard error of this one."""
 
     def __init__(
         self,
@@ -93,8 +97,11 @@ class Launcher:
         *,
         on_request: Callable[[int], None] = lambda finished: None,
         log: Callable[[str], None] = lambda line: None,
+        may_begin: Callable[[int], bool] | None = None,
+        children_log: IO[bytes] | None = None,
     ) -> None:
-        self._engines = [_Engine(spec, log) for spec in specs]
+        held = [replace(spec, is_held=may_begin is not None) for spec in specs]
+        self._engines = [_Engine(spec, log, may_begin, children_log) for spec in held]
         self._on_request = on_request
 
     def run(self, stop: threading.Event) -> AttachedResult:
@@ -112,6 +119,8 @@ class Launcher:
                 for engine in running:
                     engine.receive()
                 self._on_request(sum(engine.tally().requests for engine in self._engines))
+                for engine in running:
+                    engine.begin_if_allowed()
         finally:
             for engine in self._engines:
                 engine.close()
@@ -130,8 +139,16 @@ class Launcher:
 class _Engine:
     """One engine, over all its lives."""
 
-    def __init__(self, spec: EngineSpec, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        log: Callable[[str], None],
+        may_begin: Callable[[int], bool] | None,
+        children_log: IO[bytes] | None,
+    ) -> None:
         self._spec, self._log = spec, log
+        self._may_begin, self._children_log = may_begin, children_log
+        self._is_held = False
         self._waiting: Sequence[int] = range(len(spec.requests))
         """Numbers of the requests that the current life was given."""
         self._ended: list[tuple[Progress | None, str]] = []
@@ -142,9 +159,17 @@ class _Engine:
     def start(self) -> None:
         requests = [self._spec.requests[number] for number in self._waiting]
         self._now = None
-        self.child = Child(ENGINE_MODULE, replace(self._spec, requests=requests))
+        self.child = Child(ENGINE_MODULE, replace(self._spec, requests=requests), self._children_log)
+        self._is_held = self._spec.is_held
         if self._is_finishing:
             self.child.send(Finish())
+
+    def begin_if_allowed(self) -> None:
+        if self._may_begin is None or self.child is None or not self._is_held:
+            return
+        if self._may_begin(self.child.process.pid):
+            self._is_held = False
+            self.child.send(Begin())
 
     def finish(self) -> None:
         if not self._is_finishing and self.child is not None:

@@ -267,7 +267,7 @@ def test_a_paused_pool_starts_no_chunk_until_it_is_unpaused(make_pool: MakePool,
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
     pool.start()
-    assert registrar.waiting.wait(10)
+    assert registrar.waiting.wait(60)
     pool.set_paused(True)
     registrar.go_on.set()
     eventually(lambda: pool.pinned_slots == 8)
@@ -405,7 +405,7 @@ def test_memory_that_cannot_be_populated_stops_growth_with_a_reason(
         pool.add_listener(heard.set)
         pool.start()
         eventually(in_state(pool, "degraded"))
-    assert heard.wait(10)
+    assert heard.wait(60)
     assert (pool.status().error_reason, pool.status().error) == ("out_of_memory", "no pages")
     pool.retry()
     eventually(pinned(pool, 16))
@@ -537,12 +537,12 @@ def test_closing_interrupts_a_running_pin_at_the_next_chunk(make_pool: MakePool,
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
     pool.start()
-    assert registrar.waiting.wait(10)
+    assert registrar.waiting.wait(60)
     closing = threading.Thread(target=pool.close)
     closing.start()
     eventually(in_state(pool, "closed"))
     registrar.go_on.set()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
     assert (registrar.calls, registrar.registered) == (2, {})
     assert (pool.pinned_slots, resident_bytes(pool)) == (0, 0)
@@ -593,7 +593,7 @@ def test_close_is_final_and_may_be_called_concurrently_or_before_start(make_pool
     for thread in closing:
         thread.start()
     for thread in closing:
-        thread.join(10)
+        thread.join(60)
     assert registrar.registered == {}
     unstarted = make_pool()
     unstarted.close()
@@ -684,7 +684,7 @@ pool = HostPool(PoolConfig(4096, 1 << 20, chunk_bytes=1 << 16, pause=3600.0), Po
 pinned = threading.Event()
 pool.add_listener(pinned.set)
 pool.start()
-pinned.wait(10)
+pinned.wait(60)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -108,7 +108,7 @@ def test_without_steps_of_the_host_the_offering_thread_makes_the_call_at_once(is
     host = Host()
     host.steps.is_starting = is_starting
     calls = Calls(host, 0.001)
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert calls.made_by == [calls.thread]
 
 
@@ -126,7 +126,7 @@ def test_while_the_host_makes_steps_its_own_thread_makes_the_calls(eventually: E
     assert set(calls.made_by) == {threading.current_thread()}
     assert len(calls.made_by) == pytest.approx(0.44 * 400, rel=0.02), "fewer than half of the steps have one"
     host.clock.advance(IDLE_SECONDS)
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert len(calls.made_by) == 1000
     assert calls.made_by[-1] is calls.thread, "an idle host leaves the rest to the pinning thread"
 
@@ -192,7 +192,7 @@ def test_an_error_of_a_call_reaches_the_pinning_thread_and_never_the_host(
         calls.wait_for_offer(eventually)
         for _ in range(2):
             host.step(0.010)
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert calls.errors == [error]
     assert calls.made_by == [threading.current_thread() if is_stepping else calls.thread]
     assert host.steps._queue is None
@@ -206,7 +206,7 @@ def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Even
     def call() -> None:
         made.append(1)
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     host.step(0.010)
     offering = threading.Thread(target=host.steps.run, args=(call, 1, 0.0001), daemon=True)
@@ -214,13 +214,13 @@ def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Even
     eventually(lambda: host.steps._queue is not None)
     stepping = threading.Thread(target=host.step, args=(0.080,), daemon=True)
     stepping.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     host.clock.advance(IDLE_SECONDS * 100)
     offering.join(IDLE_SECONDS * 5)
     assert offering.is_alive(), "the call is under way"
     go_on.set()
-    offering.join(10)
-    stepping.join(10)
+    offering.join(60)
+    stepping.join(60)
     assert made == [1]
 
 
@@ -232,7 +232,7 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thre
     calls.wait_for_offer(eventually)
     with pytest.raises(SystemExit):
         host.step(0.010)
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert [type(error) for error in calls.errors] == [PinError], "it is unknown whether the call was made"
     assert host.steps._queue is None
 
@@ -258,7 +258,7 @@ def test_a_signal_around_the_claim_loses_no_offer(
     monkeypatch.setattr(offer, "claim", interrupted)
     with pytest.raises(KeyboardInterrupt):
         host.step(0.010)
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert not calls.thread.is_alive()
     assert ([type(error) for error in calls.errors], calls.made_by) == ([PinError], [])
 
@@ -274,7 +274,7 @@ def test_a_host_whose_steps_have_no_work_for_the_device_is_idle(eventually: Even
         host.clock.advance(IDLE_SECONDS / 2)
         host.steps.end()
     assert host.state == "idle"
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert calls.made_by == [calls.thread]
 
 
@@ -285,7 +285,7 @@ def test_nothing_is_called_on_the_hosts_thread_once_the_pool_closes(eventually: 
     calls.wait_for_offer(eventually)
     host.steps.close()
     host.step(0.010)
-    calls.thread.join(10)
+    calls.thread.join(60)
     assert calls.made_by == [calls.thread]
 
 

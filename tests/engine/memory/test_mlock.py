@@ -70,7 +70,7 @@ for limit in (0, 64 << 10):
     done = threading.Event()
     pool.add_listener(lambda: done.set() if pool.pinned_slots == 24 else None)
     pool.start()
-    assert done.wait(10), pool.status()
+    assert done.wait(60), pool.status()
     status = pool.status()
     pool.close()
     print(status.state, status.pin_mode, status.locked_bytes, status.resident_bytes, status.notice)

@@ -246,14 +246,14 @@ def test_close_does_not_wait_for_the_pause_nor_for_the_rest_of_a_chunk(
 ) -> None:
     populator = make(pause=1e6)
     populator.add(extent(4 * STEP_BYTES))
-    assert window.entered.wait(10)
+    assert window.entered.wait(60)
     populator.close()
     assert populator.status().state == "closed"
     window.entered.clear()
     window.go_on.clear()
     other = make()
     other.add(extent(4 * STEP_BYTES))
-    assert window.entered.wait(10)
+    assert window.entered.wait(60)
     other.close()
 
 
@@ -264,7 +264,7 @@ def test_a_discarded_extent_is_left_alone_before_discard_returns(
     populator = make()
     one, other = extent(STEP_BYTES), extent(STEP_BYTES)
     populator.add(one)
-    assert window.entered.wait(10)
+    assert window.entered.wait(60)
     populator.discard(one)
     one.close()
     window.go_on.set()

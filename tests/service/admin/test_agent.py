@@ -274,7 +274,7 @@ def test_a_report_that_never_ends_does_not_delay_the_exit_of_the_process(child_e
         "report = SimpleNamespace(\n"
         "    state='pinning', error=None, notice=None, pinned_bytes=0, target_bytes=1, pin_mode='')\n"
         "rank = SimpleNamespace(report=lambda: report, add_listener=lambda callback: None)\n"
-        "agent = RankAgent(0, rank, find); agent.start(); assert looking.wait(10); agent.stop(); print('ended')"
+        "agent = RankAgent(0, rank, find); agent.start(); assert looking.wait(60); agent.stop(); print('ended')"
     )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, env=child_environ, capture_output=True, text=True, check=True, timeout=60)
@@ -320,7 +320,7 @@ def test_no_client_is_imported_before_there_is_a_server() -> None:
         "    state='pinning', error=None, notice=None, pinned_bytes=0, target_bytes=1, pin_mode='')\n"
         "rank = SimpleNamespace(report=lambda: report, add_listener=lambda callback: None)\n"
         "agent = RankAgent(0, rank, lambda: looked.set())\n"
-        "agent.start(); assert looked.wait(10); agent.stop(); assert agent.stats.failed == 0\n"
+        "agent.start(); assert looked.wait(60); agent.stop(); assert agent.stats.failed == 0\n"
         "print([name for name in ('httpx', 'kvstow_api.client') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -32,7 +32,7 @@ from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.admin.tls import TlsFiles
 
-_SOCKET_SECONDS = 20.0
+_SOCKET_SECONDS = 60.0
 _LARGE = 32 << 20  # more than the buffers of both sockets hold
 _GET = b"GET / HTTP/1.1\r\nHost: kvstow\r\n\r\n"
 

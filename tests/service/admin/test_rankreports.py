@@ -65,7 +65,7 @@ def test_ranks_pin_report_and_follow_a_resize(
         assert client.patch("/v1/pools/host", json={"capacity_slots": capacity}).status_code in (200, 202)
         eventually(lambda wanted=capacity: usable_slots(client) == wanted, f"{capacity} usable slots")
         eventually(lambda wanted=capacity: [r.worker.pool.pinned_slots for r in ranks] == [wanted] * RANKS)
-    assert client.get("/readyz").status_code == 200
+    eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
     engine.check_integrity()
 
 

@@ -49,7 +49,7 @@ def main() -> None:
 def problem_of(path: Path, hello: Hello) -> str | None:
     """Why it cannot attach."""
     first = AttachConnection(path, lambda: hello)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while first.state != "attached" and "denied" not in str(first.problem) and time.monotonic() < deadline:
         first.poll(0.01)  # a busy service may need more than one attempt
     problem = first.problem

@@ -47,7 +47,7 @@ from kvstow.messages import Completion
 from kvstow.testing.rank import ready_report
 
 SLOT_BYTES = 64 << 10
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 POOL = PoolIdentity(
     slot_bytes=(SLOT_BYTES, SLOT_BYTES),

@@ -40,16 +40,16 @@ def test_the_smallest_of_several_intervals_counts_until_the_last_thread_has_left
     def enter() -> None:
         with short_switch_interval(0.0002):
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     second = threading.Thread(target=enter)
     with short_switch_interval():
         second.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         assert sys.getswitchinterval() == pytest.approx(0.0002, abs=2e-6)
     assert sys.getswitchinterval() == pytest.approx(0.0002, abs=2e-6)
     with short_switch_interval():  # what is in force is not taken for the host's
         leave.set()
-        second.join(10)
+        second.join(60)
         assert sys.getswitchinterval() == pytest.approx(0.0005)
     assert sys.getswitchinterval() == pytest.approx(0.004)

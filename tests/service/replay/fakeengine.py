@@ -13,7 +13,7 @@ import sys
 from kvstow.errors import InsufficientMemoryError
 from kvstow_service.replay.child import parent_pipe
 from kvstow_service.replay.driver import Position
-from kvstow_service.replay.enginepipe import EngineSpec, Finish, Progress
+from kvstow_service.replay.enginepipe import Begin, EngineSpec, Finish, Progress
 from kvstow_service.replay.remoteranks import Failed
 from kvstow_service.replay.result import Tally
 
@@ -29,11 +29,14 @@ def main() -> None:
     pipe = parent_pipe()
     spec: EngineSpec = pipe.recv()
     count = len(spec.requests)
+    if spec.is_held:
+        assert isinstance(pipe.recv(), Begin)
     match spec.name:
         case "dies with 1 and 3 in flight" if count == 10:
             pipe.send(progress(spec, 3, (1, 3), is_last=False))
             os.kill(os.getpid(), signal.SIGKILL)
         case "dies at once":
+            print("dying", flush=True)
             sys.exit(3)
         case "cannot work":
             pipe.send(Failed(InsufficientMemoryError("1 TiB of KV cache do not fit")))

@@ -79,3 +79,22 @@ def test_a_stop_finishes_the_engines(run: Run) -> None:
     stop.set()
     found = run(spec("waits to be finished"), stop=stop)
     assert (found.total.requests, found.engines[0].lives[0].end) == (0, "finished")
+
+
+def test_each_process_of_an_engine_is_held_until_it_may_begin(run: Run) -> None:
+    asked: list[int] = []
+
+    def may_begin(pid: int) -> bool:
+        asked.append(pid)
+        return asked.count(pid) == 3
+
+    found = run(spec("dies with 1 and 3 in flight"), may_begin=may_begin)
+    first, second = dict.fromkeys(asked)
+    assert asked == [first] * 3 + [second] * 3
+    assert [life.requests for life in found.engines[0].lives] == [3, 7]
+
+
+def test_what_an_engine_writes_goes_to_the_log_of_the_children(run: Run, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log, pytest.raises(ProcessEndedError):
+        run(spec("dies at once"), children_log=log)
+    assert (tmp_path / "log").read_text() == "dying\n" * 3

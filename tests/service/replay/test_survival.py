@@ -7,13 +7,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstow_service.demo.processes import Service, wait_until
+from kvstow_service.demo.processes import DEADLINE_SECONDS, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, Launcher
@@ -35,12 +35,21 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
         service.close()
 
 
-def replay(service: Service, requests: list[TraceRequest], options: ReplayOptions, **given: object) -> AttachedResult:
+def replay(
+    service: Service,
+    requests: list[TraceRequest],
+    options: ReplayOptions,
+    on_request: Callable[[int], None] = lambda finished: None,
+    stop: threading.Event | None = None,
+) -> AttachedResult:
+    """To the end, or until `stop`."""
     blocks = blocks_needed(requests, options.concurrency)
     spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), ON_CPU, 2, blocks, 0, requests, options)
-    found = Launcher([spec], log=print, **given).run(threading.Event())  # type: ignore[arg-type]
+    launcher = Launcher([spec], log=print, on_request=on_request, may_begin=service.has_registered)
+    found = launcher.run(stop or threading.Event())
     print(found.to_json())
-    assert (found.total.mismatches, found.total.requests) == (0, len(requests))
+    assert (found.total.mismatches, found.total.abandoned) == (0, 0)
+    assert stop is not None or found.total.requests == len(requests)
     assert found.total.verified_bytes == found.total.loaded_bytes
     return found
 
@@ -50,22 +59,37 @@ def test_the_cache_outlives_a_service_that_is_killed_under_traffic(
 ) -> None:
     requests = conversations[:60]
     killed: list[int] = []
+    attached: list[int] = []
+    stop = threading.Event()
 
     def kill(finished: int) -> None:
-        if finished >= 10 and not killed:
+        if finished < 10:
+            return
+        if not killed:
             killed.append(finished)
             service.kill()
             service.start()
+        elif not attached and has_sessions(service):
+            attached.append(finished)
+        elif attached and finished >= attached[0] + 10:
+            stop.set()
 
     service.start()
     wait_until(lambda: service.answers("/readyz"), "the service is healthy")
     cold = replay(service, requests, ReplayOptions())
-    during = replay(service, requests, ReplayOptions(concurrency=2, rate=6.0), on_request=kill)
+    endless, paced = requests * 1000, ReplayOptions(concurrency=2, rate=20.0, drain_seconds=DEADLINE_SECONDS)
+    during = replay(service, endless, paced, kill, stop)
     after = replay(service, requests, ReplayOptions())
     assert cold.total.block_hit_rate < 1
     assert (during.engines[0].sessions, during.engines[0].problem) == (2, None)
     assert after.total.block_hit_rate == 1
     assert after.total.stored_blocks == 0
+
+
+def has_sessions(service: Service) -> bool:
+    return service.answers("/readyz") and any(
+        session["state"] == "attached" for session in service.get("/v1/sessions")["items"]
+    )
 
 
 @contextmanager
@@ -100,7 +124,7 @@ def test_an_engine_that_stands_still_for_a_minute_harms_nobody(
 
     service.start()
     wait_until(lambda: service.answers("/readyz"), "the service is healthy")
-    found = replay(service, requests, ReplayOptions(concurrency=4), on_request=stop)
+    found = replay(service, requests, ReplayOptions(concurrency=4), stop)
     assert others[-1].total.block_hit_rate == 1
     assert found.engines[0].problem is None
     wait_until(lambda: service.get("/v1/sessions")["items"] == [], "all sessions are over")

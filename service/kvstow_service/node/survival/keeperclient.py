@@ -28,7 +28,7 @@ from kvstow_service.node.survival.keepermessages import (
 )
 from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING
 
-_START_SECONDS = 10.0
+_START_SECONDS = 30.0
 _RETRY_SECONDS = 0.01
 _PUT_BYTES = MESSAGE_BYTES * 3 // 4  # of names and texts in one request
 

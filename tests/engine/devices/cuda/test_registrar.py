@@ -135,7 +135,7 @@ def test_an_unprepared_thread_makes_the_context_current_even_with_a_reused_numbe
     context.settle = lambda: None
     pinning = threading.Thread(target=registrar.prepare_thread)
     pinning.start()
-    pinning.join(10)
+    pinning.join(60)
     monkeypatch.setattr(threading, "get_ident", lambda: pinning.ident)
     registrar.register(4096, 4096)
     assert context.driver.registered == {4096: 4096}

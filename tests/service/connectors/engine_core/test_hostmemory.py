@@ -76,10 +76,10 @@ def test_waiting_ends_with_the_last_chunk() -> None:
     pool.start()
     waiter = threading.Thread(target=wait_until_pinned, args=(pool,))
     waiter.start()
-    assert registrar.waiting.wait(10)
+    assert registrar.waiting.wait(60)
     assert waiter.is_alive()
     registrar.go_on.set()
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive()
     assert pool.status().pinned_slots == 5
     pool.close()
@@ -90,7 +90,7 @@ def test_waiting_ends_where_the_pool_stops_growing() -> None:
     pool.start()
     waiter = threading.Thread(target=wait_until_pinned, args=(pool,))
     waiter.start()
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive()
     assert pool.status().pinned_slots < 5
     pool.close()
