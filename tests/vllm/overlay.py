@@ -1,9 +1,9 @@
 """Installs a release of vLLM that has no CPU build: the Python files of its CUDA wheel, over the compiled files of the
 vLLM that runs this. It works as long as the release calls no kernel whose signature has changed.
 
-    python overlay.py ENVIRONMENT vllm==0.33.0
+    python overlay.py ENVIRONMENT locks/vllm-0.33.0.txt
 
-What follows the environment is for pip, and may be a file with hashes.
+The file names the wheel, and what the release needs beside the packages of the vLLM that runs this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,15 +20,16 @@ _NOT_NEEDED = (".so", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".jpg", ".js"
 """Parts of the wheel that need a GPU or make a page in a browser: over 600 MB."""
 
 
-def install(packages: Path, requirement: Sequence[str]) -> None:
+def install(packages: Path, lock: str) -> None:
     """`packages`: the folder site-packages of the environment. The wheel, 340 MB, is not kept."""
     with tempfile.TemporaryDirectory(dir=packages) as folder:
         options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
-        download = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, *requirement]
-        subprocess.run(download, check=True)
-        (wheel,) = Path(folder).glob("vllm-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(packages, [name for name in archive.namelist() if not name.endswith(_NOT_NEEDED)])
+        download = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, "--require-hashes"]
+        subprocess.run([*download, "--requirement", lock], check=True)
+        for wheel in Path(folder).glob("*.whl"):
+            left_out = _NOT_NEEDED if wheel.name.startswith("vllm-") else ()
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(packages, [name for name in archive.namelist() if not name.endswith(left_out)])
     for compiled in _installed().glob("*.so"):
         (packages / "vllm" / compiled.name).symlink_to(compiled)
     _name_cpu(packages)
@@ -53,4 +53,4 @@ def _name_cpu(packages: Path) -> None:
 
 if __name__ == "__main__":
     (found,) = Path(sys.argv[1]).glob("lib/python*/site-packages")
-    install(found.resolve(), sys.argv[2:])
+    install(found.resolve(), sys.argv[2])
