@@ -40,7 +40,7 @@ class EngineProcess:
         can be asked."""
         settings = extra if attach is None else {"attach": attach, **extra}
         options = json.dumps({"model": str(model), "extra": settings})
-        path = ":".join(place for place in sys.path if place and not place.startswith(sys.prefix))
+        path = ":".join(place for place in sys.path if place and "site-packages" not in place)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", "tests.vllm.engineprocess", options],
