@@ -11,7 +11,8 @@ _MOST_LINES = 20
 @dataclass
 class Report:
     """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
-    computed from their last token on, all of them being loaded. Of the fleet tier: `put_blocks`, `fetched_blocks`, and
+    computed from their last token on, all of them being loaded. `waits`: how often a request waited for
+    another one's load. Of the fleet tier: `put_blocks`, `fetched_blocks`, and
     `short_blocks`, which a fetch did not bring."""
 
     steps: int = 0
@@ -26,6 +27,7 @@ class Report:
     operations: Counter[str] = field(default_factory=Counter)
     loaded_blocks: int = 0
     whole_hits: int = 0
+    waits: int = 0
     stored_blocks: int = 0
     put_blocks: int = 0
     fetched_blocks: int = 0
