@@ -88,29 +88,30 @@ class SharedLoads:
     def _find(self, request: Request, local: int, end: int) -> LoadWait | None:
         """The load that brings most of the request's tokens, if it is worth a wait."""
         best: LoadWait | None = None
+        step, need = self._groups.alignment, end - local
+        half = local + -(-need // (2 * step)) * step
         for load in self._loads.values():
-            if self._is_over(load) or not load.start <= local < load.end:
+            if self._is_over(load) or load.start > local or not self._share(request, load, half):
                 continue
-            shared = self._shared_end(request, load, local, end)
-            need, overlap = end - local, shared - local
-            is_worth_it = 2 * overlap >= need and load.end - load.start <= need + overlap
-            if is_worth_it and (best is None or shared > best.end):
+            shared = self._shared_end(request, load, half, end)
+            is_short = load.end - load.start <= need + shared - local
+            if shared >= half and is_short and (best is None or shared > best.end):
                 best = LoadWait(load, shared, self._clock() + WAIT_SECONDS)
         return best
 
-    def _shared_end(self, request: Request, load: SharedLoad, local: int, end: int) -> int:
-        """Up to which token the load brings what the request needs; `local` for nothing. If some layers need only a
-        part of the prefix, the load brings what the token after its end reads, and no more."""
+    def _shared_end(self, request: Request, load: SharedLoad, half: int, end: int) -> int:
+        """Up to which token the load brings what the request needs, at `half` or later; 0 if that is not enough. If
+        some layers need only a part of the prefix, the load brings what the token after its end reads, and no more."""
         step, most = self._groups.alignment, min(end, load.end)
         if not self._groups.is_plain:
-            return most if most == load.end and self._share(request, load.request, most) else local
-        counts = range(1, (most - local) // step + 1)
-        return local + step * bisect_left(
-            counts, x=True, key=lambda count: not self._share(request, load.request, local + step * count)
-        )
+            return most if most == load.end and self._share(request, load, most) else 0
+        counts = range(1, (most - half) // step + 1)
+        more = bisect_left(counts, x=True, key=lambda count: not self._share(request, load, half + step * count))
+        return half + step * more
 
-    def _share(self, one: Request, other: Request, num_tokens: int) -> bool:
-        """Whether both begin with the same `num_tokens` tokens. Hashes are chained."""
+    def _share(self, request: Request, load: SharedLoad, num_tokens: int) -> bool:
+        """Whether the load brings the last of these tokens, and both requests begin with all of them. Hashes are
+        chained."""
         last = num_tokens // self._hash_tokens - 1
-        ours, theirs = one.block_hashes, other.block_hashes
-        return last < min(len(ours), len(theirs)) and ours[last] == theirs[last]
+        ours, theirs = request.block_hashes, load.request.block_hashes
+        return num_tokens <= load.end and last < min(len(ours), len(theirs)) and ours[last] == theirs[last]

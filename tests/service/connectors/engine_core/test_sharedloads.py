@@ -352,8 +352,8 @@ def waits_have_no_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def only_equal_prompts_wait(patch: pytest.MonkeyPatch) -> None:
-    def all_or_nothing(self: SharedLoads, request: FakeRequest, load: SharedLoad, local: int, end: int) -> int:
-        return end if end == load.end and self._share(request, load.request, end) else local
+    def all_or_nothing(self: SharedLoads, request: FakeRequest, load: SharedLoad, half: int, end: int) -> int:
+        return end if end == load.end and self._share(request, load, end) else 0
 
     patch.setattr(SharedLoads, "_shared_end", all_or_nothing)
 
@@ -396,7 +396,7 @@ def any_load_is_worth_a_wait(patch: pytest.MonkeyPatch) -> None:
     def find(self: SharedLoads, request: FakeRequest, local: int, end: int) -> LoadWait | None:
         for load in self._loads.values():
             shared = self._shared_end(request, load, local, end)
-            if not self._is_over(load) and load.start <= local < shared:
+            if load.start <= local < shared:
                 return LoadWait(load, shared, self._clock() + WAIT_SECONDS)
         return None
 
