@@ -1,4 +1,5 @@
-"""Time to first token when a prefix lies in host memory only, 16 such hits at once, and the time to start.
+"""Time to first token when a prefix lies in host memory only, 16 such hits at once, 16 requests of one such prefix at
+once, and the time to start.
 
     python3 -m bench.vllm hits [--shapes 8b tp8] [--connectors ...] [--graphs full] [--pool 40] [--out DIR]
 
@@ -42,6 +43,7 @@ _TIMEOUT = 240.0
 _PINNING = 90.0
 _COPIES = 7
 _LOOPS = 100_000  # about 5 ms
+_FANS = 3
 _BURSTS = 3  # in the first one vLLM compiles kernels: 0.6 s
 
 
@@ -67,10 +69,12 @@ class Link:
 class Hits:
     """Times in milliseconds, medians over the sessions, until one token is there ("8": eight tokens).
 
-    `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all at once, the median of three.
+    `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all at once, the median of three;
+    `fan`: as many requests of one prompt at once, the median of three prompts.
     `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
     `registration_seconds`: of the start, in which vLLM waited for the connector.
-    `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before. `bursts`: the three.
+    `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before. `bursts` and `fans`: the
+    three of each.
     `split`: of the hits, KVStow's alone. `each`: all hits, in turn. `host`: the same loop of Python after each of them.
     """
 
@@ -83,6 +87,8 @@ class Hits:
     hit8: float | None = None
     burst: float | None = None
     bursts: list[float] | None = None
+    fan: float | None = None
+    fans: list[float] | None = None
     each: list[float] | None = None
     host: list[float] | None = None
     split: Split | None = None
@@ -137,6 +143,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
     bursts = [client.ms_of_all(prompts) for _ in range(_BURSTS)]
+    fans = [client.ms_of_all([prompt] * number) for prompt in prompts[:_FANS]]  # only the last ones are on the GPU
     return Hits(
         started.seconds,
         registration,
@@ -147,6 +154,8 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         hit8=_ms(answer.seconds for answer in again),
         burst=statistics.median(bursts),
         bursts=bursts,
+        fan=statistics.median(fans),
+        fans=fans,
         each=[answer.seconds * 1e3 for answer in hits],
         host=host,
         split=log.split(),
@@ -236,7 +245,8 @@ def table(shape: str, prompt_bytes: int, link: Link | None, runs: Sequence[tuple
         title += f", {on_link:.1f} ms on the link, floor {floor:.1f} ms"
     head = ["connector", "start", f"bar +{START_BAR} s", "on the GPU, ms", "hit, ms", f"of the floor, bar {BAR:.2f}"]
     rows = [[name, *_cells(hits, start, floor, judged=name in ("kvstow", "attached"))] for name, hits in runs]
-    head += ["least, ms", "all at once, ms", "same answers", "beside copy and compute, ms", "loop of the host, ms"]
+    head += ["least, ms", "all at once, ms", "one prompt at once, ms"]
+    head += ["same answers", "beside copy and compute, ms", "loop of the host, ms"]
     return Table(title, head, rows)
 
 
@@ -249,12 +259,13 @@ def _cells(hits: Hits, start: float | None, floor: float | None, *, judged: bool
         share = f"{hits.hit / floor:.3f}"
         share += f", {verdict(hits.hit <= BAR * floor)}" if judged else ""
     first = [f"{hits.start_seconds:.2f} s", later, f"{hits.on_gpu:.1f}"]
-    if hits.hit is None or hits.hit_least is None or hits.burst is None or hits.host is None:
-        return [*first, "", "", "", "", "", "", ""]
+    if hits.hit is None or hits.hit_least is None or hits.burst is None or hits.fan is None or hits.host is None:
+        return [*first, *[""] * 8]
     same = f"{hits.same}/{hits.sessions}"
     beside = "" if hits.split is None else f"{hits.split.beside:.2f}"
     host = f"{statistics.median(hits.host):.2f}"
-    return [*first, f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", same, beside, host]
+    times = [f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", f"{hits.fan:.0f}"]
+    return [*first, *times, same, beside, host]
 
 
 def main(argv: Sequence[str]) -> int:

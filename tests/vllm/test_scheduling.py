@@ -29,12 +29,21 @@ SETUPS = [
     Setup("async", asynchronous=True),
     Setup("async, two ranks, operator and failures", asynchronous=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
     Setup("async, lazy, two ranks, slow copies", asynchronous=True, lazy=True, ranks=2, delay=(6, 30)),
-    Setup("async, drafts, hooks of 0.26", asynchronous=True, drafts=2, hooks="0.26", failure_rate=0.2),
+    Setup("async, drafts, hooks of 0.26", asynchronous=True, drafts=2, hooks="0.26", failure_rate=0.2, blocks=44),
     Setup("repeats, sync, drafts, hooks of 0.26", repeat_rate=0.5, drafts=2, hooks="0.26", failure_rate=0.1),
     Setup("repeats, async, two ranks, operator", asynchronous=True, repeat_rate=0.5, ranks=2, operator_rate=0.04),
     Setup("repeats, async, lazy", asynchronous=True, repeat_rate=0.5, lazy=True),
+    Setup("fans, sync, failures", fan_rate=0.4, failure_rate=0.1, delay=(6, 30)),
+    Setup("fans, async, two ranks, operator", asynchronous=True, fan_rate=0.4, ranks=2, operator_rate=0.04),
+    Setup("fans, async, lazy, hooks of 0.26", asynchronous=True, fan_rate=0.4, lazy=True, hooks="0.26"),
+    Setup("fans, hybrid, async", layers="hybrid", asynchronous=True, fan_rate=0.4, blocks=HYBRID_BLOCKS),
+    Setup(
+        "fans, attached, async, sessions that end", attached=True, asynchronous=True, fan_rate=0.4, operator_rate=0.04
+    ),
     Setup("window, two ranks, failures", layers="window", ranks=2, blocks=WINDOW_BLOCKS, failure_rate=0.2),
-    Setup("window, async, bad memory", layers="window", asynchronous=True, blocks=WINDOW_BLOCKS, bad_slots=8),
+    Setup(
+        "window, async, bad memory", layers="window", asynchronous=True, blocks=WINDOW_BLOCKS, bad_slots=8, requests=180
+    ),
     Setup(
         "window, hooks of 0.26, failures",
         layers="window",
@@ -126,6 +135,7 @@ def test_no_wrong_byte_is_read_and_nothing_leaks(setup: Setup) -> None:
     assert report.loaded_blocks > 15, "too few loads to prove anything"
     assert report.whole_hits > 0 or not setup.repeat_rate
     assert report.replays > 15 or setup.layers != "replayed"
+    assert report.waits > 5 or not setup.fan_rate
     assert report.preemptions > 0
     assert report.aborted_loads > 0
     assert report.failed_loads > 0 or not (setup.failure_rate or setup.bad_slots)

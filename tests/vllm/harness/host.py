@@ -24,6 +24,7 @@ from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.admin.agent import AgentStats
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
 
@@ -57,6 +58,7 @@ class Host:
         )
         patch.setattr(f"{CONNECTOR}.rankdataplane.CpuDevice", device)
         patch.setattr(f"{CONNECTOR}.workerhost.fence_of", lambda kv_caches: stream.fence)
+        patch.setattr(f"{SHARED}.schedulerhost.SchedulerSide", partial(SchedulerSide, clock=self._clock))
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._TELLS_FAILED_REQUESTS", setup.hooks != "0.26")
         patch.setattr(f"{SHARED}.embeddedschedulerhost.OffloadEngine", self._make_engine)

@@ -12,8 +12,8 @@ _MOST_LINES = 20
 class Report:
     """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
     computed from their last token on, all of them being loaded. `replays`: requests with a hit of which vLLM computed
-    the last window anew. Of the fleet tier: `put_blocks`, `fetched_blocks`, and `short_blocks`, which a fetch did not
-    bring."""
+    the last window anew. `waits`: how often a request waited for another one's load. Of the fleet tier: `put_blocks`,
+    `fetched_blocks`, and `short_blocks`, which a fetch did not bring."""
 
     steps: int = 0
     finished: int = 0
@@ -28,6 +28,7 @@ class Report:
     loaded_blocks: int = 0
     whole_hits: int = 0
     replays: int = 0
+    waits: int = 0
     stored_blocks: int = 0
     put_blocks: int = 0
     fetched_blocks: int = 0

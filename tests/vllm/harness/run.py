@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from contextlib import ExitStack
 from random import Random
+from typing import Any
 
 import pytest
 from tests.vllm.harness.core import EngineCore
@@ -17,6 +18,7 @@ from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.traffic import Traffic
 
 from kvstow.errors import IntegrityError
+from kvstow_service.connectors.engine_core.sharedloads import LoadWait, SharedLoads
 
 _PATIENCE = 200  # steps without a token or an end; a load takes 10 at most
 
@@ -30,6 +32,7 @@ class Run:
         random = Random(f"{setup.name}/{setup.seed}")
         stream = ComputeStream()
         self._host = Host(setup, random, stream, patch)
+        self._count_waits(patch)
         config = make_vllm_config(setup, CONNECTOR, self._host.extra_config)
         geometry = make_geometry(setup, config)
         ranks = [
@@ -84,6 +87,16 @@ class Run:
             engine.check_integrity()
         except IntegrityError as error:
             self.report.add(f"integrity: {error}")
+
+    def _count_waits(self, patch: pytest.MonkeyPatch) -> None:
+        find = SharedLoads._find
+
+        def note(*arguments: Any) -> LoadWait | None:
+            wait = find(*arguments)
+            self.report.waits += wait is not None
+            return wait
+
+        patch.setattr(SharedLoads, "_find", note)
 
     def close(self) -> None:
         for connector in (self._core.connector, *(rank.connector for rank in self._core.ranks)):

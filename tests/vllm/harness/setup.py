@@ -56,7 +56,8 @@ class Setup:
     `blocks` of the device are few, so that preemption is common. Copies read `delay` ticks after their submission,
     three of which are a step, and stores write up to `gap` ticks later. `slots` below `bad_slots` can never be read.
     Rates are per step (`abort_rate`, `operator_rate`), op (`failure_rate`) or request (`repeat_rate`: an earlier prompt
-    in whole blocks); `operations` names the operator's actions, by default all.
+    in whole blocks) or arrival (`fan_rate`: several requests at once that begin like an earlier one). `operations`
+    names the operator's actions, by default all.
 
     `attached`: to a node service whose answers come `answers` steps later, one of these at random. `layers`: two
     of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32 tokens; two
@@ -89,6 +90,7 @@ class Setup:
     delay: tuple[int, int] = (1, 14)
     gap: int = 14
     repeat_rate: float = 0.0
+    fan_rate: float = 0.0
     abort_rate: float = 0.03
     failure_rate: float = 0.0
     bad_slots: int = 0

@@ -28,17 +28,32 @@ class Traffic:
     def step(self) -> None:
         waiting = self._core.scheduler.get_request_counts()[1]
         for _ in range(self._random.choice((0, 0, 1, 2))):
-            if not self.is_over and waiting < _MOST_WAITING:
-                self._add()
+            if self.is_over or waiting >= _MOST_WAITING:
+                continue
+            if self._setup.fan_rate and self._random.random() < self._setup.fan_rate and self._core.outputs:
+                self._fan_out()
+            else:
+                self._add(self._prompt())
         if not self.is_over and self._random.random() < self._setup.abort_rate:
             self._abort()
 
-    def _add(self) -> None:
+    def _fan_out(self) -> None:
+        """Some requests with the prompt of an earlier one. Most of them go on from there, or from its middle."""
+        sequence = self._core.sequences[self._random.choice(list(self._core.outputs))]
+        prompt = sequence.tokens[: sequence.num_prompt_tokens]
+        for _ in range(self._random.randint(2, 6)):
+            if self.is_over:
+                return
+            begin = prompt[: self._random.choice((len(prompt), len(prompt), len(prompt) // 2))]
+            question = self._tokens(self._random.choice((0, 10, 60)))
+            self._add((begin + question)[:_LONGEST_PROMPT])
+
+    def _add(self, prompt: list[int]) -> None:
         request_id = f"request-{self._added}"
         self._added += 1
         max_tokens = self._random.randint(1, _MOST_TOKENS)
         cache_salt = "a salt" if self._random.random() < 0.1 else ""
-        self._core.add(request_id, self._prompt(), max_tokens, cache_salt)
+        self._core.add(request_id, prompt, max_tokens, cache_salt)
 
     def _prompt(self) -> list[int]:
         """A prefix that others have too and a question, or an earlier request with its answer and another question, or

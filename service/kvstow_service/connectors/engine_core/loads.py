@@ -13,6 +13,7 @@ from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.hits import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
+from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
@@ -46,11 +47,12 @@ class Loads:
         groups: KVGroups,
         null_block: int,
         observe: Observe,
+        shared: SharedLoads,
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
         time of each lookup."""
         self._control, self._planner, self._groups = control, planner, groups
-        self._null_block, self._observe = null_block, observe
+        self._null_block, self._observe, self._shared = null_block, observe, shared
         self._finder = control.hit_finder(groups)
         self._asked: deque[_AskedLoad] = deque()
         self._under_way: dict[int, TrackedRequest] = {}  # by op
@@ -73,9 +75,9 @@ class Loads:
             self._finder.expect(tracked, end)
 
     def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
-        """How many tokens after the first `local` can be loaded; they are held for the request. None: not known yet. A
-        hit without blocks to load, as at the start of a chunk, counts as no hit, because vLLM waits for the end of each
-        load."""
+        """How many tokens after the first `local` can be loaded; they are held for the request. None: not known yet, or
+        the request waits for another one's load. A hit without blocks to load, as at the start of a chunk, counts as no
+        hit, because vLLM waits for the end of each load."""
         tracked.start = local
         hit, end = tracked.hit, self._longest_end(tracked)
         if local % self._groups.alignment or local >= end:
@@ -87,7 +89,9 @@ class Loads:
             if found is LATER:
                 return None
             tracked.hit = hit = found
-        return hit.end - local if hit is not None else 0
+        if hit is None:
+            return 0
+        return None if self._shared.must_wait(tracked, local, hit.end) else hit.end - local
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The request is admitted, and uses `num_tokens` of what was found."""
@@ -151,6 +155,7 @@ class Loads:
             self.lose_load(tracked, num_tokens)
             return
         self._asked.append(_AskedLoad(tracked, tuple(targets), answer))
+        self._shared.begun(tracked, num_tokens)
         if answer.done:
             self.take_begun()
 
@@ -177,11 +182,17 @@ class Loads:
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
         tracked = self._under_way.pop(op_id, None)
-        if tracked is not None:
-            tracked.load_failed = failed
+        if tracked is None:
+            return
+        tracked.load_failed = failed
+        if failed:
+            self._shared.ended(tracked)
+        else:
+            self._shared.done(tracked)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True
+        self._shared.ended(tracked)
         self._planner.add_lost_load(tracked.request.request_id, targets)
 
     def _begin_load(

@@ -176,6 +176,7 @@ class SchedulerHost(ABC):
             events=events,
             observe=stats.observe,
             step_blocks=self._step_blocks,
+            drafts=self._process.drafts,
         )
 
     @property

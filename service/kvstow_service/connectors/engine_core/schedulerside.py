@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.eagerstores import EagerStores
@@ -14,6 +15,7 @@ from kvstow_service.connectors.engine_core.lazystores import LazyStores
 from kvstow_service.connectors.engine_core.loads import Loads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.recurrentstates import RecurrentStates
+from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepPlanner
 from kvstow_service.connectors.engine_core.stores import EndedRequests, StoreFinder, Stores
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
@@ -44,17 +46,20 @@ class SchedulerSide:
         events: EventFeed | None = None,
         observe: Observe = _ignore,
         step_blocks: int = STEP_BLOCKS,
+        drafts: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
-        most."""
+        most. `drafts`: see `VLLMProcess`."""
         self._control, self._groups = control, groups
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
         self._gpu = GPUBlocks(pool)
         self._planner = StepPlanner(control)
         null_block = pool.null_block.block_id
-        self._loads = Loads(control, self._planner, groups, null_block, observe)
+        self._shared_loads = SharedLoads(self._planner, groups, clock, drafts=drafts)
+        self._loads = Loads(control, self._planner, groups, null_block, observe, self._shared_loads)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
@@ -74,8 +79,8 @@ class SchedulerSide:
             self._loads.expect(self._tracked(request))
 
     def find_hit(self, request: Request, local: int) -> int | None:
-        """How many tokens after the first `local` the pool can load; None if that is not known yet. Idempotent. The
-        blocks that it finds are held.
+        """How many tokens after the first `local` the pool can load; None to be asked again in the next step, because
+        that is not known yet or another request is loading them. Idempotent. The blocks that it finds are held.
 
         A request whose load has failed is computed. vLLM, at least up to 0.32, counts the blocks that such a request
         needs against its own next load, and may never admit it.
@@ -105,6 +110,7 @@ class SchedulerSide:
             self._loads.plan_load(tracked, load_tokens)
             return
         self._loads.release_hit(tracked)
+        self._shared_loads.ended(tracked)
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
             tracked.withheld = False
             if not request.skip_reading_prefix_cache:
@@ -132,6 +138,7 @@ class SchedulerSide:
         if tracked is None:
             return
         self._loads.release_hit(tracked)
+        self._shared_loads.ended(tracked)
         if tracked.has_run:
             self._finder.offer_last(tracked, tables)
             self._ended.add_ended(tracked)
@@ -141,6 +148,7 @@ class SchedulerSide:
         if tracked is None or tracked.request is not request:
             if tracked is not None:
                 self._loads.release_hit(tracked)
+                self._shared_loads.ended(tracked)
             tracked = self._requests[request.request_id] = TrackedRequest(request, self._groups.num_tables)
             if request.block_hashes:
                 self._gpu.hash_bytes = len(request.block_hashes[0])

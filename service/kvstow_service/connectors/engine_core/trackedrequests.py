@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.keys import make_key
 from kvstow.results import Lease
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.sharedloads import LoadWait
 
 
 class Request(Protocol):
@@ -57,18 +60,19 @@ class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
-    pool. `hit`: what is held for the next admission. `start`: how many tokens were on the GPU when the hit was looked
-    up. `loading`: the admission began with a load, of the tokens `loaded`, `fetched_tokens` of which the fleet tier has
-    brought for it. `load_failed`: some of them were not
-    written. `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its
-    lookup was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`:
-    it was computed since, so its tokens are more than the promise of a load.
+    pool. `hit`: what is held for the next admission. `wait`: the wait for another request's load, begun since the last
+    admission. `start`: how many tokens were on the GPU when the hit was looked up. `loading`: the admission began with
+    a load, of the tokens `loaded`, `fetched_tokens` of which the fleet tier has brought for it. `load_failed`: some of
+    them were not written. `withheld`: its blocks belong to weights that were replaced, and are never offered.
+    `deferred_at`: when its lookup was first deferred to a later step; None if none is. `admitted_at`: the step that
+    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
     """
 
     request: Request
     num_groups: InitVar[int]
     offered_tokens: int = 0
     hit: Hit | None = None
+    wait: LoadWait | None = None
     start: int = 0
     loaded: range = range(0)
     fetched_tokens: int = 0
@@ -127,5 +131,5 @@ class TrackedRequest:
     def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
         """The request now has these GPU blocks, and no others. None of them has been offered yet."""
         self.tables = [list(table) for table in tables]
-        self.offered_tokens = 0
+        self.offered_tokens, self.wait = 0, None
         self.admitted_at, self.has_run = step, False

@@ -19,7 +19,8 @@ class VLLMProcess:
     `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
     engine over all its nodes; 0 in the scheduler's process. `max_requests` is the limit of one step. `frees_late`: vLLM
     hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
-    still writes. `replicated`: all ranks have the same KV (MLA).
+    still writes. `replicated`: all ranks have the same KV (MLA). `drafts`: it has a drafter. With EAGLE or MTP, vLLM
+    computes the last block of a prefix that it finds on the GPU again.
     """
 
     engine_id: str
@@ -34,6 +35,7 @@ class VLLMProcess:
     frees_late: bool
     recomputes: bool
     replicated: bool = False
+    drafts: bool = False
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -51,7 +53,8 @@ class VLLMProcess:
             allowed = "mp or ray: one scheduler decides for all ranks"
             raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend, allowed)
         # A drafter writes blocks after its step's output is known, and so does a step that only zeroes blocks.
-        writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
+        drafts = config.speculative_config is not None
+        writes_late = drafts or kv_cache_config.needs_kv_cache_zeroing
         # vLLM's `max_concurrent_batches > 1`, which takes 0.08 s: it reads the entry points of all packages.
         overlaps = config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
         return cls(
@@ -67,6 +70,7 @@ class VLLMProcess:
             frees_late=overlaps and engine_transfer.is_kv_consumer and not writes_late,
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             replicated=_is_replicated(parallel, kv_cache_config),
+            drafts=drafts,
         )
 
 

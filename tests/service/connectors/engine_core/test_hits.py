@@ -19,10 +19,12 @@ from tests.service.connectors.engine_core.vllmhost import (
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loads import Loads
+from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -50,7 +52,9 @@ class Pool:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=256, num_ranks=num_ranks))
         self.ranks: list[FakeRank] = make_ranks(self.engine)
         control = EmbeddedControl(self.engine)
-        self.loads = Loads(control, StepPlanner(control), groups, 0, lambda name, value: None)
+        planner = StepPlanner(control)
+        shared = SharedLoads(planner, groups, FakeClock())
+        self.loads = Loads(control, planner, groups, 0, lambda name, value: None, shared)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

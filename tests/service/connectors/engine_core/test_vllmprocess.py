@@ -126,6 +126,11 @@ def test_loads_may_not_rely_on_late_frees(changes: dict[str, Any]) -> None:
     assert not process_of(**changes).frees_late
 
 
+def test_a_drafter_is_known() -> None:
+    assert not process_of().drafts
+    assert process_of(speculative_config=object()).drafts
+
+
 def test_batches_of_a_pipeline_overlap_too() -> None:
     changes: dict[str, Any] = {
         "scheduler_config__async_scheduling": False,

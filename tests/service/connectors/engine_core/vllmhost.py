@@ -109,6 +109,7 @@ class VllmHost:
         events: Any = None,
         pinned: int | None = None,
         step_blocks: int = STEP_BLOCKS,
+        drafts: bool = False,
     ) -> None:
         """`pinned`: slots that the ranks report at the start, by default all."""
         self.clock = FakeClock()
@@ -127,6 +128,8 @@ class VllmHost:
             events=events,
             observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=step_blocks,
+            drafts=drafts,
+            clock=self.clock,
         )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
         self._running = Cached()

@@ -59,6 +59,7 @@ class AttachedVllmHost(VllmHost):
             lazy_blocks=lazy_blocks,
             observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=STEP_BLOCKS,
+            clock=self.clock,
         )
         self._placed: set[str] = set()
         self._running = Cached()
