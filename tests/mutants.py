@@ -495,6 +495,7 @@ PATCHED = [
             "failed_loads_are_done",
             "windows_fail_by_block",
             "windows_lack_a_block",
+            "left_out_groups_count_as_loaded",
             "resets_keep_the_keys",
             "dead_boots_are_served",
             "ended_leases_are_not_released",
@@ -506,6 +507,22 @@ PATCHED = [
         ),
         "tests/vllm/test_scheduling_mutants.py::test_a_broken_promise_is_noticed",
     ),
+    Patched(
+        "tests/service/connectors/engine_core/test_sharedloads.py",
+        (
+            "nothing_waits",
+            "waits_end_with_the_copy",
+            "waits_outlast_the_copy",
+            "failed_loads_are_waited_for",
+            "waits_have_no_bound",
+            "only_equal_prompts_wait",
+            "windows_share_any_prefix",
+            "requests_wait_again",
+            "waits_are_never_forgotten",
+            "any_load_is_worth_a_wait",
+        ),
+        "tests/service/connectors/engine_core/test_sharedloads.py::test_taking_out_a_safeguard_is_noticed",
+    ),
 ]
 
 
@@ -516,7 +533,7 @@ def path_of(test: str) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 _PLACES = ("vllm", "jax", "tpu")
-_COPIED = ("engine", "api", "service", "tests", "docs", "helm", "README.md", "pyproject.toml", "constraints.txt")
+_COPIED = ("engine", "api", "service", "tests", "docs", "helm", "README.md", "pyproject.toml", "locks")
 _SECONDS = 300.0
 
 
