@@ -70,8 +70,11 @@ def test_top_follows_the_size_of_the_terminal(host: Any, child_environ: dict[str
         wide = terminal.until("64 KiB").count("━")
         terminal.until("evictions")
         terminal.resize(rows=30, columns=80)
-        terminal.until("memory")
-        assert 0 < terminal.until("64 KiB").count("━") < wide
+        narrow = wide
+        while narrow >= wide:  # a screen of the former size may still come
+            terminal.until("memory")
+            narrow = terminal.until("64 KiB").count("━")
+        assert narrow > 0
         terminal.type("q")
         assert terminal.end() == 0
 
