@@ -111,7 +111,7 @@ MUTANTS = [
         '            if completion.mark != "source_free":\n                self._ops.discard_running(copy)\n',
         "            copy.drop_memory()\n"
         '            if completion.mark != "source_free":\n                self._ops.discard_running(copy)\n',
-        "tests/engine/test_copythread.py::test_the_memory_of_an_op_is_held_until_it_is_complete",
+        "tests/engine/test_copythread.py::test_a_store_reports_when_its_blocks_are_free_and_when_it_is_done",
     ),
     Mutant(
         "ops_fail_before_their_device_is_closed",
