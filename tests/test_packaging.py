@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -71,7 +72,10 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
         f"assert kvstow.__file__.startswith({str(tmp_path)!r}), kvstow.__file__; print(kvstow.__version__)"
     )
     python = tmp_path / "env" / "bin" / "python"
-    result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "0.1.0"
 

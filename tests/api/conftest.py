@@ -16,6 +16,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from tests.api.tieredhost import TieredHost
+from tests.quickstop import servers_stop_at_once
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -30,6 +31,8 @@ from kvstow_api.loglevels import LogLevels
 from kvstow_api.looplag import LoopMonitor
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+
+__all__ = ["servers_stop_at_once"]
 
 SLOT_BYTES = 4096
 CAPACITY = 16

@@ -58,6 +58,7 @@ def test_a_store_reports_when_its_blocks_are_free_and_when_it_is_done(harness: H
     ticket = harness.device.ticket(1)
     ticket.free_source()
     assert harness.completions(1) == [Completion(1, "source_free")]
+    assert harness.held == [2], "its slot is still written"
     ticket.finish(seconds=0.25)
     assert harness.completions(1) == [Completion(1, "done", None, 100, 0.25, 0.0)]
 

@@ -13,9 +13,12 @@ from typing import Protocol
 
 import pytest
 from starlette.types import ASGIApp
+from tests.quickstop import servers_stop_at_once
 
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+
+__all__ = ["servers_stop_at_once"]
 
 
 @pytest.fixture

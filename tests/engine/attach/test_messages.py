@@ -100,9 +100,8 @@ MESSAGES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
-    assert type(message).unpack(message.pack()) == message
+def test_every_message_comes_back_as_it_was_sent() -> None:
+    assert [message for message in MESSAGES if type(message).unpack(message.pack()) != message] == []
 
 
 def test_engines_that_do_not_name_their_weights_to_other_nodes_attach_as_well() -> None:
@@ -121,15 +120,21 @@ def test_every_kind_has_a_message_and_a_rule() -> None:
 BINARY = [message for message in MESSAGES if message.KIND not in (Kind.HELLO, Kind.WELCOME, Kind.REFUSED, Kind.ERROR)]
 
 
-@pytest.mark.parametrize("message", BINARY, ids=lambda message: type(message).__name__)
-def test_a_payload_that_is_cut_or_too_long_is_malformed(message: Message) -> None:
-    payload = message.pack()
-    for length in range(len(payload)):
-        with pytest.raises(ProtocolError) as caught:
-            type(message).unpack(payload[:length])
-        assert caught.value.reason == "malformed"
-    with pytest.raises(ProtocolError):
-        type(message).unpack(payload + b"\0x")
+def reason(kind: type[Message], payload: bytes) -> str | None:
+    """Why a payload is refused, or None."""
+    try:
+        kind.unpack(payload)
+    except ProtocolError as error:
+        return error.reason
+    return None
+
+
+def test_a_payload_that_is_cut_or_too_long_is_malformed() -> None:
+    for message in BINARY:
+        payload, kind = message.pack(), type(message)
+        lengths = [length for length in range(len(payload)) if reason(kind, payload[:length]) != "malformed"]
+        assert lengths == [], kind
+        assert reason(kind, payload + b"\0x") is not None, kind
 
 
 @settings(max_examples=60)
@@ -143,11 +148,10 @@ def test_garbage_raises_nothing_but_a_protocol_error(data: bytes) -> None:
 WITH_LISTS = [kind for kind in dict.fromkeys(map(type, BINARY)) if kind is not eventcalls.ReadEvents]
 
 
-@pytest.mark.parametrize("kind", WITH_LISTS, ids=lambda kind: kind.__name__)
-def test_a_count_of_four_billion_is_refused_before_anything_is_allocated(kind: type[Message]) -> None:
-    for lead in range(0, 24, 2):
-        with pytest.raises(ProtocolError):
-            kind.unpack(bytes(lead) + struct.pack("<HI", 34, 2**32 - 1))
+def test_a_count_of_four_billion_is_refused_before_anything_is_allocated() -> None:
+    for kind in WITH_LISTS:
+        leads = [lead for lead in range(0, 24, 2) if not reason(kind, bytes(lead) + struct.pack("<HI", 34, 2**32 - 1))]
+        assert leads == [], kind
 
 
 def test_keys_keep_their_zero_bytes() -> None:

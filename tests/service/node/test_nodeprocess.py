@@ -288,6 +288,7 @@ def test_a_node_whose_thread_fails_ends_the_service(
         self.server.post(lambda: exit("far too early"))
 
     monkeypatch.setattr(Node, "start", start_and_break)
+    monkeypatch.setattr("kvstow_service.node.node._REVOKE_SECONDS", 0.1)  # its thread no longer answers
     assert run_service(Settings(**base)) == 1
     assert "stopping: the attach server has failed: SystemExit" in capfd.readouterr().err
 

@@ -105,7 +105,7 @@ def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
     service = Service(folder, child_environ, 600)
     service.process.send_signal(signal.SIGSTOP)
     with pytest.raises(KeeperError, match="another service is connected"):
-        KeeperClient.start(folder, 600)
+        KeeperClient.start(folder, 600, timeout=0.5)
     service.kill()
     KeeperClient.start(folder, 600).close()
 
