@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.eagerstores import EagerStores
 from kvstow_service.connectors.engine_core.failedloads import FailedLoads
-from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, WrittenBlocks
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, KnownHashes, WrittenBlocks
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.lazystores import LazyStores
@@ -44,14 +45,17 @@ class SchedulerSide:
         events: EventFeed | None = None,
         observe: Observe = _ignore,
         step_blocks: int = STEP_BLOCKS,
+        adapters: Adapters | None = None,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
-        most."""
-        self._control, self._groups = control, groups
+        most. `adapters`: None if no request has a LoRA adapter."""
+        self._control, self._groups, self._adapters = control, groups, adapters
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
         self._gpu = GPUBlocks(pool)
+        if adapters is not None:
+            self._gpu.known_hashes = KnownHashes(self._requests, 2 * len(pool.blocks))
         self._planner = StepPlanner(control)
         null_block = pool.null_block.block_id
         self._loads = Loads(control, self._planner, groups, null_block, observe)
@@ -84,6 +88,10 @@ class SchedulerSide:
             return 0
         tracked = self._tracked(request)
         tracked.loading = False
+        if tracked.adapter is not None and self._adapters is not None:
+            tracked.adapter.check()
+            if self._adapters.must_wait(tracked.adapter):
+                return None
         if tracked.load_failed:
             tracked.start = local
             return 0
@@ -128,6 +136,8 @@ class SchedulerSide:
         if tracked is None:
             return
         self._loads.release_hit(tracked)
+        if self._gpu.known_hashes is not None:
+            self._gpu.known_hashes.add_ended(tracked)
         if tracked.has_run:
             self._finder.offer_last(tracked, tables)
             self._ended.add_ended(tracked)
@@ -137,7 +147,9 @@ class SchedulerSide:
         if tracked is None or tracked.request is not request:
             if tracked is not None:
                 self._loads.release_hit(tracked)
-            tracked = self._requests[request.request_id] = TrackedRequest(request, self._groups.num_tables)
+            adapter = None if self._adapters is None else self._adapters.of(request)
+            tracked = TrackedRequest(request, self._groups.num_tables, adapter)
+            self._requests[request.request_id] = tracked
             if request.block_hashes:
                 self._gpu.hash_bytes = len(request.block_hashes[0])
         return tracked
@@ -158,6 +170,8 @@ class SchedulerSide:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
+        if self._adapters is not None:
+            self._adapters.step_ended()
         return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:

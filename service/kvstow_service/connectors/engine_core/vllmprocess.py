@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ class VLLMProcess:
     `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
     engine over all its nodes; 0 in the scheduler's process. `max_requests` is the limit of one step. `frees_late`: vLLM
     hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
-    still writes. `replicated`: all ranks have the same KV (MLA).
+    still writes. `replicated`: all ranks have the same KV (MLA). `lora_settings`: those
+    that decide how an adapter is applied; None if requests have no adapters.
     """
 
     engine_id: str
@@ -34,6 +36,7 @@ class VLLMProcess:
     frees_late: bool
     recomputes: bool
     replicated: bool = False
+    lora_settings: str | None = None
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -67,7 +70,23 @@ class VLLMProcess:
             frees_late=overlaps and engine_transfer.is_kv_consumer and not writes_late,
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             replicated=_is_replicated(parallel, kv_cache_config),
+            lora_settings=_lora_settings(config.lora_config),
         )
+
+
+_LORA_SETTINGS = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+
+
+def _lora_settings(lora: Any) -> str | None:
+    if lora is None:
+        return None
+    return json.dumps({name: str(getattr(lora, name, None)) for name in _LORA_SETTINGS})
 
 
 def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:
