@@ -99,7 +99,7 @@ def test_each_setting_makes_another_identity(config: Any, part: str, name: str, 
     if part == "multimodal_config":
         of_images(config, mm_encoder_fp8_scale_path=None)
     owner = config.model_config if part == "multimodal_config" else config
-    section = getattr(owner, part, None)
+    section: Any = getattr(owner, part, None)
     value = {"mm_encoder_fp8_scale_path": str(scales)}.get(name, "other")
     if name == "mm_encoder_attn_dtype":
         value, section.mm_encoder_fp8_scale_path = "fp8", str(scales)
