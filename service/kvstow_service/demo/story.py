@@ -37,7 +37,7 @@ class Scale:
     """How much the demo does. The first memory that a pool gets has room for the whole trace. `rate`: requests that
     each engine starts per second while something happens to it."""
 
-    memory: str = "1GiB"
+    memory: str = "512MiB"
     ranks: int = 2
     slot: str = "128KiB"
     shape: TraceShape = TraceShape(sessions=60, turns=5, shared_prompts=4)  # noqa: RUF009 - frozen

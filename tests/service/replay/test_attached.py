@@ -142,6 +142,22 @@ def test_an_engine_finds_what_another_has_stored_and_shares_its_memory(
     assert [engine.result.requests for engine in both.engines] == [60, 60]
 
 
+def test_an_engine_that_is_held_attaches_and_serves_nothing(service: Service, requests: list[TraceRequest]) -> None:
+    service.start()
+    stop = threading.Event()
+    asked: list[bool] = []
+
+    def never(pid: int) -> bool:
+        asked.append(service.has_registered(pid))
+        if asked.count(True) == 40:  # two seconds, in which it would have begun by itself
+            stop.set()
+        return False
+
+    found = run(spec(service, requests), stop=stop, may_begin=never)
+    assert (found.total.requests, found.total.blocks) == (0, 0)
+    assert found.engines[0].sessions == 1
+
+
 def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
     service: Service, requests: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
