@@ -1,4 +1,6 @@
-"""How many random schedules a test runs: a few each time, and the rest in `make soak`."""
+"""How many random schedules a test runs: a few each time, and the rest in `make soak`.
+
+The few are as many as it takes to notice each of the mutants that are listed for them (`mutants.py`)."""
 
 from __future__ import annotations
 

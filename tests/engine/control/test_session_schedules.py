@@ -502,7 +502,7 @@ def run_schedules(seeds: range, kind: type[Engines] = Engines) -> None:
         engines.teardown()
 
 
-@pytest.mark.parametrize("seeds", few_and_many(25, 600))
+@pytest.mark.parametrize("seeds", few_and_many(100, 600))
 def test_with_all_safeguards_nothing_goes_wrong(seeds: range) -> None:
     run_schedules(seeds)
 

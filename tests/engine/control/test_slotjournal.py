@@ -220,12 +220,12 @@ class RestartedEngines(JournaledEngines):
         return EarlierSession(number, "engine", frozenset((number, rank) for rank in engine.alive))
 
 
-@pytest.mark.parametrize("seeds", few_and_many(25, 150))
+@pytest.mark.parametrize("seeds", few_and_many(50, 150))
 def test_at_every_write_the_journal_can_be_recovered(seeds: range) -> None:
     run_schedules(seeds, JournaledEngines)
 
 
-@pytest.mark.parametrize("seeds", few_and_many(50, 300))
+@pytest.mark.parametrize("seeds", few_and_many(200, 300))
 def test_a_restart_at_any_write_recovers_all_blocks_and_reuses_no_slot_too_early(seeds: range) -> None:
     run_schedules(seeds, RestartedEngines)
 

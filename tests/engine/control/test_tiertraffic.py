@@ -558,7 +558,7 @@ def run_schedules(seeds: range, *, checks_books: bool = True) -> None:
         fleet.finish()
 
 
-@pytest.mark.parametrize("seeds", few_and_many(50, 300))
+@pytest.mark.parametrize("seeds", few_and_many(210, 300))
 def test_with_all_safeguards_nothing_goes_wrong(seeds: range) -> None:
     run_schedules(seeds)
 
