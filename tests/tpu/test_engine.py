@@ -96,7 +96,7 @@ def test_slots_hold_the_bytes_of_the_kv_cache(engine: Engine) -> None:
         for block_hash, number in cached.items():
             if block_hash is None:
                 continue
-            status = engine.offload.block(offload.side._gpu.keys_of([block_hash])[0])
+            status = engine.offload.block(offload.side._gpu.offer_of([block_hash], [0]).keys[0])
             if status is not None:
                 slot = ctypes.string_at(pool.address + status.slot * pool.slot_stride, pool.slot_bytes)
                 assert slot == engine.block(number)

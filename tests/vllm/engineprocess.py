@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tests.vllm.engines import SECONDS, Answer, Engine, Prompt, Setup, running
+from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, running
 
 from kvstow.control.tiersettings import TierSettings
 from kvstow.tier import rate
@@ -34,12 +34,13 @@ class EngineProcess:
         log: Path,
         environ: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
+        settings: Mapping[str, Any] | None = None,
         **extra: Any,
     ) -> None:
-        """`attach`: None for a pool of its own. `python`: of the environment that has the vLLM. Returns when the engine
-        can be asked."""
-        settings = extra if attach is None else {"attach": attach, **extra}
-        options = json.dumps({"model": str(model), "extra": settings})
+        """`attach`: None for a pool of its own. `python`: of the environment that has the vLLM. `settings`: vLLM's.
+        Returns when the engine can be asked."""
+        extra = extra if attach is None else {"attach": attach, **extra}
+        options = json.dumps({"model": str(model), "extra": extra, "settings": dict(settings or {})})
         path = ":".join(place for place in sys.path if place and "site-packages" not in place)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -57,14 +58,16 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, *prompts: Prompt, tokens: int = 24) -> list[Answer]:
-        """Answers of requests that run at once."""
-        self.begin(*prompts, tokens=tokens)
+    def ask(self, *prompts: Prompt, **how: Any) -> list[Answer]:
+        """Answers of requests that run at once. `how`: see `Engine.ask`."""
+        self.begin(*prompts, **how)
         return self.finish()
 
-    def begin(self, *prompts: Prompt, tokens: int = 24) -> None:
+    def begin(
+        self, *prompts: Prompt, tokens: int = 24, adapter: Adapter | None = None, image: int | None = None
+    ) -> None:
         """Ask, and do not wait: `finish` has the answers."""
-        self._write("ask", prompts, tokens)
+        self._write("ask", prompts, tokens, adapter, image)
 
     def finish(self) -> list[Answer]:
         return [
@@ -134,7 +137,8 @@ def main(options: Mapping[str, Any]) -> None:
     words = os.fdopen(os.dup(1), "w")  # vLLM writes its log to the other one
     os.dup2(2, 1)
     commands = sys.stdin.fileno()
-    with running(Setup(Path(options["model"]), extra=options["extra"], gpu_blocks=160)) as engine:
+    setup = Setup(Path(options["model"]), extra=options["extra"], gpu_blocks=160, settings=options["settings"])
+    with running(setup) as engine:
 
         def say(what: Any) -> None:
             words.write(json.dumps(what) + "\n")
@@ -153,8 +157,11 @@ def main(options: Mapping[str, Any]) -> None:
             say(_COMMANDS[command](engine, *arguments))
 
 
-def _ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
-    answers = engine.ask(*map(tuple, prompts), tokens=tokens)
+def _ask(
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, adapter: Sequence[Any] | None, image: int | None
+) -> Any:
+    named = None if adapter is None else Adapter(*adapter)
+    answers = engine.ask(*map(tuple, prompts), tokens=tokens, adapter=named, image=image)
     return [(answer.tokens, [list(each.items()) for each in answer.logprobs], answer.cached) for answer in answers]
 
 

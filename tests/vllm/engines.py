@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from tests.vllm.models import VOCABULARY
+from tests.vllm.models import IMAGE_SIZE, VOCABULARY
 
 BLOCK = 32
 """Tokens; the CPU backend allows multiples of 32."""
@@ -40,6 +40,15 @@ class Answer(NamedTuple):
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
     cached: int
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter as a request names it. `reload`: its files are read again, even if it was loaded before."""
+
+    name: str
+    number: int
+    path: str
+    reload: bool = False
 
 
 Prompt = tuple[int, ...]
@@ -126,8 +135,11 @@ class Engine:
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
 
-    def add(self, tokens: Prompt, answer_tokens: int = 24) -> str:
+    def add(
+        self, tokens: Prompt, answer_tokens: int = 24, adapter: Adapter | None = None, image: int | None = None
+    ) -> str:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         self._requests += 1
@@ -140,7 +152,11 @@ class Engine:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        lora = None if adapter is None else LoRARequest(*adapter[:3], load_inplace=adapter.reload)
+        asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if image is not None:
+            asked["multi_modal_data"] = {"image": _image(image)}
+        self.llm.llm_engine.add_request(name, asked, params, lora_request=lora)
         return name
 
     def step(self) -> dict[str, Answer]:
@@ -156,9 +172,16 @@ class Engine:
             meanwhile()
         return answers
 
-    def ask(self, *prompts: Prompt, tokens: int = 24, meanwhile: Callable[[], object] = lambda: None) -> list[Answer]:
-        """Answers of requests that run at once."""
-        names = [self.add(each, tokens) for each in prompts]
+    def ask(
+        self,
+        *prompts: Prompt,
+        tokens: int = 24,
+        meanwhile: Callable[[], object] = lambda: None,
+        adapter: Adapter | None = None,
+        image: int | None = None,
+    ) -> list[Answer]:
+        """Answers of requests that run at once. `image`: the seed of an image before the prompt."""
+        names = [self.add(each, tokens, adapter, image) for each in prompts]
         answers = self.run(meanwhile)
         return [answers[name] for name in names]
 
@@ -315,6 +338,13 @@ def _close(llm: Any) -> None:
 
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
+
+
+def _image(seed: int) -> Any:
+    from PIL import Image
+
+    pixels = random.Random(seed).randbytes(3 * IMAGE_SIZE * IMAGE_SIZE)
+    return Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), pixels)
 
 
 def _answer(output: Any) -> Answer:

@@ -52,7 +52,7 @@ class Backlog:
                 hashes.append(block_hash)
                 blocks.append(block_id)
         queue.extend(waiting)
-        return Offer(self._gpu.keys_of(hashes), blocks)
+        return self._gpu.offer_of(hashes, blocks)
 
     def forget_backlog(self) -> None:
         self._queue.clear()

@@ -120,7 +120,7 @@ class EagerStores:
     def _complete_tokens(self, tracked: TrackedRequest) -> int:
         """The number of tokens up to which the request's blocks can be stored, in whole strides of `alignment`, where
         hits end. vLLM caches the blocks of a group with a window no earlier."""
-        if tracked.withheld:
+        if tracked.withheld or not tracked.has_keys:
             return 0
         end, num_hashes = tracked.confirmed_tokens - self._late_tokens, len(tracked.request.block_hashes)
         for group in self._groups:
@@ -138,6 +138,8 @@ class EagerStores:
 
     def _take_next(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
         """Add about `most` of the request's next complete blocks to the offer. Returns how many blocks were visited."""
+        if tracked.adapter is not None:
+            tracked.adapter.check()
         alignment, start = self._alignment, tracked.offered_tokens
         strides = min((self._complete_tokens(tracked) - start) // alignment, max(1, most // self._stride_blocks))
         if strides <= 0:
@@ -188,7 +190,7 @@ class EagerStores:
         """Whether vLLM caches this content in the block. A block that has left the window may belong to another
         request."""
         block_hash = self._gpu.pool.blocks[block].block_hash
-        return block_hash is not None and self._gpu.keys_of([block_hash]) == [key]
+        return block_hash is not None and self._gpu.offer_of([block_hash], [block]).keys == [key]
 
     def _take_rest(self, tracked: TrackedRequest) -> list[int]:
         """All further complete blocks, the root of the prefix first. They count as offered."""

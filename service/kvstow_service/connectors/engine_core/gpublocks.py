@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.keys import make_key
+from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -43,13 +44,25 @@ class GPUBlocks:
         self.pool = pool
         self.hash_bytes = 0
         """Length of a request's block hash; 0 until a request has one."""
+        self.known_hashes: KnownHashes | None = None
+        """Set if requests may have LoRA adapters."""
         self._sources: dict[int, list[Any]] = {}  # by op
 
-    def keys_of(self, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """The keys of the contents that vLLM caches under these hashes. Each hash ends with the hash of the block's
-        last hash block and the group's id."""
+    def offer_of(self, block_hashes: Sequence[bytes], blocks: Sequence[int]) -> Offer:
+        """Offers the contents that vLLM caches under these hashes in these blocks. Each hash ends with the hash of the
+        block's last hash block and the group's id. With adapters, a block is left out if it is unknown which one has
+        computed it."""
         begin = -_GROUP_ID_BYTES - self.hash_bytes
-        return [_prefix(each[-_GROUP_ID_BYTES:]) + each[begin:-_GROUP_ID_BYTES] for each in block_hashes]
+        if self.known_hashes is None:
+            keys = [_prefix(each[-_GROUP_ID_BYTES:]) + each[begin:-_GROUP_ID_BYTES] for each in block_hashes]
+            return Offer(keys, list(blocks))
+        offer = Offer([], [])
+        mixed = self.known_hashes.mix([each[begin:-_GROUP_ID_BYTES] for each in block_hashes])
+        for block_hash, content, block in zip(block_hashes, mixed, blocks, strict=True):
+            if content is not None:
+                offer.keys.append(_prefix(block_hash[-_GROUP_ID_BYTES:]) + content)
+                offer.blocks.append(block)
+        return offer
 
     @property
     def has_sources(self) -> bool:
@@ -89,6 +102,49 @@ class GPUBlocks:
 @cache
 def _prefix(group_id: bytes) -> bytes:
     return make_key(int.from_bytes(group_id, "big"), b"")
+
+
+class KnownHashes:
+    """Which adapter's requests have which hashes, for blocks that are known only by vLLM's hash of them: those of the
+    backlog, of lazy stores, and of recurrent layers. Used by the scheduler's thread.
+
+    A hash that is not known belongs to nobody, so the worst that can happen is that a block is not stored.
+    """
+
+    def __init__(self, requests: Mapping[str, TrackedRequest], most: int) -> None:
+        """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many hashes are kept, those
+        of the latest requests."""
+        self._requests, self._most = requests, most
+        self._adapters: dict[bytes, Adapter | None] = {}
+
+    def add(self, tracked: TrackedRequest) -> None:
+        """Know the hashes that the request has got since the last call."""
+        hashes, known = tracked.request.block_hashes, self._adapters
+        for number in range(tracked.known_hashes, len(hashes)):
+            known.pop(hashes[number], None)  # it is then the latest
+            known[hashes[number]] = tracked.adapter
+        tracked.known_hashes = len(hashes)
+        while len(known) > self._most:
+            del known[next(iter(known))]
+
+    def add_ended(self, tracked: TrackedRequest) -> None:
+        """Know all hashes of a request that has ended: the GPU now evicts its blocks after those of older requests."""
+        tracked.known_hashes = 0
+        self.add(tracked)
+
+    def mix(self, hashes: Sequence[bytes]) -> list[bytes | None]:
+        """What stands for these hashes in keys; None for those that have none. O(requests) if one is unknown."""
+        known = self._adapters
+        if any(each not in known for each in hashes):
+            for tracked in self._requests.values():
+                self.add(tracked)
+        return [self._mix(each) if each in known else None for each in hashes]
+
+    def _mix(self, block_hash: bytes) -> bytes | None:
+        adapter = self._adapters[block_hash]
+        if adapter is None:
+            return block_hash
+        return adapter.mix(block_hash) if adapter.check() else None
 
 
 class WrittenBlocks:

@@ -82,7 +82,7 @@ class LazyStores:
                 hashes.append(content)
                 blocks.append(block_id)
             block = block.next_free_block
-        return Offer(self._gpu.keys_of(hashes), blocks)
+        return self._gpu.offer_of(hashes, blocks)
 
     def _missing(self, found: Offer) -> Offer:
         there = self._control.present(found.keys) if found.keys else ()

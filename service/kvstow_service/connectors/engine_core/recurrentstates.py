@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks, Offer
+from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks
 from kvstow_service.connectors.engine_core.stores import Stores
 
 
@@ -35,9 +35,8 @@ class RecurrentStates:
         step."""
         waiting, self._waiting = self._waiting, []
         cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
-        keys = self._gpu.keys_of(block_hash for _, block_hash in cached)
-        offer = Offer(keys, [block.block_id for block, _ in cached])
-        self._stores.plan_store(offer)
+        hashes = [block_hash for _, block_hash in cached]
+        self._stores.plan_store(self._gpu.offer_of(hashes, [block.block_id for block, _ in cached]))
         self._unreference(waiting)  # blocks that are being stored have their own references by now
         if self._gpu.hash_bytes:
             self._take_over(step)

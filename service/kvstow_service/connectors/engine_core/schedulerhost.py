@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
@@ -17,6 +18,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.processstart import process_start
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
@@ -177,7 +179,13 @@ class SchedulerHost(ABC):
             observe=stats.observe,
             step_blocks=self._step_blocks,
             drafts=self._process.drafts,
+            adapters=self._make_adapters(),
         )
+
+    def _make_adapters(self) -> Adapters | None:
+        if self._process.lora_settings is None:
+            return None
+        return Adapters(self._process.lora_settings, process_start())
 
     @property
     def _slot_tokens(self) -> int | None:

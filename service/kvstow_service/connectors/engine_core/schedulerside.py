@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.eagerstores import EagerStores
 from kvstow_service.connectors.engine_core.failedloads import FailedLoads
-from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, WrittenBlocks
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, KnownHashes, WrittenBlocks
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.lazystores import LazyStores
@@ -47,15 +48,18 @@ class SchedulerSide:
         observe: Observe = _ignore,
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
-        most. `drafts`: see `VLLMProcess`."""
-        self._control, self._groups = control, groups
+        most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter."""
+        self._control, self._groups, self._adapters = control, groups, adapters
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
         self._gpu = GPUBlocks(pool)
+        if adapters is not None:
+            self._gpu.known_hashes = KnownHashes(self._requests, 2 * len(pool.blocks))
         self._planner = StepPlanner(control)
         null_block = pool.null_block.block_id
         self._shared_loads = SharedLoads(self._planner, groups, clock, drafts=drafts)
@@ -89,6 +93,10 @@ class SchedulerSide:
             return 0
         tracked = self._tracked(request)
         tracked.loading = False
+        if tracked.adapter is not None and self._adapters is not None:
+            tracked.adapter.check()
+            if self._adapters.must_wait(tracked.adapter):
+                return None
         if tracked.load_failed:
             tracked.start = local
             return 0
@@ -139,6 +147,8 @@ class SchedulerSide:
             return
         self._loads.release_hit(tracked)
         self._shared_loads.ended(tracked)
+        if self._gpu.known_hashes is not None:
+            self._gpu.known_hashes.add_ended(tracked)
         if tracked.has_run:
             self._finder.offer_last(tracked, tables)
             self._ended.add_ended(tracked)
@@ -149,7 +159,9 @@ class SchedulerSide:
             if tracked is not None:
                 self._loads.release_hit(tracked)
                 self._shared_loads.ended(tracked)
-            tracked = self._requests[request.request_id] = TrackedRequest(request, self._groups.num_tables)
+            adapter = None if self._adapters is None else self._adapters.of(request)
+            tracked = TrackedRequest(request, self._groups.num_tables, adapter)
+            self._requests[request.request_id] = tracked
             if request.block_hashes:
                 self._gpu.hash_bytes = len(request.block_hashes[0])
         return tracked
@@ -170,6 +182,8 @@ class SchedulerSide:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
+        if self._adapters is not None:
+            self._adapters.step_ended()
         return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:

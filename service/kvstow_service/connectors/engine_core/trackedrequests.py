@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.keys import make_key
 from kvstow.results import Lease
+from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 
 if TYPE_CHECKING:
@@ -65,11 +66,13 @@ class TrackedRequest:
     a load, of the tokens `loaded`, `fetched_tokens` of which the fleet tier has brought for it. `load_failed`: some of
     them were not written. `withheld`: its blocks belong to weights that were replaced, and are never offered.
     `deferred_at`: when its lookup was first deferred to a later step; None if none is. `admitted_at`: the step that
-    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
+    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load. `adapter`: its LoRA
+    adapter, which is part of its keys; None if it has none. `known_hashes`: how many of its hashes `GPUBlocks` knows.
     """
 
     request: Request
     num_groups: InitVar[int]
+    adapter: Adapter | None = None
     offered_tokens: int = 0
     hit: Hit | None = None
     wait: LoadWait | None = None
@@ -82,6 +85,7 @@ class TrackedRequest:
     deferred_at: float | None = None
     admitted_at: int = -1
     has_run: bool = False
+    known_hashes: int = 0
     tables: list[list[int]] = field(init=False)
     _keys: list[list[bytes]] = field(init=False)
 
@@ -94,8 +98,15 @@ class TrackedRequest:
         """Tokens whose KV older steps have written. A step in flight may still reject its own."""
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether its blocks have keys: not if it is unknown which version of its adapter computes them."""
+        return self.adapter is None or self.adapter.is_named
+
     def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
-        """Keys of the group's blocks `first` to `end`, as far as their hashes are known. Each key is made once."""
+        """Keys of the group's blocks `first` to `end`, as far as they are known. Each key is made once."""
+        if not self.has_keys:
+            return []
         known, end = self._keys[group.index], min(end, len(self.request.block_hashes) // group.hashes_per_block)
         if len(known) < end:
             known += self._make_keys(group, len(known), end)
@@ -103,7 +114,10 @@ class TrackedRequest:
 
     def _make_keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
         step, prefix = group.hashes_per_block, make_key(group.index, b"")
-        return [prefix + each for each in self.request.block_hashes[(first + 1) * step - 1 : end * step : step]]
+        hashes = self.request.block_hashes[(first + 1) * step - 1 : end * step : step]
+        if self.adapter is None:
+            return [prefix + each for each in hashes]
+        return [prefix + self.adapter.mix(each) for each in hashes]
 
     def keys_of_places(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
         """Keys of `groups.places(start, end)`."""
@@ -113,6 +127,8 @@ class TrackedRequest:
     def keys_between(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
         """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with.
         O(end - start), because the keys are not kept."""
+        if not self.has_keys:
+            return []
         runs = [
             (group, self._make_keys(group, start // group.block_tokens, end // group.block_tokens))
             for group in groups.groups
@@ -124,9 +140,12 @@ class TrackedRequest:
         hashes = self.request.block_hashes
         for group in groups.groups:
             known = self._keys[group.index]
-            last = len(known) * group.hashes_per_block - 1
-            if known and (last >= len(hashes) or not known[-1].endswith(hashes[last])):
+            last = len(known)
+            if known and (
+                last * group.hashes_per_block > len(hashes) or self._make_keys(group, last - 1, last) != known[-1:]
+            ):
                 known.clear()
+                self.known_hashes = 0
 
     def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
         """The request now has these GPU blocks, and no others. None of them has been offered yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class VLLMProcess:
     engine over all its nodes; 0 in the scheduler's process. `max_requests` is the limit of one step. `frees_late`: vLLM
     hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
     still writes. `replicated`: all ranks have the same KV (MLA). `drafts`: it has a drafter. With EAGLE or MTP, vLLM
-    computes the last block of a prefix that it finds on the GPU again.
+    computes the last block of a prefix that it finds on the GPU again. `lora_settings`: those that decide how an adapter is applied;
+    None if requests have no adapters.
     """
 
     engine_id: str
@@ -36,6 +38,7 @@ class VLLMProcess:
     recomputes: bool
     replicated: bool = False
     drafts: bool = False
+    lora_settings: str | None = None
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -71,7 +74,23 @@ class VLLMProcess:
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             replicated=_is_replicated(parallel, kv_cache_config),
             drafts=drafts,
+            lora_settings=_lora_settings(config.lora_config),
         )
+
+
+_LORA_SETTINGS = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+
+
+def _lora_settings(lora: Any) -> str | None:
+    if lora is None:
+        return None
+    return json.dumps({name: str(getattr(lora, name, None)) for name in _LORA_SETTINGS})
 
 
 def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:

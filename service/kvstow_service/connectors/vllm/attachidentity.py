@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -16,8 +17,11 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
 from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity
+from kvstow_service.connectors.engine_core.hubcache import find_cached
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
+from kvstow_service.connectors.engine_core.processstart import program_start
+from kvstow_service.connectors.vllm.modelfiles import ModelFiles, read_model_files
 from kvstow_service.connectors.vllm.weightsid import Weights, identify_weights
 
 logger = logging.getLogger("kvstow.vllm")
@@ -25,6 +29,17 @@ logger = logging.getLogger("kvstow.vllm")
 _PROBE_BLOCKS = 3
 _OF_NO_VALUE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Fields of a model's configuration that change no KV, or that are settings of their own."""
+_MULTIMODAL = (
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+"""Settings of the engine that decide what becomes of an image. vLLM's hash of an image covers those of its request
+alone."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _LONG_ROPES = {"longrope", "su", "dynamic"}
 """Kinds of rope scaling that depend on the longest request."""
 
@@ -56,7 +71,8 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
     weights = _weights(model, weights_id)
     drafter = _drafter_weights(config, weights_id)
     probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
-    unshared = _unshared(config, weights, drafter)
+    files = _model_files(config)
+    unshared = _unshared(config, weights, drafter) or _unshared_files(config, files)
     if unshared:
         probe = f"{probe}-{secrets.token_hex(8)}"
     return NamespaceIdentity(
@@ -64,7 +80,7 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
         weights_id=weights.weights_id or "unknown",
         weights_source=weights.source,
         hash_probe=probe,
-        value_settings=tuple(_value_settings(config, drafter).items()),
+        value_settings=tuple(_value_settings(config, drafter, files).items()),
         unshared=unshared,
     )
 
@@ -84,9 +100,6 @@ def read_fleet_weights(config: Any, weights_id: str | None, *, loaded_by: float 
     """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
     folder (`digest_of_weights`), and of a drafter that is one. Raises `OSError`. Files that have changed after
     `loaded_by`, in seconds since the epoch, may not be those that were loaded."""
-    if config.lora_config is not None:
-        reason = "adapters_not_named: LoRA is on, and the path of an adapter means another file on another node"
-        return FleetWeights(reason=reason)
     names = []
     for weights in (_weights(config.model_config, weights_id), _drafter_weights(config, weights_id)):
         if weights is None:
@@ -135,6 +148,17 @@ def _unshared(config: Any, weights: Weights, drafter: Weights | None) -> str:
     return ""
 
 
+def _unshared_files(config: Any, files: ModelFiles | str) -> str:
+    """The same, for the files of the processor and of remote code."""
+    if isinstance(files, str):
+        return files
+    if files.others and not _COMMIT.fullmatch(str(config.model_config.code_revision)):
+        return "files_unknown: the model's code comes from another repository; set code_revision to a commit"
+    if files.changed is not None:
+        return f"files_changed: {files.changed} has changed since vLLM started, which may have read it before; restart"
+    return ""
+
+
 def _unknown(weights: Weights, config: Any) -> str:
     is_drafter = weights.model != config.model_config.model
     remedy = "take the drafter from a folder or the cache of the Hugging Face Hub" if is_drafter else "set weights_id"
@@ -157,7 +181,7 @@ def _tags_extra_keys() -> bool:
 
 
 def _weights(model: Any, configured: str | None) -> Weights:
-    return identify_weights(model.model, getattr(model, "revision", None), configured, _find_cached)
+    return identify_weights(model.model, getattr(model, "revision", None), configured, find_cached)
 
 
 def _drafter_weights(config: Any, configured: str | None) -> Weights | None:
@@ -169,18 +193,30 @@ def _drafter_weights(config: Any, configured: str | None) -> Weights | None:
     return _weights(drafter, configured if drafter.model == config.model_config.model else None)
 
 
-def _find_cached(repository: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache  # type: ignore[import-not-found, unused-ignore]
-
+def _model_files(config: Any) -> ModelFiles | str:
+    """Those that count for this model, besides weights and configuration; why they are unknown if they are."""
+    model = config.model_config
+    has_processor, has_code = getattr(model, "multimodal_config", None) is not None, model.trust_remote_code
+    if not has_processor and not has_code:
+        return ModelFiles("", others=False, changed=None)
+    places = []
+    names = [(model.model, model.revision), (model.hf_config_path, None)]
+    names += [(model.tokenizer, model.tokenizer_revision)] if has_processor else []
+    for name, revision in dict.fromkeys(names):
+        if not name or Path(name).is_file():
+            continue
+        cached = None if Path(name).is_dir() else find_cached(name, revision)
+        place = Path(name) if cached is None else cached.parent
+        if not place.is_dir():
+            return f"files_unknown: {name} is neither a folder nor in the cache of the Hugging Face Hub"
+        places.append(place)
     try:
-        found = try_to_load_from_cache(repository, "config.json", revision=revision)
-    except Exception as error:  # noqa: BLE001 - a name that is no repository, such as s3://bucket
-        logger.debug("the weights of %s are not in the cache: %s", repository, error)
-        return None
-    return Path(found) if isinstance(found, str) else None
+        return read_model_files(places, processor=has_processor, code=has_code, loaded_by=program_start())
+    except OSError as error:
+        return f"files_unknown: the files of the processor or of remote code cannot be read ({error})"
 
 
-def _value_settings(config: Any, drafter_weights: Weights | None) -> dict[str, str]:
+def _value_settings(config: Any, drafter_weights: Weights | None, files: ModelFiles | str) -> dict[str, str]:
     """Settings that change the values in the KV cache."""
     model, cache, drafter = config.model_config, config.cache_config, config.speculative_config
     described: Mapping[str, Any] = model.hf_config.to_dict()
@@ -190,6 +226,12 @@ def _value_settings(config: Any, drafter_weights: Weights | None) -> dict[str, s
         "quantization": str(model.quantization),
         "calculate_kv_scales": str(getattr(cache, "calculate_kv_scales", False)),
     }
+    if isinstance(files, ModelFiles) and files.digest:
+        settings["model_files"] = files.digest
+    multimodal = getattr(model, "multimodal_config", None)
+    for name in _MULTIMODAL if multimodal is not None else ():
+        if value := getattr(multimodal, name, None):  # what is off is the same in versions that do not have it
+            settings[name] = _digest(value)
     if _are_dummies(config):
         settings["load_format"] = "dummy"
     if _LONG_ROPES & {kind for rope in _ropes(described) for kind in (rope.get("rope_type"), rope.get("type"))}:

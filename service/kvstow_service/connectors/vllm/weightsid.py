@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.tier.fingerprint import named_weights
+from kvstow_service.connectors.engine_core.hubcache import commit_of
 from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS, digest_of_weights, digested_files
-
-_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 
 FindCached = Callable[[str, str | None], Path | None]
 """Finds a file of a repository, at a revision, in the local cache of the Hugging Face Hub."""
@@ -47,15 +45,15 @@ class Weights(NamedTuple):
 
 def identify_weights(model: str, revision: str | None, configured: str | None, find_cached: FindCached) -> Weights:
     """`model`: a path, or a repository of the Hugging Face Hub. Reads no weights: files are identified by name, size,
-    time of change and inode."""
+    times and inode."""
     path = Path(model)
     place = path if path.exists() else find_cached(model, revision)
-    snapshot = None if place is None else _SNAPSHOT.search(f"{place.absolute()}/")
-    name = model if snapshot is None else snapshot["repository"].replace("--", "/")
+    snapshot = None if place is None else commit_of(place)
+    name = model if snapshot is None else snapshot[0]
     if configured:
         return Weights(name, configured, "configured")
     if snapshot is not None:
-        return Weights(name, snapshot["commit"], "snapshot")
+        return Weights(name, snapshot[1], "snapshot")
     if path.exists() and (digest := _digest_of_files(path)) is not None:
         return Weights(name, digest, "files", path)
     return Weights(name, "", "unknown")
@@ -71,5 +69,8 @@ def _digest_of_files(path: Path) -> str | None:
     for file in files:
         if file in weights or file.name == "config.json":
             stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n".encode())
+            times = (
+                f"{stat.st_mtime_ns} {stat.st_ctime_ns}"  # the first can be set, the second is none on some networks
+            )
+            digest.update(f"{file.name} {stat.st_size} {times} {stat.st_ino}\n".encode())
     return digest.hexdigest()[:40]

@@ -73,7 +73,7 @@ def test_it_is_no_larger_than_the_gpu() -> None:
 
 def test_the_key_of_a_block_of_several_hash_blocks_has_the_last_hash() -> None:
     block_hash = b"first---" + b"last----" + (258).to_bytes(4, "big")
-    assert make_gpu(1).keys_of([block_hash]) == [make_key(258, b"last----")]
+    assert make_gpu(1).offer_of([block_hash], [7]) == ([make_key(258, b"last----")], [7])
 
 
 def steps_until_retry(pause: RetryPause) -> int:

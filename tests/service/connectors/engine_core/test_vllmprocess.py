@@ -36,6 +36,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
         model_config=SimpleNamespace(served_model_name="model", model="/path/of/the/model"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8, async_scheduling=True),
         speculative_config=None,
+        lora_config=None,
         instance_id="process",
     )
     for name, value in changes.items():
