@@ -40,6 +40,7 @@ def engine_of(model: Path, service: NodeService, log: Path) -> Iterator[EnginePr
     with ExitStack() as stack:
         engine = EngineProcess(model, service.attach, log, settings=LORA)
         stack.callback(engine.kill)
+        engine.be_patient(60)
         eventually(lambda: is_attached(service), "an attached engine")
         yield engine
     eventually(lambda: not service.sessions(), "the end of its session")

@@ -33,6 +33,7 @@ def engine_of(
         vllm = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, **(settings or {})}
         engine = EngineProcess(model, service.attach, log, settings=vllm)
         stack.callback(engine.kill)
+        engine.be_patient(60)
         eventually(lambda: is_attached(service), "an attached engine")
         yield engine
     eventually(lambda: not service.sessions(), "the end of its session")

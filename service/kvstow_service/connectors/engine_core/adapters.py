@@ -52,12 +52,10 @@ class AdapterFiles(NamedTuple):
         """Where vLLM finds the adapter; None if it is not on this node, or not yet."""
         folder, reference = Path(os.path.expanduser(path)), None
         if not folder.is_absolute() and not folder.exists():
-            if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-                return None
-            found = hubcache.find_cached(path, None, FILES[0])
+            found = hubcache.find_snapshot(path, None)
             if found is None:
                 return None
-            folder, reference = found.parent, hubcache.reference_of(found)
+            folder, reference = found, hubcache.reference_of(path, None)
         if not folder.is_dir():
             return None
         is_commit = hubcache.commit_of(folder) is not None
@@ -99,7 +97,7 @@ class Adapter:
         self.path, self.salt, self.reason, self.began = path, b"", "", began
         self._files, self._settings = files, settings
         self._stats = files.stats() if files is not None else ()
-        self._moment, self._checked = moment, moment[0]
+        self._moment, self._checked = moment, -1
         self._digest: bytes | OSError | None = None  # the thread's result
 
     @property
@@ -115,12 +113,13 @@ class Adapter:
         """What stands for this hash of vLLM's in a key: as many bytes."""
         return hashlib.blake2b(block_hash, key=self.salt, digest_size=len(block_hash)).digest()
 
-    def check(self, *, again: bool = False) -> bool:
-        """Take the digest if it is known by now, and compare the files: once per step, or `again`. Returns
-        `is_named`."""
-        if self.reason or self._files is None or (self._checked == self._moment[0] and not again and self.salt):
+    def check(self, *, now: bool = False) -> bool:
+        """Take the digest if it is known by now, and compare the files: `now`, or once between two calls of
+        `Adapters.move_on`. Returns `is_named`."""
+        if self.reason or self._files is None or (self._checked == self._moment[0] and not now and self.salt):
             return self.is_named
-        self._checked = self._moment[0]
+        if not now:
+            self._checked = self._moment[0]
         if self._files.stats() != self._stats:
             self.refuse("its files have changed since this engine has used it first")
         elif not self.salt:
@@ -163,7 +162,7 @@ class Adapters:
         loaded any adapter, in seconds since the epoch."""
         self._settings, self._started, self._clock = settings, started, clock
         self._start_thread = start_thread or _start_thread
-        self._moment = [0]  # a number of the current step, shared with the adapters
+        self._moment = [0]  # shared with the adapters: see `move_on`
         self._adapters: dict[str, Adapter] = {}
         self._paths: dict[int, str] = {}  # by the number under which ranks know an adapter
         self._unread: deque[Adapter] = deque()
@@ -185,15 +184,16 @@ class Adapters:
             adapter = self._adapters[lora.lora_path] = self._make(lora)
         if self._paths.setdefault(lora.lora_int_id, lora.lora_path) != lora.lora_path:
             self._refuse_both(lora)
-        adapter.check(again=True)
+        adapter.check(now=True)
         return adapter
 
     def must_wait(self, adapter: Adapter) -> bool:
         """Whether a request has to wait for the digest of its adapter: `READ_SECONDS` at most, once per adapter."""
         return adapter.is_being_read and self._clock() - adapter.began < READ_SECONDS
 
-    def step_ended(self) -> None:
-        """What the next step stores was computed before its files are compared again."""
+    def move_on(self) -> None:
+        """Have files compared again. Call it before blocks are offered: what they hold was computed before that, so it
+        belongs to the version that was read if the files are still the same."""
         self._moment[0] += 1
 
     def _make(self, lora: Any) -> Adapter:

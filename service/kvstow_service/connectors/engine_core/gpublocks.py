@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -60,8 +60,11 @@ class GPUBlocks:
         mixed = self.known_hashes.mix([each[begin:-_GROUP_ID_BYTES] for each in block_hashes])
         for block_hash, content, block in zip(block_hashes, mixed, blocks, strict=True):
             if content is not None:
-                offer.keys.append(_prefix(block_hash[-_GROUP_ID_BYTES:]) + content)
+                key = _prefix(block_hash[-_GROUP_ID_BYTES:]) + content
+                offer.keys.append(key)
                 offer.blocks.append(block)
+                if content != (plain := block_hash[begin:-_GROUP_ID_BYTES]):
+                    self.known_hashes.note(key, plain)
         return offer
 
     @property
@@ -114,6 +117,8 @@ class KnownHashes:
     def __init__(self, requests: Mapping[str, TrackedRequest], most: int) -> None:
         """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many hashes are kept, those
         of the latest requests."""
+        self.note: Callable[[bytes, bytes], None] = lambda key, block_hash: None
+        """Takes each key that does not contain vLLM's hash, and the hash, before its block is offered."""
         self._requests, self._most = requests, most
         self._adapters: dict[bytes, Adapter | None] = {}
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import re
 from pathlib import Path
 
-logger = logging.getLogger("kvstow.vllm")
-
+COMMIT = re.compile("[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 
 
-def find_cached(repository: str, revision: str | None, file: str = "config.json") -> Path | None:
-    """A file of a repository, at a revision; None if it is not in the cache."""
-    from huggingface_hub import try_to_load_from_cache  # type: ignore[import-not-found, unused-ignore]
-
-    try:
-        found = try_to_load_from_cache(repository, file, revision=revision)
-    except Exception as error:  # noqa: BLE001 - a name that is no repository, such as s3://bucket
-        logger.debug("%s of %s is not in the cache: %s", file, repository, error)
+def find_snapshot(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """The folder of a repository's files at a revision, by default the latest that the cache knows; None if it is not
+    in the cache. `cache`: another folder than the usual one."""
+    reference = reference_of(repository, revision, cache)
+    commit = revision
+    if reference is not None:
+        commit = reference.read_text().strip()
+    if commit is None or not COMMIT.fullmatch(commit):
         return None
-    return Path(found) if isinstance(found, str) else None
+    snapshot = _folder(repository, cache) / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def reference_of(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """The file that says which commit a branch or a tag is; None if there is none, as for a commit."""
+    reference = _folder(repository, cache) / "refs" / (revision or "main")
+    return reference if reference.is_file() else None
 
 
 def commit_of(place: Path) -> tuple[str, str] | None:
@@ -29,10 +35,9 @@ def commit_of(place: Path) -> tuple[str, str] | None:
     return None if found is None else (found["repository"].replace("--", "/"), found["commit"])
 
 
-def reference_of(cached: Path, revision: str | None = None) -> Path | None:
-    """The file that says which commit a branch or a tag is; None if there is none, as for a commit."""
-    for parent in cached.parents:
-        if parent.name == "snapshots":
-            reference = parent.parent / "refs" / (revision or "main")
-            return reference if reference.exists() else None
-    return None
+def _folder(repository: str, cache: str | None) -> Path:
+    from huggingface_hub import constants  # type: ignore[import-not-found, unused-ignore]
+
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):  # names then mean other repositories
+        return Path("/nowhere")
+    return Path(cache or constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"

@@ -67,10 +67,11 @@ class _Origin(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What an event says about a block. `parent` is the hash of the block before it; None for a request's first
-    block."""
+    """What an event says about a block. `block_hash` is vLLM's. `parent` is the hash of the block before it; None for a
+    request's first block."""
 
     origin: _Origin
+    block_hash: bytes
     parent: bytes | None
     token_ids: list[int]
     extra_keys: Any
@@ -99,7 +100,11 @@ class EventFeed:
     Once the engine has attached again, the blocks that it still finds are announced by their hash. `AllBlocksCleared`
     would not work: it names no medium, so a router would forget the GPU's blocks as well.
 
-    Memory: one reference for each announced block, which the pool bounds, and `MAX_PLANNED` descriptions.
+    A key contains vLLM's hash, except for a block that an adapter has computed: there it contains a digest of the hash
+    and the adapter. This engine knows the hash of a block that its own requests have. Such a block of another engine is
+    announced by the digest, which no router knows, until a request of this engine has stored or computed it, too.
+
+    Memory: one reference for each announced block, which the pool bounds, and twice `MAX_PLANNED` descriptions.
     """
 
     def __init__(self, source: BlockSource, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
@@ -108,6 +113,8 @@ class EventFeed:
         self._removed = _known_fields(vocabulary.removed)
         self._offered: Origins = {}
         self._planned: dict[bytes, _Block] = {}
+        self._named: dict[bytes, bytes] = {}  # hashes that keys do not contain, by key
+        self._hashes: dict[bytes, bytes] = {}  # the same, of announced blocks
         self._announced: set[bytes] = set()
         self._doubtful: deque[bytes] = deque()
         self._checked: tuple[list[bytes], Awaited[Sequence[bool]]] | None = None
@@ -118,6 +125,13 @@ class EventFeed:
         step."""
         for number, key in enumerate(keys, first_block):
             self._offered[key] = request, group, number
+
+    def name(self, key: bytes, block_hash: bytes) -> None:
+        """The store of a block of this key may be planned. vLLM knows it by `block_hash`, which the key does not
+        contain."""
+        self._named[key] = block_hash
+        while len(self._named) > MAX_PLANNED:
+            del self._named[next(iter(self._named))]
 
     def take_offered(self) -> Origins:
         """What was offered since the last call."""
@@ -134,11 +148,14 @@ class EventFeed:
 
     def _describe(self, request: Any, group: KVGroup, number: int) -> _Block:
         start, end = number * group.block_tokens, (number + 1) * group.block_tokens
-        parent = request.block_hashes[number * group.hashes_per_block - 1] if number else None
+        step, hashes = group.hashes_per_block, request.block_hashes
+        parent = hashes[number * step - 1] if number else None
         lora, session = request.lora_request, getattr(request, "session_id", None)  # vLLM 0.30 has sessions
         origin = _Origin(group.index, group.block_tokens, lora and lora.adapter_id, lora and lora.name, session)
         tokens = list(request.all_token_ids[start:end])
-        return _Block(origin, parent, tokens, self._vocabulary.extra_keys(request, start, end))
+        return _Block(
+            origin, hashes[(number + 1) * step - 1], parent, tokens, self._vocabulary.extra_keys(request, start, end)
+        )
 
     def take_events(self) -> list[Any]:
         """vLLM's events for blocks that were stored or removed since the last call, oldest first."""
@@ -194,35 +211,37 @@ class EventFeed:
 
     def _announce(self, keys: Sequence[bytes]) -> list[Any]:
         """One event for each run of consecutive blocks."""
-        runs: list[list[tuple[bytes, _Block]]] = []
+        runs: list[list[_Block]] = []
         for key in keys:
             block = self._planned.pop(key, None)
             if block is None:
                 if key in self._announced:
                     continue
-                block = _Block(_Origin(_group(key)), None, [], None)
+                block = _Block(_Origin(_group(key)), self._named.pop(key, _hash(key)), None, [], None)
+            if block.block_hash != _hash(key):
+                self._hashes[key] = block.block_hash
             if not runs or not _continues(runs[-1][-1], block):
                 runs.append([])
-            runs[-1].append((_hash(key), block))
+            runs[-1].append(block)
         self._announced.update(keys)
         if self._withdrawn:
             for key in keys:
                 self._withdrawn.pop(key, None)
         return [self._stored_event(run) for run in runs]
 
-    def _stored_event(self, run: list[tuple[bytes, _Block]]) -> Any:
-        first, external = run[0][1], self._vocabulary.external_hash
+    def _stored_event(self, run: list[_Block]) -> Any:
+        first, external = run[0], self._vocabulary.external_hash
         origin, kind = first.origin, self._kinds[first.origin.group]
         fields = {
-            "block_hashes": [external(block_hash) for block_hash, _ in run],
+            "block_hashes": [external(block.block_hash) for block in run],
             "parent_block_hash": None if first.parent is None else external(first.parent),
-            "token_ids": [token for _, block in run for token in block.token_ids],
+            "token_ids": [token for block in run for token in block.token_ids],
             "block_size": origin.block_tokens,
             "lora_id": origin.lora_id,
             "lora_name": origin.lora_name,
             "medium": MEDIUM,
             "locality": LOCALITY,
-            "extra_keys": [block.extra_keys for _, block in run] if first.token_ids else None,
+            "extra_keys": [block.extra_keys for block in run] if first.token_ids else None,
             "group_idx": origin.group,
             "kv_cache_spec_kind": kind.name,
             "kv_cache_spec_sliding_window": kind.sliding_window,
@@ -239,8 +258,12 @@ class EventFeed:
     def _removed_events(self, keys: Sequence[bytes]) -> list[Any]:
         """One event for each run of blocks of one group."""
         external, shared = self._vocabulary.external_hash, {"medium": MEDIUM, "locality": LOCALITY}
+
+        def block_hash(key: bytes) -> Any:
+            return external(self._hashes.pop(key, _hash(key)))
+
         return [
-            self._removed({"block_hashes": [external(_hash(key)) for key in run], "group_idx": group, **shared})
+            self._removed({"block_hashes": [block_hash(key) for key in run], "group_idx": group, **shared})
             for group, run in groupby(keys, _group)
         ]
 
@@ -251,9 +274,9 @@ def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], An
     return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
 
 
-def _continues(last: tuple[bytes, _Block], block: _Block) -> bool:
+def _continues(last: _Block, block: _Block) -> bool:
     """Whether `block` may follow the `last` one in the same event."""
-    return block.parent == last[0] and block.origin == last[1].origin
+    return block.parent == last.block_hash and block.origin == last.origin
 
 
 def _hash(key: bytes) -> bytes:

@@ -60,6 +60,8 @@ class SchedulerSide:
         self._gpu = GPUBlocks(pool)
         if adapters is not None:
             self._gpu.known_hashes = KnownHashes(self._requests, 2 * len(pool.blocks))
+            if events is not None:
+                self._gpu.known_hashes.note = events.name
         self._planner = StepPlanner(control)
         null_block = pool.null_block.block_id
         self._shared_loads = SharedLoads(self._planner, groups, clock, drafts=drafts)
@@ -149,6 +151,8 @@ class SchedulerSide:
         self._shared_loads.ended(tracked)
         if self._gpu.known_hashes is not None:
             self._gpu.known_hashes.add_ended(tracked)
+        if tracked.adapter is not None:
+            tracked.adapter.check(now=True)
         if tracked.has_run:
             self._finder.offer_last(tracked, tables)
             self._ended.add_ended(tracked)
@@ -170,6 +174,8 @@ class SchedulerSide:
 
     def plan_step(self, step: Step) -> PlannedStep:
         """What starts with this step: loads of the requests admitted in it, and stores of what older steps computed."""
+        if self._adapters is not None:
+            self._adapters.move_on()
         self._loads.take_begun(wait=True)
         self._control.step()
         self.settle()
@@ -183,7 +189,7 @@ class SchedulerSide:
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
-            self._adapters.step_ended()
+            self._adapters.move_on()
         return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:

@@ -1,5 +1,5 @@
-"""The files of a model, besides its weights and its configuration, that decide what is computed: those of its processor
-for images, sound and video, and remote code."""
+"""The files of a model, besides its weights and its configuration, that decide what is computed: those of its
+quantization, of its processor for images, sound and video, and remote code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvstow_service.connectors.engine_core.hubcache import commit_of
+from kvstow_service.connectors.engine_core.hubcache import COMMIT, commit_of, find_snapshot
 
 _OF_NO_VALUE = {
     "added_tokens.json",
@@ -23,6 +23,7 @@ _OF_NO_VALUE = {
 }
 """They decide which tokens there are, which every key covers, or how tokens are drawn. vLLM has read `config.json` into
 its own configuration, which is part of the identity."""
+_QUANTIZATION = {"hf_quant_config.json", "quant_config.json", "quantize_config.json"}
 _DEPTH = 3
 _MOST_FILES, _MOST_BYTES = 512, 64 << 20
 _OTHER_REPOSITORY = re.compile(rb'"[\w.-]+/[\w.-]+--[\w.]+"')
@@ -30,18 +31,51 @@ _OTHER_REPOSITORY = re.compile(rb'"[\w.-]+/[\w.-]+--[\w.]+"')
 
 
 class ModelFiles(NamedTuple):
-    """`digest` covers names and contents, wherever the files lie. `others`: whether they name code of another
-    repository. `changed`: a file that has changed after the moment that was asked about."""
+    """`digest` covers names and contents, wherever the files lie; empty without files. `names_others`: whether code of
+    another repository is named. `changed`: a file that has changed since vLLM started."""
 
     digest: str
-    others: bool
+    names_others: bool
     changed: Path | None
+
+    def why_unshared(self, model: Any) -> str:
+        """Why it is not certain which files vLLM has read, as a sentence; empty if it is."""
+        if self.names_others and not COMMIT.fullmatch(str(model.code_revision)):
+            return "files_unknown: the model's code comes from another repository; set code_revision to a commit"
+        if self.changed is not None:
+            return f"files_changed: {self.changed} has changed since vLLM started, which may have read it before"
+        return ""
+
+
+def model_files(config: Any, started: float) -> ModelFiles | None:
+    """Those of a `VllmConfig`; None if they are nowhere on this node, and only those of quantization would count.
+    `started`: a moment before vLLM has read any, in seconds since the epoch. Raises `OSError`."""
+    model = config.model_config
+    has_processor, has_code = getattr(model, "multimodal_config", None) is not None, bool(model.trust_remote_code)
+    names = [(model.model, model.revision), (model.hf_config_path, None)]
+    names += [(model.tokenizer, model.tokenizer_revision)] if has_processor else []
+    places = []
+    for name, revision in dict.fromkeys(names):
+        if not name or Path(name).is_file():
+            continue
+        place = Path(name) if Path(name).is_dir() else find_snapshot(name, revision)
+        if place is not None:
+            places.append(place)
+        elif has_processor or has_code:
+            raise OSError(f"{name} is neither a folder nor in the cache of the Hugging Face Hub")
+    if not places:
+        return None
+    found = read_model_files(places, processor=has_processor, code=has_code, loaded_by=started)
+    own = model.model
+    codes = dict(getattr(model.hf_config, "auto_map", None) or {}).values()  # of a repository, each names one
+    others = has_code and any("--" in str(code) and str(code).partition("--")[0] != own for code in codes)
+    return found._replace(names_others=found.names_others or others)
 
 
 def read_model_files(places: Sequence[Path], *, processor: bool, code: bool, loaded_by: float) -> ModelFiles:
-    """`places`: folders. `processor` and `code`: which files count. Raises `OSError`, also for files that are too many
-    or too large to be read. The snapshot of a commit never changes, so `loaded_by`, in seconds since the epoch, does
-    not count there."""
+    """`places`: folders. `processor` and `code`: whether those of the processor, and remote code, count. Raises
+    `OSError`, also for files that are too many or too large to be read. The snapshot of a commit never changes, so
+    `loaded_by`, in seconds since the epoch, does not count there."""
     digest, others, changed, size, count = hashlib.sha256(), False, None, 0, 0
     for place in places:
         is_commit = commit_of(place) is not None
@@ -61,6 +95,8 @@ def read_model_files(places: Sequence[Path], *, processor: bool, code: bool, loa
 
 
 def _counts(file: Path, *, processor: bool, code: bool) -> bool:
+    if file.name in _QUANTIZATION:
+        return True
     if file.suffix == ".py":
         return code
     is_setting = file.suffix == ".json" and not file.name.endswith(".index.json") and file.name not in _OF_NO_VALUE

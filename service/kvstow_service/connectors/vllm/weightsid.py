@@ -11,8 +11,8 @@ from kvstow.tier.fingerprint import named_weights
 from kvstow_service.connectors.engine_core.hubcache import commit_of
 from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS, digest_of_weights, digested_files
 
-FindCached = Callable[[str, str | None], Path | None]
-"""Finds a file of a repository, at a revision, in the local cache of the Hugging Face Hub."""
+FindSnapshot = Callable[[str, str | None], Path | None]
+"""Finds the files of a repository, at a revision, in the local cache of the Hugging Face Hub."""
 
 
 class Weights(NamedTuple):
@@ -43,11 +43,11 @@ class Weights(NamedTuple):
         return self.path is not None and any(file.stat().st_ctime > moment for file in digested_files(self.path))
 
 
-def identify_weights(model: str, revision: str | None, configured: str | None, find_cached: FindCached) -> Weights:
+def identify_weights(model: str, revision: str | None, configured: str | None, find_snapshot: FindSnapshot) -> Weights:
     """`model`: a path, or a repository of the Hugging Face Hub. Reads no weights: files are identified by name, size,
     times and inode."""
     path = Path(model)
-    place = path if path.exists() else find_cached(model, revision)
+    place = path if path.exists() else find_snapshot(model, revision)
     snapshot = None if place is None else commit_of(place)
     name = model if snapshot is None else snapshot[0]
     if configured:

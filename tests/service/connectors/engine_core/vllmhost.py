@@ -18,6 +18,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
+from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
@@ -60,6 +61,7 @@ class FakeRequest:
         self.request_id, self.tokens = request_id, tokens
         self.num_computed_tokens = self.num_output_placeholders = 0
         self.skip_reading_prefix_cache = False
+        self.lora_request: Any = None
         self.tables: list[list[Block]] = []
 
     @property
@@ -110,6 +112,7 @@ class VllmHost:
         pinned: int | None = None,
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """`pinned`: slots that the ranks report at the start, by default all."""
         self.clock = FakeClock()
@@ -130,6 +133,7 @@ class VllmHost:
             step_blocks=step_blocks,
             drafts=drafts,
             clock=self.clock,
+            adapters=adapters,
         )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
         self._running = Cached()

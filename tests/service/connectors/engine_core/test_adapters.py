@@ -1,0 +1,405 @@
+"""LoRA adapters: their keys name what their files say, and they have none while that is not certain."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.service.connectors.engine_core.vllmhost import (
+    ONE_GROUP,
+    WITH_SHORT_WINDOW,
+    FakeRequest,
+    VllmHost,
+    hashes_of,
+    keys_of,
+)
+
+from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core import adapters as module
+from kvstow_service.connectors.engine_core import hubcache
+from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, AdapterFiles, Adapters
+
+PROMPT = "abcdefghijkl"
+SETTINGS = "{}"
+
+
+def write(folder: Path, weights: str = "weights", config: str = "{}") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(config)
+    (folder / "adapter_model.safetensors").write_text(weights)
+    return str(folder)
+
+
+def lora(path: str, number: int = 1, **more: Any) -> Any:
+    return SimpleNamespace(lora_name="french", lora_int_id=number, lora_path=path, **more)
+
+
+class Reader:
+    """The thread that reads files, which runs when a test says so."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    def start(self, target: Callable[[], None]) -> None:
+        self._waiting.append(target)
+
+    def run(self) -> None:
+        for target in self._waiting:
+            target()
+        self._waiting = []
+
+
+def make_adapters(
+    started: float | None = None, *, settings: str = SETTINGS, reader: Reader | None = None, clock: Any = None
+) -> Adapters:
+    """Those of an engine that starts now. Files are read at once, unless there is a `reader`."""
+    moment = time.time() + 60 if started is None else started
+    start = (lambda target: target()) if reader is None else reader.start
+    return Adapters(settings, moment, clock=clock or FakeClock(), start_thread=start)
+
+
+def ask(adapters: Adapters, path: str, number: int = 1, **more: Any) -> Adapter:
+    found = adapters.of(SimpleNamespace(lora_request=lora(path, number, **more)))
+    assert found is not None
+    return found
+
+
+def salt(path: str, **how: Any) -> bytes:
+    return ask(make_adapters(**how), path).salt
+
+
+def test_equal_files_have_one_name_wherever_they_lie(tmp_path: Path) -> None:
+    assert salt(write(tmp_path / "a")) == salt(write(tmp_path / "b")) != b""
+
+
+def test_each_byte_of_each_file_and_each_setting_counts(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    others = [write(tmp_path / "b", "Weights"), write(tmp_path / "c", config="{ }"), write(tmp_path / "d")]
+    (tmp_path / "d" / "adapter_model.bin").write_text("more")
+    salts = [salt(path), *map(salt, others), salt(path, settings="other")]
+    salts.append(ask(make_adapters(), path, is_3d_lora_weight=True).salt)
+    assert len(set(salts)) == len(salts)
+
+
+def test_a_request_without_an_adapter_has_none() -> None:
+    assert make_adapters().of(SimpleNamespace(lora_request=None)) is None
+
+
+def test_a_mixed_hash_is_as_long_and_names_the_adapter(tmp_path: Path) -> None:
+    one, other = ask(make_adapters(), write(tmp_path / "a")), ask(make_adapters(), write(tmp_path / "b", "other"))
+    for length in (16, 32):
+        block_hash = bytes(length)
+        assert len(one.mix(block_hash)) == length
+        assert len({block_hash, one.mix(block_hash), other.mix(block_hash), one.mix(bytes(length - 1) + b"1")}) == 4
+
+
+def rewrite(path: str) -> None:
+    (Path(path) / "adapter_model.safetensors").write_text("changed")
+
+
+def replace(path: str) -> None:
+    """As a program does that renames the new file, and gives it the old times."""
+    file = Path(path) / "adapter_model.safetensors"
+    new = file.with_name("new")
+    new.write_text(file.read_text())
+    os.utime(new, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    new.rename(file)
+
+
+def touch_back(path: str) -> None:
+    """Other bytes, as many, with the old times."""
+    file = Path(path) / "adapter_model.safetensors"
+    stat = file.stat()
+    file.write_text("WEIGHTS")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def remove(path: str) -> None:
+    (Path(path) / "adapter_config.json").unlink()
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, touch_back, remove])
+def test_an_adapter_that_has_changed_has_no_keys_for_the_engines_life(
+    tmp_path: Path, change: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    before = ask(adapters, path)
+    assert before.is_named
+    change(path)
+    assert not ask(adapters, path).is_named
+    assert "have changed" in before.reason
+    write(tmp_path / "a")
+    assert not ask(adapters, path).is_named
+    assert adapters.unshared == 1
+    assert len([record for record in caplog.records if "use no host cache" in record.message]) == 1
+
+
+def test_what_cannot_be_seen_has_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubcache, "find_snapshot", lambda repository, revision: None)
+    adapters = make_adapters()
+    for path in (str(tmp_path / "absent"), "org/absent"):
+        assert "in no folder" in ask(adapters, path).reason
+    assert "in no folder" in ask(adapters, write(tmp_path / "a"), 2, tensorizer_config_dict={"uri": "x"}).reason
+
+
+def test_files_that_are_newer_than_the_engine_have_no_keys(tmp_path: Path) -> None:
+    """A rank may have loaded the adapter when the engine started, and the first request comes after the change."""
+    path = write(tmp_path / "a")
+    written = max(file.stat().st_ctime for file in Path(path).iterdir())
+    assert "since this engine started" in ask(make_adapters(written - 1), path).reason
+    assert ask(make_adapters(written + 1), path).is_named
+
+
+def write_snapshot(cache: Path, commit: str, weights: str = "weights") -> Path:
+    """Of org/name, whose branch main is now this commit."""
+    repository = cache / "models--org--name"
+    write(repository / "snapshots" / commit, weights)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    return repository / "snapshots" / commit
+
+
+def test_a_repository_is_its_commit_until_its_branch_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubcache, "_folder", lambda repository, cache: tmp_path / "models--org--name")
+    first = write_snapshot(tmp_path, "1" * 40)
+    adapters = make_adapters()
+    adapter = ask(adapters, "org/name")
+    assert adapter.salt == salt(write(tmp_path / "same")) != b""
+    write_snapshot(tmp_path, "2" * 40, "other weights")
+    assert not ask(adapters, "org/name").is_named
+    assert ask(make_adapters(), "org/name").salt not in (b"", adapter.salt)
+    assert "since this engine started" in ask(make_adapters(1.0), "org/name").reason
+    assert ask(make_adapters(1.0), str(first)).salt == adapter.salt, "the snapshot of a commit never changes"
+
+
+def test_adapters_that_have_one_number_have_no_keys(tmp_path: Path) -> None:
+    """As after `load_inplace` from another path: ranks know an adapter by its number."""
+    adapters, one, other = make_adapters(), write(tmp_path / "a"), write(tmp_path / "b", "other")
+    first = ask(adapters, one, 1)
+    assert first.is_named
+    second = ask(adapters, other, 1)
+    assert (first.is_named, second.is_named) == (False, False)
+    assert "number 1" in first.reason
+    assert ask(adapters, write(tmp_path / "c"), 2).is_named
+
+
+def test_files_that_cannot_be_read_or_are_too_large_have_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "MOST_BYTES", 3)
+        assert "at most" in ask(make_adapters(), path).reason
+
+    def fail(file: Path) -> Any:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(module, "_chunks", fail)
+    assert "input/output error" in ask(make_adapters(), path).reason
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_keys(tmp_path: Path) -> None:
+    reader = Reader()
+    adapters, path = make_adapters(reader=reader), write(tmp_path / "a")
+    assert ask(adapters, path).is_being_read
+    reader.run()
+    rewrite(path)
+    assert "have changed" in ask(adapters, path).reason
+
+
+def test_one_thread_reads_one_adapter_after_the_other(tmp_path: Path) -> None:
+    reader = Reader()
+    adapters = make_adapters(reader=reader)
+    paths = [write(tmp_path / name) for name in "abc"]
+    for number, path in enumerate(paths):
+        ask(adapters, path, number)
+    assert len(reader._waiting) == 1
+    reader.run()
+    assert all(ask(adapters, path, number).is_named for number, path in enumerate(paths))
+    late = write(tmp_path / "d")
+    assert ask(adapters, late, 9).is_being_read
+    reader.run()
+    assert ask(adapters, late, 9).is_named
+
+
+def test_the_real_thread_ends_when_all_is_read(tmp_path: Path) -> None:
+    import threading
+
+    adapters, path = Adapters(SETTINGS, time.time() + 60), write(tmp_path / "a")
+    ask(adapters, path)
+    for thread in threading.enumerate():
+        if thread.name == "kvstow-adapters":
+            thread.join(30)
+    assert ask(adapters, path).is_named
+
+
+# -- in the scheduler's half --------------------------------------------------------------------------------------
+
+
+def keys_in(host: VllmHost) -> set[bytes]:
+    return {bytes.fromhex(block.key) for block in host.engine.blocks(limit=1000).blocks}
+
+
+def mixed(adapter: Adapter, tokens: str = PROMPT, group: int = 0) -> list[bytes]:
+    return [group.to_bytes(2, "big") + adapter.mix(each) for each in hashes_of(tokens)]
+
+
+def request_with(path: str, name: str = "r", tokens: str = PROMPT) -> FakeRequest:
+    request = FakeRequest(name, tokens)
+    request.lora_request = lora(path)
+    return request
+
+
+def run(host: VllmHost, request: FakeRequest) -> None:
+    host.ask(request)
+    host.run(request)
+    host.step({request: 0})
+    host.finish(request)
+    host.step()
+    host.step()
+
+
+def test_blocks_are_stored_and_found_under_the_adapters_keys(tmp_path: Path) -> None:
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    host = VllmHost(adapters=adapters)
+    run(host, request_with(path))
+    assert keys_in(host) == set(mixed(ask(adapters, path)))
+    assert host.ask(request_with(path, "again", PROMPT + "mn")) == len(PROMPT)
+    assert host.ask(FakeRequest("plain", PROMPT)) == 0, "the model without an adapter is another one"
+    other = make_adapters()  # as another engine of the pool, whose files differ
+    rewrite(path)
+    elsewhere = VllmHost(adapters=other)
+    elsewhere.store(*keys_in(host))
+    assert elsewhere.ask(request_with(path)) == 0
+
+
+def test_requests_without_an_adapter_have_the_keys_that_all_engines_give_them(tmp_path: Path) -> None:
+    host = VllmHost(adapters=make_adapters())
+    run(host, FakeRequest("r", PROMPT))
+    assert keys_in(host) == set(keys_of(PROMPT))
+
+
+def test_nothing_is_stored_or_found_once_the_files_have_changed(tmp_path: Path) -> None:
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    host = VllmHost(adapters=adapters)
+    run(host, request_with(path))
+    stored = keys_in(host)
+    rewrite(path)
+    assert host.ask(request_with(path, "again")) == 0
+    run(host, request_with(path, "other", "ABCDEFGH"))
+    assert keys_in(host) == stored
+
+
+def test_what_was_computed_after_a_change_is_not_stored(tmp_path: Path) -> None:
+    """The change comes while a request runs, so its later tokens may be those of the new version."""
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    host, request = VllmHost(adapters=adapters), request_with(path)
+    host.ask(request)
+    host.admit(request, 4)
+    host.step({request: 4})
+    host.step({request: 4})
+    host.step({request: 4})
+    before = keys_in(host)
+    assert before == set(mixed(ask(adapters, path), PROMPT[:8])[: len(before)])
+    assert before
+    rewrite(path)
+    host.step({request: 0})
+    host.finish(request)
+    host.step()
+    host.step()
+    assert keys_in(host) == before
+
+
+def test_a_request_waits_for_the_digest_and_then_for_no_more(tmp_path: Path) -> None:
+    reader, clock = Reader(), FakeClock()
+    adapters, path = make_adapters(reader=reader, clock=clock), write(tmp_path / "a")
+    host, request = VllmHost(adapters=adapters), request_with(path)
+    assert host.side.find_hit(request, 0) is None
+    reader.run()
+    assert host.side.find_hit(request, 0) == 0
+    slow, other = Reader(), write(tmp_path / "b")
+    host = VllmHost(adapters=make_adapters(reader=slow, clock=clock))
+    request = request_with(other)
+    assert host.side.find_hit(request, 0) is None
+    clock.advance(READ_SECONDS)
+    assert host.side.find_hit(request, 0) == 0
+
+
+def test_a_request_that_did_not_wait_is_stored_once_the_digest_is_known(tmp_path: Path) -> None:
+    reader, clock = Reader(), FakeClock()
+    adapters, path = make_adapters(reader=reader, clock=clock), write(tmp_path / "a")
+    host, request = VllmHost(adapters=adapters), request_with(path)
+    host.side.find_hit(request, 0)
+    clock.advance(READ_SECONDS)
+    host.run(request)
+    host.step({request: 0})
+    assert keys_in(host) == set()
+    reader.run()
+    host.finish(request)
+    host.step()
+    host.step()
+    assert keys_in(host) == set(mixed(ask(adapters, path)))
+
+
+def test_blocks_that_are_known_by_their_hash_alone_have_the_same_keys(tmp_path: Path) -> None:
+    """Lazy stores see no request."""
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    host = VllmHost(adapters=adapters, lazy_blocks=32)
+    run(host, request_with(path))
+    run(host, FakeRequest("plain", "ABCDEFGH"))
+    for _ in range(3):
+        host.step()
+    assert keys_in(host) == {*mixed(ask(adapters, path)), *keys_of("ABCDEFGH")}
+
+
+def test_a_block_of_an_unknown_hash_is_not_stored(tmp_path: Path) -> None:
+    host = VllmHost(adapters=make_adapters(), lazy_blocks=32)
+    run(host, request_with(write(tmp_path / "a")))
+    known = host.side._gpu.known_hashes
+    assert known is not None
+    assert known.mix([b"12345678"]) == [None]
+
+
+def test_the_hashes_that_are_known_are_bounded(tmp_path: Path) -> None:
+    host = VllmHost(adapters=make_adapters(), gpu_blocks=17, lazy_blocks=4)
+    for number in range(40):
+        run(host, FakeRequest(f"r{number}", f"{number:02}cdefghijkl"))
+    known = host.side._gpu.known_hashes
+    assert known is not None
+    assert len(known._adapters) <= 2 * 17
+
+
+def test_groups_with_a_window_have_the_adapters_keys(tmp_path: Path) -> None:
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    host = VllmHost(WITH_SHORT_WINDOW, adapters=adapters)
+    run(host, request_with(path))
+    adapter = ask(adapters, path)
+    assert keys_in(host) >= {*mixed(adapter), mixed(adapter, group=1)[-1]}
+    assert all(key in {*mixed(adapter), *mixed(adapter, group=1)} for key in keys_in(host))
+
+
+def test_the_files_are_compared_once_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters, path = make_adapters(), write(tmp_path / "a")
+    host, request = VllmHost(ONE_GROUP, adapters=adapters), request_with(path)
+    host.ask(request)
+    count = 0
+
+    def stats(files: AdapterFiles, original: Callable[[AdapterFiles], Any] = AdapterFiles.stats) -> Any:
+        nonlocal count
+        count += 1
+        return original(files)
+
+    monkeypatch.setattr(AdapterFiles, "stats", stats)
+    for _ in range(3):
+        host.side.find_hit(request, 0)
+    assert count <= 1
+    host.admit(request, 4)
+    host.step({request: 4})
+    for number in range(3):
+        host.step({request: 2})
+        assert count <= number + 2
