@@ -23,6 +23,8 @@ import httpx
 import pytest
 from tests.vllm.models import IMAGE_SIZE, VOCABULARY
 
+from kvstow_service.connectors.engine_core import processstart
+
 BLOCK = 32
 """Tokens; the CPU backend allows multiples of 32."""
 SLOT_BYTES = 4 * BLOCK * 2 * (64 + 64) * 4
@@ -248,6 +250,8 @@ def running(setup: Setup) -> Iterator[Engine]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_deadline())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        began = time.time()  # this process is older than its engines, and than the models that it has written
+        patch.setattr(processstart, "_start_of", lambda process: began)
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(setup.processes)))
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if setup.tp == 2 else "nobind")

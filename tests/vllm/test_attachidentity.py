@@ -14,7 +14,7 @@ from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow_service.connectors.engine_core.kvgroups import kv_groups
 from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.vllm import attachidentity, weightsid
+from kvstow_service.connectors.vllm import attachidentity, unshared, weightsid
 
 pytestmark = pytest.mark.vllm
 
@@ -29,6 +29,7 @@ def config() -> Any:
     init_none_hash(sha256)
     made = make_vllm_config(Setup("identity"), "kvstow_service.connectors.vllm", {})
     made.model_config = SimpleNamespace(**vars(made.model_config))  # it is shared by all tests
+    made.load_config = SimpleNamespace(load_format="auto")
     return made
 
 
@@ -120,7 +121,7 @@ def test_random_hashes_are_shared_with_nobody(config: Any, monkeypatch: pytest.M
 def test_lora_is_shared_only_where_hashes_cover_the_path(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.lora_config = SimpleNamespace()
     assert namespace(config).unshared == ""
-    monkeypatch.setattr(attachidentity, "_tags_extra_keys", lambda: False)
+    monkeypatch.setattr(unshared, "tags_extra_keys", lambda: False)
     assert namespace(config).unshared.startswith("lora_names_not_unique: ")
 
 
@@ -135,7 +136,9 @@ def test_scales_of_the_first_requests_are_shared_with_nobody(config: Any) -> Non
 
 
 def drafter(model: str) -> Any:
-    return SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model=model, revision=None))
+    hf_config = SimpleNamespace(to_dict=dict)
+    drafts = SimpleNamespace(model=model, revision=None, hf_config=hf_config, dtype="float32")
+    return SimpleNamespace(method="eagle", draft_model_config=drafts)
 
 
 def write_weights(folder: Path, content: str) -> str:
@@ -190,7 +193,7 @@ def test_weights_without_a_name_in_the_fleet_have_a_reason(config: Any, tmp_path
     config.load_config = SimpleNamespace(load_format="auto")
     assert attachidentity.fleet_weights(config, None).weights_id
     config.lora_config = SimpleNamespace()
-    assert attachidentity.fleet_weights(config, "v1").reason.startswith("adapters_not_named: ")
+    assert attachidentity.fleet_weights(config, "v1").weights_id, "keys name adapters"
 
 
 def test_weights_that_cannot_be_read_have_a_reason(config: Any, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Everything that vLLM computes from has a verdict, and the identity has what the verdicts say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.vllm.valuesources import FIELDS, FILES, VARIABLES, verdicts
+
+from kvstow_service.connectors.engine_core.vllmprocess import _LORA_SETTINGS
+from kvstow_service.connectors.vllm import valuesettings
+from kvstow_service.connectors.vllm.modelfiles import read_model_files
+from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS
+
+pytestmark = pytest.mark.vllm
+
+_NO_FIELDS = ("ClassVar", "InitVar")
+_PARTS = {
+    "attention_config": "AttentionConfig",
+    "cache_config": "CacheConfig",
+    "diffusion_config": "DiffusionConfig",
+    "ec_transfer_config": "ECTransferConfig",
+    "kernel_config": "KernelConfig",
+    "load_config": "LoadConfig",
+    "mamba_config": "MambaConfig",
+    "model_config": "ModelConfig",
+    "multimodal_config": "MultiModalConfig",
+    "parallel_config": "ParallelConfig",
+    "speculative_config": "SpeculativeConfig",
+}
+
+
+def source() -> Path:
+    """The installed vLLM's."""
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
+
+
+def config_fields() -> dict[str, set[str]]:
+    """The fields of each dataclass of vLLM's configuration."""
+    found = {}
+    for file in sorted((source() / "config").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            decorators = map(ast.unparse, node.decorator_list) if isinstance(node, ast.ClassDef) else ()
+            if isinstance(node, ast.ClassDef) and any("config" in each or "dataclass" in each for each in decorators):
+                found[node.name] = {
+                    line.target.id
+                    for line in node.body
+                    if isinstance(line, ast.AnnAssign)
+                    and isinstance(line.target, ast.Name)
+                    and not any(word in ast.unparse(line.annotation) for word in _NO_FIELDS)
+                }
+    return found
+
+
+def with_verdict(table: Mapping[str, str], verdict: str) -> set[str]:
+    return set(table.get(verdict, "").split())
+
+
+def test_each_field_of_the_configuration_has_a_verdict() -> None:
+    found = config_fields()
+    assert {"VllmConfig", "ModelConfig", "CacheConfig"} <= found.keys()
+    unknown = [
+        f"{name}.{field}" for name, fields in found.items() for field in fields - verdicts(FIELDS.get(name, {})).keys()
+    ]
+    assert not unknown, "decide whether they change KV, and put them into valuesources.py"
+
+
+def test_each_variable_has_a_verdict() -> None:
+    names = set(re.findall(r'^    "([A-Z][A-Z0-9_]+)":', (source() / "envs.py").read_text(), re.MULTILINE))
+    assert len(names) > 200
+    assert not names - verdicts(VARIABLES).keys(), "decide whether they change KV, and put them into valuesources.py"
+
+
+def test_the_identity_has_what_the_verdicts_say() -> None:
+    for part, name in _PARTS.items():
+        settings = set(valuesettings.FIELDS[part]) - {"calculate_kv_scales"}  # vLLM 0.29 and older
+        assert settings == with_verdict(FIELDS[name], "identity"), part
+    assert set(valuesettings.FIELDS) - _PARTS.keys() == with_verdict(FIELDS["VllmConfig"], "identity")
+    own = {name for name in valuesettings.VARIABLES if name.startswith("VLLM_")}
+    assert own == with_verdict(VARIABLES, "identity")
+    assert set(_LORA_SETTINGS) == with_verdict(FIELDS["LoRAConfig"], "adapter")
+
+
+@pytest.mark.parametrize("name", sorted(verdicts(FILES)))
+def test_a_file_counts_if_its_verdict_says_so(name: str, tmp_path: Path) -> None:
+    digests = set()
+    for content in ("one", "other"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content)
+        digests.add(read_model_files([tmp_path], processor=True, code=True, loaded_by=0).digest)
+    verdict = verdicts(FILES)[name]
+    assert len(digests) == (2 if verdict == "identity" else 1)
+    if verdict == "weights":
+        assert name.endswith(WEIGHTS)
