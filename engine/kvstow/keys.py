@@ -1,7 +1,8 @@
 """Keys: the bytes that name a block's content.
 
 A key is the id of the KV group (2 bytes, big endian) and a chained prefix hash. The chain covers everything that
-determines the content (tokens, model inputs, LoRA, cache salt), so equal keys mean equal bytes.
+determines the content (tokens, model inputs, LoRA, cache salt), so equal keys mean equal bytes, within one identity
+(`NamespaceIdentity`).
 """
 
 from __future__ import annotations

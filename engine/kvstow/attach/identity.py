@@ -130,10 +130,9 @@ class NamespaceIdentity(Identity):
 
     `weights_id` names the weights, and `weights_source` says where that name comes from (`snapshot`, `files`,
     `configured`). `value_settings` are settings that change values (quantization, rope, scales). `hash_probe` is the
-    result of this engine's hash function for known tokens. `adapters` holds name and path of each LoRA adapter, if keys
-    contain only its name. `epoch` grows when the weights of a running engine change. `unshared` is the reason, as a
-    sentence, why no other engine may share these blocks; empty if others may. If it is set, `hash_probe` is one that no
-    other engine has.
+    result of this engine's hash function for known tokens. `epoch` grows when the weights of a running engine change.
+    `unshared` is the reason, as a sentence, why no other engine may share these blocks; empty if others may. If it is
+    set, `hash_probe` is one that no other engine has.
     """
 
     model: str
@@ -141,17 +140,14 @@ class NamespaceIdentity(Identity):
     weights_source: str
     hash_probe: str
     value_settings: tuple[tuple[str, str], ...] = ()
-    adapters: tuple[tuple[str, str], ...] = ()
     epoch: int = 0
     unshared: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_settings", tuple(sorted(self.value_settings)))
-        object.__setattr__(self, "adapters", tuple(sorted(self.adapters)))
 
     def to_json(self) -> dict[str, Any]:
-        pairs = {"value_settings": dict(self.value_settings), "adapters": dict(self.adapters)}
-        value = super().to_json() | pairs
+        value = super().to_json() | {"value_settings": dict(self.value_settings)}
         if not self.unshared:
             del value["unshared"]
         return value
@@ -165,7 +161,6 @@ class NamespaceIdentity(Identity):
             weights_source=value.text("weights_source"),
             hash_probe=value.text("hash_probe"),
             value_settings=value.text_pairs("value_settings"),
-            adapters=value.text_pairs("adapters"),
             epoch=value.whole("epoch", 0),
             unshared=value.text("unshared", ""),
         )

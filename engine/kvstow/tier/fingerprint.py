@@ -34,8 +34,6 @@ def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: Fleet
         return Fingerprint(None, namespace.unshared)
     if namespace.epoch:
         return Fingerprint(None, WEIGHTS_CHANGED)
-    if namespace.adapters:
-        return Fingerprint(None, "adapters_not_named: the path of a LoRA adapter means another file on another node")
     if not weights.weights_id:
         return Fingerprint(None, weights.reason or "weights_unknown: this engine does not name its weights; update it")
     settings = tuple([(name, value) for name, value in namespace.value_settings if name != DRAFTER_WEIGHTS])

@@ -40,7 +40,6 @@ NAMESPACE = NamespaceIdentity(
     weights_source="snapshot",
     hash_probe="a1b2",
     value_settings=(("rope", "default"), ("quantization", "none")),
-    adapters=(("sql", "/adapters/sql"),),
     epoch=3,
 )
 HELLO = Hello(

@@ -25,7 +25,16 @@ REFUSALS: Final = TRANSIENT_REFUSALS | {
 }
 """Why the service refuses engines at the hello. Any other reason counts as `other`."""
 
-_UNSHARED: Final = ("hashes_not_reproducible", "kv_scales_not_fixed", "lora_names_not_unique", "weights_unknown")
+_UNSHARED: Final = (
+    "files_changed",
+    "files_unknown",
+    "hashes_not_reproducible",
+    "kv_scales_not_fixed",
+    "lora_names_not_unique",
+    "revision_moved",
+    "weights_not_fixed",
+    "weights_unknown",
+)
 
 
 class AttachState(NamedTuple):
