@@ -99,7 +99,7 @@ def test_each_setting_makes_another_identity(config: Any, part: str, name: str, 
     if part == "multimodal_config":
         of_images(config, mm_encoder_fp8_scale_path=None)
     owner = config.model_config if part == "multimodal_config" else config
-    section = getattr(owner, part, None)
+    section: Any = getattr(owner, part, None)
     value = {"mm_encoder_fp8_scale_path": str(scales)}.get(name, "other")
     if name == "mm_encoder_attn_dtype":
         value, section.mm_encoder_fp8_scale_path = "fp8", str(scales)
@@ -249,9 +249,7 @@ def cache(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_cache(cache: Path, config: Any, patch: pytest.MonkeyPatch) -> Path:
     """The cache of the Hub, with a snapshot of org/name, which is the model."""
-    from huggingface_hub import constants
-
-    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     move(cache, "1" * 40)
     config.model_config.model = config.model_config.tokenizer = "org/name"
     config.model_config.revision = None
