@@ -66,9 +66,9 @@ class TrackedRequest:
     a load, of the tokens `loaded`, `fetched_tokens` of which the fleet tier has brought for it. `load_failed`: some of
     them were not written. `withheld`: its blocks belong to weights that were replaced, and are never offered.
     `deferred_at`: when its lookup was first deferred to a later step; None if none is. `admitted_at`: the step that
-    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load. `adapter`:
-    its LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how many of its hashes `GPUBlocks`
-    knows.
+    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load. `adapter`: its
+    LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes`
+    has.
     """
 
     request: Request

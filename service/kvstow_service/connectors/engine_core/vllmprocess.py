@@ -21,8 +21,8 @@ class VLLMProcess:
     engine over all its nodes; 0 in the scheduler's process. `max_requests` is the limit of one step. `frees_late`: vLLM
     hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
     still writes. `replicated`: all ranks have the same KV (MLA). `drafts`: it has a drafter. With EAGLE or MTP, vLLM
-    computes the last block of a prefix that it finds on the GPU again. `lora_settings`: those that
-    decide how an adapter is applied; None if requests have no adapters.
+    computes the last block of a prefix that it finds on the GPU again. `lora_settings`: those that decide how an
+    adapter is applied; None if requests have no adapters.
     """
 
     engine_id: str
