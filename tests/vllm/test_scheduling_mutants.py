@@ -194,7 +194,7 @@ class Mutant(NamedTuple):
 
 SYNC = Setup("sync mutant")
 SHORT = Setup("short mutant", requests=60)
-ASYNC = Setup("async mutant", asynchronous=True)
+ASYNC = Setup("async mutant", asynchronous=True, seed=3)
 LATE = Setup("late mutant", delay=(30, 90))
 SLOW = Setup("mutant of two slow ranks", ranks=2, delay=(1, 3), gap=300)
 REPLAYED = Setup("mutant of a replayed window", layers="replayed", blocks=72)
