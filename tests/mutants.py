@@ -523,6 +523,35 @@ PATCHED = [
         ),
         "tests/service/connectors/engine_core/test_sharedloads.py::test_taking_out_a_safeguard_is_noticed",
     ),
+    Patched(
+        "tests/service/connectors/engine_core/test_adapterversions.py",
+        (
+            "a_changed_adapter_is_read_again",
+            "files_are_compared_only_when_a_request_comes",
+            "files_are_not_compared",
+            "files_may_be_newer_than_the_engine",
+            "keys_do_not_name_the_adapter",
+            "numbers_are_not_compared",
+        ),
+        "tests/service/connectors/engine_core/test_adapterversions.py"
+        "::test_adapters_without_one_of_their_protections_are_found_out",
+    ),
+    Patched(
+        "tests/vllm/test_sharing.py",
+        (
+            "files_do_not_count",
+            "newer_files_are_believed",
+            "newer_weights_are_believed",
+            "revisions_are_believed",
+            "the_usual_cache_is_believed",
+        ),
+        "tests/vllm/test_sharing.py::test_an_identity_without_one_of_its_protections_is_found_out",
+    ),
+    Patched(
+        "tests/vllm/test_sharing.py",
+        ("settings_do_not_count",),
+        "tests/vllm/test_sharing.py::test_an_identity_without_its_settings_is_found_out",
+    ),
 ]
 
 
