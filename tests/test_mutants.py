@@ -56,6 +56,8 @@ def is_patching(node: ast.stmt) -> bool:
 
 def patching() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
+        if "(patch: pytest.MonkeyPatch)" not in path.read_text():
+            continue
         relative = str(Path(path).relative_to(ROOT))
         yield from ((relative, name) for name, node in defined(relative).items() if is_patching(node))
 

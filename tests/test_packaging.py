@@ -82,7 +82,7 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
 
 HOSTS = {
     "vllm": ("engine_core", "tpu", "vllm"),
-    "huggingface_hub": ("vllm",),
+    "huggingface_hub": ("engine_core",),
 }
 """Inference engines, which load a connector themselves, and what they bring: what is imported of them is there. The
 values: packages of `kvstow_service.connectors` that import them."""

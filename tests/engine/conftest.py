@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,9 +77,12 @@ def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
 
 @pytest.fixture
 def reserve() -> Iterator[Callable[[int], None]]:
-    """Reserve this many more 2 MiB pages until the test ends; skips without permission."""
+    """Reserve this many more 2 MiB pages until the test ends; skips without permission. The pages are the machine's:
+    one test at a time has them, in whichever process."""
     total = HugePageLimits().pages / "nr_hugepages"
     try:
+        held = total.open()
+        fcntl.flock(held, fcntl.LOCK_EX)
         before = total.read_text()
         total.write_text(before)
     except OSError as error:
@@ -91,6 +95,7 @@ def reserve() -> Iterator[Callable[[int], None]]:
 
     yield set_free
     total.write_text(before)
+    held.close()
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ class Terminal:
         self._master, slave = pty.openpty()
         self.resize(rows, columns)
         command = [sys.executable, "-c", _TAKE_TERMINAL, "-m", "kvstow_service", *arguments]
-        given = {**environ, "TERM": "xterm-256color"}
+        given = {name: value for name, value in environ.items() if name not in ("COLUMNS", "LINES")}  # as xdist sets
+        given["TERM"] = "xterm-256color"
         self._process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=given, start_new_session=True
         )
