@@ -52,6 +52,8 @@ MEMFD = "engine/kvstow/memfd.py"
 AUTH = "api/kvstow_api/auth.py"
 ADMISSION = "api/kvstow_api/admission.py"
 HEADER = "service/kvstow_service/tiers/objectheader.py"
+ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
+ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
 MUTANTS = [
     # -- ops -------------------------------------------------------------------------------------------------
@@ -304,6 +306,49 @@ MUTANTS = [
         "        if not more and len(body) > limit:\n",
         "tests/api/test_body.py::test_reading_stops_when_a_body_becomes_too_large",
     ),
+    # -- what a key means --------------------------------------------------------------------------------------
+    Mutant(
+        "a_block_of_an_unknown_hash_is_the_models",
+        f"{ENGINE_CORE}/gpublocks.py",
+        "return [self._mix(each) if each in known else None for each in hashes]",
+        "return [self._mix(each) if each in known else each for each in hashes]",
+        f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",
+    ),
+    Mutant(
+        "arrivals_count_as_the_comparison_of_a_step",
+        f"{ENGINE_CORE}/adapters.py",
+        "        if not now:\n            self._checked",
+        "        if self._files:\n            self._checked",
+        f"{ADAPTERS}::test_what_was_computed_after_a_change_is_not_stored",
+    ),
+    Mutant(
+        "changed_adapters_keep_their_keys",
+        f"{ENGINE_CORE}/trackedrequests.py",
+        "return self.adapter is None or self.adapter.is_named",
+        "return True",
+        f"{ADAPTERS}::test_nothing_is_stored_or_found_once_the_files_have_changed",
+    ),
+    Mutant(
+        "requests_do_not_wait_for_the_digest",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "            if self._adapters.must_wait(tracked.adapter):\n                return None\n",
+        "",
+        f"{ADAPTERS}::test_a_request_waits_for_the_digest_and_then_for_no_more",
+    ),
+    Mutant(
+        "events_announce_keys_instead_of_hashes",
+        f"{ENGINE_CORE}/kvevents.py",
+        "            if block.block_hash != _hash(key):\n                self._hashes[key] = block.block_hash\n",
+        "",
+        "tests/service/connectors/engine_core/test_adapterevents.py",
+    ),
+    Mutant(
+        "weights_are_told_by_times_that_can_be_set",
+        "service/kvstow_service/connectors/vllm/weightsid.py",
+        "{stat.st_mtime_ns} {stat.st_ctime_ns}",
+        "{stat.st_mtime_ns}",
+        "tests/vllm/test_sharing.py::test_weights_that_were_replaced_with_their_old_times_are_others",
+    ),
 ]
 
 PATCHED = [
@@ -522,6 +567,35 @@ PATCHED = [
             "any_load_is_worth_a_wait",
         ),
         "tests/service/connectors/engine_core/test_sharedloads.py::test_taking_out_a_safeguard_is_noticed",
+    ),
+    Patched(
+        "tests/service/connectors/engine_core/test_adapterversions.py",
+        (
+            "a_changed_adapter_is_read_again",
+            "files_are_compared_only_when_a_request_comes",
+            "files_are_not_compared",
+            "files_may_be_newer_than_the_engine",
+            "keys_do_not_name_the_adapter",
+            "numbers_are_not_compared",
+        ),
+        "tests/service/connectors/engine_core/test_adapterversions.py"
+        "::test_adapters_without_one_of_their_protections_are_found_out",
+    ),
+    Patched(
+        "tests/vllm/test_sharing.py",
+        (
+            "files_do_not_count",
+            "newer_files_are_believed",
+            "newer_weights_are_believed",
+            "revisions_are_believed",
+            "the_usual_cache_is_believed",
+        ),
+        "tests/vllm/test_sharing.py::test_an_identity_without_one_of_its_protections_is_found_out",
+    ),
+    Patched(
+        "tests/vllm/test_sharing.py",
+        ("settings_do_not_count",),
+        "tests/vllm/test_sharing.py::test_an_identity_without_its_settings_is_found_out",
     ),
 ]
 

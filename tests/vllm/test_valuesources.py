@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.vllm.environments import of_version, sources
 from tests.vllm.valuesources import FIELDS, FILES, VARIABLES, verdicts
 
 from kvstow_service.connectors.engine_core.vllmprocess import _LORA_SETTINGS
@@ -34,18 +34,13 @@ _PARTS = {
 }
 
 
-def source() -> Path:
-    """The installed vLLM's."""
-    found = find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent
+VERSIONS = [of_version(f"0.{minor}.0") for minor in (30, 31, 32, 33)]
 
 
-def config_fields() -> dict[str, set[str]]:
+def config_fields(version: str) -> dict[str, set[str]]:
     """The fields of each dataclass of vLLM's configuration."""
     found = {}
-    for file in sorted((source() / "config").glob("*.py")):
+    for file in sorted((sources(version) / "vllm" / "config").glob("*.py")):
         for node in ast.parse(file.read_text()).body:
             decorators = map(ast.unparse, node.decorator_list) if isinstance(node, ast.ClassDef) else ()
             if isinstance(node, ast.ClassDef) and any("config" in each or "dataclass" in each for each in decorators):
@@ -63,8 +58,9 @@ def with_verdict(table: Mapping[str, str], verdict: str) -> set[str]:
     return set(table.get(verdict, "").split())
 
 
-def test_each_field_of_the_configuration_has_a_verdict() -> None:
-    found = config_fields()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_field_of_the_configuration_has_a_verdict(version: str) -> None:
+    found = config_fields(version)
     assert {"VllmConfig", "ModelConfig", "CacheConfig"} <= found.keys()
     unknown = [
         f"{name}.{field}" for name, fields in found.items() for field in fields - verdicts(FIELDS.get(name, {})).keys()
@@ -72,8 +68,10 @@ def test_each_field_of_the_configuration_has_a_verdict() -> None:
     assert not unknown, "decide whether they change KV, and put them into valuesources.py"
 
 
-def test_each_variable_has_a_verdict() -> None:
-    names = set(re.findall(r'^    "([A-Z][A-Z0-9_]+)":', (source() / "envs.py").read_text(), re.MULTILINE))
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_variable_has_a_verdict(version: str) -> None:
+    source = (sources(version) / "vllm" / "envs.py").read_text()
+    names = set(re.findall(r'^    "([A-Z][A-Z0-9_]+)":', source, re.MULTILINE))
     assert len(names) > 200
     assert not names - verdicts(VARIABLES).keys(), "decide whether they change KV, and put them into valuesources.py"
 
