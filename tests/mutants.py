@@ -315,10 +315,10 @@ MUTANTS = [
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",
     ),
     Mutant(
-        "arrivals_count_as_the_comparison_of_a_step",
-        f"{ENGINE_CORE}/adapters.py",
-        "        if not now:\n            self._checked",
-        "        if self._files:\n            self._checked",
+        "a_comparison_before_a_step_counts_for_it",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "            self._adapters.move_on()\n        self._loads.take_begun(wait=True)",
+        "            pass\n        self._loads.take_begun(wait=True)",
         f"{ADAPTERS}::test_what_was_computed_after_a_change_is_not_stored",
     ),
     Mutant(

@@ -249,9 +249,7 @@ def cache(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_cache(cache: Path, config: Any, patch: pytest.MonkeyPatch) -> Path:
     """The cache of the Hub, with a snapshot of org/name, which is the model."""
-    from huggingface_hub import constants
-
-    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     move(cache, "1" * 40)
     config.model_config.model = config.model_config.tokenizer = "org/name"
     config.model_config.revision = None

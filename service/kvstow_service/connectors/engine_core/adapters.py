@@ -118,8 +118,7 @@ class Adapter:
         `Adapters.move_on`. Returns `is_named`."""
         if self.reason or self._files is None or (self._checked == self._moment[0] and not now and self.salt):
             return self.is_named
-        if not now:
-            self._checked = self._moment[0]
+        self._checked = self._moment[0]
         if self._files.stats() != self._stats:
             self.refuse("its files have changed since this engine has used it first")
         elif not self.salt:
