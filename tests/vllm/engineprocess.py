@@ -19,7 +19,7 @@ from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, 
 from kvstow.control.tiersettings import TierSettings
 from kvstow.tier import rate
 from kvstow.tier.fingerprint import fingerprint
-from kvstow_service.connectors.vllm import attachedhits
+from kvstow_service.connectors.vllm import attachedcontrol, attachedhits
 
 _IDLE_SECONDS = 0.005
 
@@ -185,6 +185,8 @@ def _be_patient(engine: Engine, seconds: float) -> None:
     if engine.setup.is_attached:  # its service has the tier
         attachedhits.PATIENCE_SECONDS = seconds or 0.25
         attachedhits.LONGEST_PATIENCE_SECONDS = seconds or 5.0
+        attachedcontrol.SLOW_SECONDS = seconds or 0.25
+        attachedcontrol.SILENT_SECONDS = seconds or 5.0
         return
     fleet, settings = engine.connector._host.tier.tier.fleet, TierSettings()
     fleet._settings = replace(
