@@ -349,6 +349,14 @@ MUTANTS = [
         "{stat.st_mtime_ns}",
         "tests/vllm/test_sharing.py::test_weights_that_were_replaced_with_their_old_times_are_others",
     ),
+    Mutant(
+        "a_request_loads_again_after_a_failure",
+        "service/kvstow_service/connectors/engine_core/schedulerside.py",
+        "        if tracked.load_failed:\n            tracked.start = local\n            return 0\n",
+        "",
+        "tests/service/connectors/engine_core/test_loads.py"
+        "::test_a_request_whose_load_failed_is_computed_even_if_its_blocks_are_there_again",
+    ),
 ]
 
 PATCHED = [
@@ -536,7 +544,6 @@ PATCHED = [
             "load_blocks_are_rotated",
             "loads_are_done_at_submission",
             "aborted_loads_are_not_reported",
-            "requests_load_again_after_a_failure",
             "failed_loads_are_done",
             "windows_fail_by_block",
             "windows_lack_a_block",

@@ -48,7 +48,7 @@ PACE = {"pin_chunk": 128 << 10, "pin_pause": 0.15}
 """A slot in 0.15 s, or two where they are half as large."""
 SIZES: dict[str, dict[str, Any]] = {
     "roomy": {},
-    "small": {"step_tokens": 128, "gpu_blocks": 96},
+    "small": {"step_tokens": 128, "gpu_blocks": 80},
     "evicting": {"slots": 40},
     "lazy": {"extra": {"lazy_offload": True}, "gpu_blocks": 72},
     "pinning": {"extra": PACE, "slots": 4096},

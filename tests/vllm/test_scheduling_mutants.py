@@ -98,18 +98,6 @@ def aborted_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(connector, drop)
 
 
-def requests_load_again_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-
-    find_hit = SchedulerSide.find_hit
-
-    def find(self: SchedulerSide, request: Any, local: int) -> int | None:
-        self._tracked(request).load_failed = False
-        return find_hit(self, request, local)
-
-    patch.setattr(SchedulerSide, "find_hit", find)
-
-
 def failed_loads_are_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{CONNECTOR}.KVStowConnector.get_block_ids_with_load_errors", lambda self: set())
 
@@ -200,7 +188,6 @@ SLOW = Setup("mutant of two slow ranks", ranks=2, delay=(1, 3), gap=300)
 REPLAYED = Setup("mutant of a replayed window", layers="replayed", blocks=72)
 HYBRID = Setup("hybrid mutant", layers="hybrid", blocks=90)
 RESTARTS = Setup("mutant of restarts", ranks=2, operator_rate=0.02, operations=("restart_rank",))
-RELOADS = Setup("window, two ranks, failures", layers="window", ranks=2, blocks=26, failure_rate=0.2)
 ATTACHED = Setup("attached mutant", attached=True, answers=(1, 3, 12), abort_rate=0.1)
 LOST = Setup(
     "mutant of lost sessions",
@@ -228,7 +215,6 @@ MUTANTS = [
     Mutant(load_blocks_are_rotated, "wrong read", SYNC),
     Mutant(loads_are_done_at_submission, "wrong read", ASYNC),
     Mutant(aborted_loads_are_not_reported, "stuck", Setup("abort mutant", requests=90, abort_rate=0.1, delay=(6, 30))),
-    Mutant(requests_load_again_after_a_failure, "stuck", RELOADS),
     Mutant(failed_loads_are_done, "wrong read", Setup("failure mutant", bad_slots=30)),
     Mutant(windows_fail_by_block, "wrong read", Setup("window mutant", layers="window", failure_rate=0.2)),
     Mutant(windows_lack_a_block, "wrong read", HYBRID),

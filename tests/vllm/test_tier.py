@@ -29,7 +29,7 @@ from kvstow.errors import TierUnavailableError
 from kvstow.testing.tier import ControlledStore
 from kvstow_service.connectors.engine_core import embeddedtier
 from kvstow_service.connectors.engine_core.enginetier import EngineTier
-from kvstow_service.connectors.vllm import attachidentity
+from kvstow_service.connectors.vllm import unshared
 from kvstow_service.tiers import stores
 
 pytestmark = pytest.mark.vllm
@@ -150,7 +150,7 @@ def test_an_engine_whose_blocks_no_other_can_know_leaves_the_store_alone(
     model: Path, reference: Reference, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = reference(model, A)
-    monkeypatch.setattr(attachidentity, "_are_reproducible", lambda algorithm: False)
+    monkeypatch.setattr(unshared, "_are_reproducible", lambda algorithm: False)
     with running(setup(model)) as engine:
         assert_same(engine.ask(A), expected)
         put_all(engine)

@@ -50,7 +50,7 @@ class Tier:
         patch.setattr(f"{SHARED}.embeddedtier.EmbeddedTier", make_embedded)
         patch.setattr(f"{SHARED}.ranktier.RankTransfers", partial(SteppedTransfers, tier=self))
         patch.setattr("kvstow_service.tiers.stores.open_store", lambda url: self.store)
-        patch.setattr("kvstow_service.connectors.vllm.attachidentity._are_reproducible", lambda algorithm: True)
+        patch.setattr("kvstow_service.connectors.vllm.unshared._are_reproducible", lambda algorithm: True)
         patch.setattr(BreakEven, "note_prefill", lambda self, tokens, seconds: None)  # by a real clock
 
     def delay(self) -> int:
