@@ -131,7 +131,7 @@ $(VENV)/.tier: $(VENV)/.dev locks/tier.txt
 
 venv: $(VENV)/.dev ## Create .venv for development
 
-venv-vllm: $(VLLM_VENV)/.vllm ## Create .venv-vllm (3.4 GB) with vLLM's CPU build
+venv-vllm: $(VLLM_VENV)/.vllm ## Create .venv-vllm (3.6 GB) with vLLM's CPU build
 
 demo: $(VENV)/.run ## Run the service on a generated trace and verify every loaded byte
 	$(BIN)/python -m kvstow_service.demo
@@ -174,7 +174,7 @@ test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-infe
 	$(TPU_BIN)/python -m pytest -m tpu -W default -o faulthandler_timeout=600 tests/tpu
 
 test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, promtool and more into build/tools
-	$(BIN)/python -m pytest -m deploy tests/helm
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m deploy tests/helm
 
 test-image: $(VENV)/.deploy ## Build the images with buildah and run them; needs root
 	$(BIN)/python -m pytest -m image -o faulthandler_timeout=900 tests/helm

@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def obtained(name: str, make: Callable[[Path], None]) -> Path:
                 make(fresh)
             except OSError as error:
                 pytest.fail(f"{name} cannot be obtained: {error}", pytrace=False)
-            fresh.rename(folder)
+            with suppress(OSError):  # another worker was first
+                fresh.rename(folder)
+            assert folder.exists()
     return folder
 
 
