@@ -40,7 +40,7 @@ VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.adds
 	>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
 
 # Tests that need only Python, in two processes, a file in one of them.
-PLAIN := -n 2 --dist loadgroup -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
+PLAIN := -n 2 --dist loadfile -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest lint fmt bench clean
