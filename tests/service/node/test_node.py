@@ -301,7 +301,7 @@ def test_a_socket_in_use_keeps_a_node_from_starting(make_node: MakeNode) -> None
     other.close()
 
 
-def test_a_thread_that_fails_is_seen(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
+def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode, eventually: Any) -> None:
     failures: list[str] = []
     monkeypatch.setattr("kvstow_service.node.node._REVOKE_SECONDS", 0.1)  # its thread no longer answers
     node = make_node(on_failure=failures.append)
