@@ -77,9 +77,10 @@ def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
 
 @pytest.fixture
 def reserve() -> Iterator[Callable[[int], None]]:
-    """Reserve this many more 2 MiB pages until the test ends; skips without permission. The pages are the machine's:
-    one test at a time has them, in whichever process."""
-    total = HugePageLimits().pages / "nr_hugepages"
+    """Make so many 2 MiB pages free until the test ends; skips without permission. The pages are the machine's: one
+    test at a time has them, in whichever process, and what a killed test has left free does not count."""
+    folder = HugePageLimits().pages
+    total = folder / "nr_hugepages"
     try:
         held = total.open()
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -87,10 +88,11 @@ def reserve() -> Iterator[Callable[[int], None]]:
         total.write_text(before)
     except OSError as error:
         pytest.skip(f"huge pages cannot be reserved here: {error}")
+    in_use = int(before) - int((folder / "free_hugepages").read_text())
 
     def set_free(pages: int) -> None:
-        total.write_text(str(int(before) + pages))
-        if int(total.read_text()) != int(before) + pages:
+        total.write_text(str(in_use + pages))
+        if int(total.read_text()) != in_use + pages:
             pytest.skip(f"the machine cannot reserve {pages} huge pages")
 
     yield set_free
