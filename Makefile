@@ -35,6 +35,7 @@ PIP_FLAGS := --disable-pip-version-check --quiet
 # Nothing but what a file of locks/ names: whatever was released since, the same packages are installed.
 LOCKED = -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r
 KVSTOW = -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+CPU_TORCH = -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
 # Puts an environment above the packages of .venv-vllm.
 VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
@@ -71,7 +72,7 @@ $(VENV)/.dev: $(VENV)/.torch locks/dev.txt pyproject.toml
 
 $(VLLM_VENV)/.vllm: locks/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	$(VLLM_BIN)/python $(CPU_TORCH)
 	$(VLLM_BIN)/python $(LOCKED) locks/vllm.txt
 	@touch $@
 
@@ -110,7 +111,7 @@ $(JAX_VENV)/.test: $(JAX_VENV)/.jax pyproject.toml
 
 $(TPU_VENV)/.tpu: locks/tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)
-	$(TPU_BIN)/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	$(TPU_BIN)/python $(CPU_TORCH)
 	$(TPU_BIN)/python $(LOCKED) locks/tpu.txt
 	@touch $@
 

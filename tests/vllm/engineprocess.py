@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, running
+from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, eventually, running
+from tests.vllm.nodeservice import NodeService, is_attached
 
 from kvstow.control.tiersettings import TierSettings
 from kvstow.tier import rate
@@ -131,6 +133,21 @@ class EngineProcess:
             timer.cancel()
         assert line, f"the engine has ended:\n{self._log.read_text()[-8000:]}"
         return json.loads(line)
+
+
+@contextmanager
+def attached_engine(
+    model: Path, service: NodeService, log: Path, settings: Mapping[str, Any]
+) -> Iterator[EngineProcess]:
+    """The only engine of the service, patient with it. At the end its session is over. `settings`: vLLM's."""
+    engine = EngineProcess(model, service.attach, log, settings=settings)
+    try:
+        engine.be_patient(60)
+        eventually(lambda: is_attached(service), "an attached engine")
+        yield engine
+    finally:
+        engine.kill()
+    eventually(lambda: not service.sessions(), "the end of its session")
 
 
 def main(options: Mapping[str, Any]) -> None:

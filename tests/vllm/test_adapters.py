@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.vllm.engineprocess import EngineProcess
-from tests.vllm.engines import A_HIT, A, Adapter, Answer, Setup, assert_same, distance, eventually, running
+from tests.vllm.engineprocess import attached_engine
+from tests.vllm.engines import A_HIT, A, Adapter, Answer, Setup, assert_same, distance, running
 from tests.vllm.models import write_adapter
-from tests.vllm.nodeservice import NodeService, is_attached, running_service
+from tests.vllm.nodeservice import NodeService, running_service
 
 pytestmark = pytest.mark.vllm
 
@@ -35,27 +34,16 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answ
     return answers
 
 
-@contextmanager
-def engine_of(model: Path, service: NodeService, log: Path) -> Iterator[EngineProcess]:
-    with ExitStack() as stack:
-        engine = EngineProcess(model, service.attach, log, settings=LORA)
-        stack.callback(engine.kill)
-        engine.be_patient(60)
-        eventually(lambda: is_attached(service), "an attached engine")
-        yield engine
-    eventually(lambda: not service.sessions(), "the end of its session")
-
-
 def test_an_adapter_that_was_trained_further_at_its_path_is_another_one(
     model: Path, service: NodeService, tmp_path: Path, expected: list[Answer]
 ) -> None:
     adapter = Adapter("french", NUMBER, str(write_adapter(tmp_path / "french", seed=1)))
-    with engine_of(model, service, tmp_path / "engines") as first:
+    with attached_engine(model, service, tmp_path / "engines", LORA) as first:
         assert_same(first.ask(A, adapter=adapter), expected[:1])
         first.forget_gpu()
     write_adapter(tmp_path / "french", seed=2)
     for cached in (0, A_HIT):  # the second of these engines finds what the first has stored
-        with engine_of(model, service, tmp_path / "engines") as engine:
+        with attached_engine(model, service, tmp_path / "engines", LORA) as engine:
             (answer,) = engine.ask(A, adapter=adapter)
             assert_same([answer], expected[1:2])
             assert answer.cached == cached

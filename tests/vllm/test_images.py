@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.engineprocess import EngineProcess
-from tests.vllm.engines import A, Answer, assert_same, distance, eventually
+from tests.vllm.engineprocess import attached_engine
+from tests.vllm.engines import A, Answer, assert_same, distance
 from tests.vllm.models import write_image_model, write_image_settings
-from tests.vllm.nodeservice import NodeService, is_attached, running_service
+from tests.vllm.nodeservice import NodeService, running_service
 
 pytestmark = pytest.mark.vllm
 
 OTHER_MEAN = [0.1, 0.9, 0.1]
 IMAGE = 1
+WITH_IMAGES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
 
 
 @pytest.fixture
@@ -25,26 +25,12 @@ def service(tmp_path: Path) -> Iterator[NodeService]:
         yield service
 
 
-@contextmanager
-def engine_of(
-    model: Path, service: NodeService, log: Path, settings: Mapping[str, Any] | None = None
-) -> Iterator[EngineProcess]:
-    with ExitStack() as stack:
-        vllm = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, **(settings or {})}
-        engine = EngineProcess(model, service.attach, log, settings=vllm)
-        stack.callback(engine.kill)
-        engine.be_patient(60)
-        eventually(lambda: is_attached(service), "an attached engine")
-        yield engine
-    eventually(lambda: not service.sessions(), "the end of its session")
-
-
 def test_an_image_that_is_processed_otherwise_is_another_one(service: NodeService, tmp_path: Path) -> None:
     """Either by a setting of vLLM or by a file of the model."""
     model, log = write_image_model(tmp_path / "model"), tmp_path / "engines"
 
     def ask(settings: Mapping[str, Any] | None = None) -> Answer:
-        with engine_of(model, service, log, settings) as engine:
+        with attached_engine(model, service, log, {**WITH_IMAGES, **(settings or {})}) as engine:
             (answer,) = engine.ask(A, image=IMAGE)
             engine.forget_gpu()
             return answer

@@ -143,7 +143,7 @@ class Engine:
     memory of its pool, and when it dies, it is started again. A thread of this process runs it."""
 
     def __init__(self, service: Service, spec: EngineSpec, *, endless: bool = False) -> None:
-        """`endless`: it replays the trace again and again until it is told to stop."""
+        """`endless`: it replays the trace again and again until `stop`."""
         if endless:
             assert spec.options.rate is not None
             laps = 1 + int(_FOREVER_SECONDS * spec.options.rate / len(spec.requests))

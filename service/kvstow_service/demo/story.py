@@ -1,7 +1,7 @@
 """What happens in the demo, in order. Each act returns what it shows as claims.
 
-No claim depends on how fast anything is. Where something has to happen in the middle of something else, the
-latter is held, or goes on until it is told to stop.
+No claim depends on how fast anything is. If one thing has to happen in the middle of another, the other one waits for
+it, or runs until the demo stops it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARED = 1.05
 _MIDDLE = 20
 """Requests that an engine finishes before and after something happens to it."""
 _HELD = ("--pin-pause", "1h")
-"""The service populates one chunk, and no other one while the demo takes."""
+"""The service populates one chunk, and pauses for longer than the demo runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Story:
 
     @contextmanager
     def _traffic(self, *names: str) -> Iterator[list[Engine]]:
-        """Engines in the middle of a replay, which goes on until they are told to stop."""
+        """Engines in the middle of a replay that has no end of its own: see `_end`."""
         with ExitStack() as running:
             engines = [self._engine(name, self._scale.rate) for name in names]
             for engine in engines:

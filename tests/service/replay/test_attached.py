@@ -104,7 +104,7 @@ def spec(service: Service, requests: list[TraceRequest], *, name: str = "replay-
 
 
 def endless(service: Service, requests: list[TraceRequest]) -> EngineSpec:
-    """An engine that goes on until it is told to stop."""
+    """An engine that runs until the test stops it."""
     return spec(
         service, requests * 1000, options=ReplayOptions(concurrency=2, rate=40.0, drain_seconds=DEADLINE_SECONDS)
     )

@@ -11,6 +11,7 @@ from tests.vllm.contract.reliance import (
     CACHE_SPECS,
     FIELDS,
     LEFT_ALONE,
+    LEFT_OUT,
     MODULE,
     NEWER,
     ORDERS,
@@ -143,7 +144,7 @@ class Drift:
 
     def cache_specs(self) -> Iterator[str]:
         """Kinds of which nobody has decided what KVStow does with them: they are new."""
-        decided = {*CACHE_SPECS, *kvgroups.SERVED, *kvgroups.LEFT_OUT, *kvgroups.REFUSED}
+        decided = {*CACHE_SPECS, *kvgroups.SERVED, *LEFT_OUT, *kvgroups.REFUSED}
         for name in self._theirs.descendants("vllm", "KVCacheSpec") - decided:
             yield f"{self._vllm} has a kind of KV cache that is neither served nor left out nor refused: {name}"
 

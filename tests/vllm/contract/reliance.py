@@ -44,8 +44,11 @@ CACHE_SPECS: dict[str, str] = {
     "AttentionSpec": "only a base class",
     "UniformTypeKVCacheSpecs": "layers of one kind, which counts",
 }
-"""Subclasses of vLLM's `KVCacheSpec` that are no kinds of KV cache. `kvgroups` says which kinds are served, left out or
+"""Subclasses of vLLM's `KVCacheSpec` that are no kinds of KV cache. `kvgroups` says which kinds are served or
 refused."""
+
+LEFT_OUT = {"CircularBufferSpec", "KpoolTailSpec"}
+"""Kinds of which vLLM finds no block by prefix: a request's state of its last few tokens, in one block (vLLM 0.30)."""
 
 PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("trackedrequests", "Request"): ("vllm.v1.request", "Request"),

@@ -62,14 +62,14 @@ class AdapterFiles(NamedTuple):
         return cls(tuple([folder.absolute() / name for name in FILES]), reference, is_commit)
 
     def stats(self) -> tuple[Stat, ...]:
-        """4 calls of `stat`, or 5."""
-        return tuple([_stat(file) for file in (*self.files, *([self.reference] if self.reference else []))])
+        """Those of the files, and then that of the reference, if there is one: 4 calls of `stat`, or 5."""
+        watched = self.files if self.reference is None else (*self.files, self.reference)
+        return tuple([_stat(file) for file in watched])
 
-    def changed_after(self, moment: float) -> bool:
+    def changed_after(self, moment: float, stats: tuple[Stat, ...]) -> bool:
         """Whether what lies here may be another version than at that moment, in seconds since the epoch."""
-        mutable = () if self.is_commit else self.files
-        changes = [_stat(file) for file in (*mutable, *([self.reference] if self.reference else []))]
-        return any(stat is not None and stat[-1] > moment * 1e9 for stat in changes)
+        mutable = stats[len(self.files) :] if self.is_commit else stats
+        return any(stat is not None and stat[-1] > moment * 1e9 for stat in mutable)
 
     def digest(self) -> bytes:
         """Covers every byte of the files. Raises `OSError`."""
@@ -88,15 +88,16 @@ class AdapterFiles(NamedTuple):
 class Adapter:
     """One adapter of an engine, at one path. Everything but `read` is for the scheduler's thread.
 
-    `salt` is empty until the digest is known. `reason`: why its requests use no host cache, as a sentence.
+    `salt` is empty until the digest is known. `reason`: why its requests use no host cache, as a sentence. `stats`:
+    those of its files when the engine used it first.
     """
 
     def __init__(self, path: str, files: AdapterFiles | None, settings: str, moment: list[int], began: float) -> None:
         """`settings`: what decides, besides the files, how the adapter is applied. `moment`: see `Adapters`. `began`:
         when the engine has used it first."""
         self.path, self.salt, self.reason, self.began = path, b"", "", began
+        self.stats = files.stats() if files is not None else ()
         self._files, self._settings = files, settings
-        self._stats = files.stats() if files is not None else ()
         self._moment, self._checked = moment, -1
         self._digest: bytes | OSError | None = None  # the thread's result
 
@@ -119,7 +120,7 @@ class Adapter:
         if self.reason or self._files is None or (self._checked == self._moment[0] and not now and self.salt):
             return self.is_named
         self._checked = self._moment[0]
-        if self._files.stats() != self._stats:
+        if self._files.stats() != self.stats:
             self.refuse("its files have changed since this engine has used it first")
         elif not self.salt:
             self._take_digest()
@@ -168,11 +169,6 @@ class Adapters:
         self._lock = threading.Lock()
         self._is_reading = False
 
-    @property
-    def unshared(self) -> int:
-        """How many adapters use no host cache."""
-        return sum(1 for adapter in self._adapters.values() if adapter.reason)
-
     def of(self, request: Any) -> Adapter | None:
         """The adapter of vLLM's `request`, whose files are compared; None if it has none."""
         lora = request.lora_request
@@ -201,12 +197,12 @@ class Adapters:
         adapter = Adapter(lora.lora_path, files, settings, self._moment, self._clock())
         if files is None or getattr(lora, "tensorizer_config_dict", None):
             adapter.refuse("its files are in no folder of this node and in no snapshot of the Hugging Face Hub")
-        elif files.changed_after(self._started):
+        elif files.changed_after(self._started, adapter.stats):
             adapter.refuse(
                 "its files have changed since this engine started, which may have loaded them before; write an adapter "
                 "before the engine starts, or take a snapshot of the Hugging Face Hub"
             )
-        elif (size := sum(stat[0] for stat in files.stats() if stat is not None)) > MOST_BYTES:
+        elif (size := sum(stat[0] for stat in adapter.stats if stat is not None)) > MOST_BYTES:
             adapter.refuse(f"its files have {size >> 20} MiB; at most {MOST_BYTES >> 20} are read")
         else:
             self._read_later(adapter)

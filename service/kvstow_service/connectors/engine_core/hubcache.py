@@ -19,14 +19,16 @@ def find_snapshot(repository: str, revision: str | None, cache: str | None = Non
         commit = reference.read_text().strip()
     if commit is None or not COMMIT.fullmatch(commit):
         return None
-    snapshot = _folder(repository, cache) / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
+    folder = _folder(repository, cache)
+    snapshot = None if folder is None else folder / "snapshots" / commit
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
 
 
 def reference_of(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
     """The file that says which commit a branch or a tag is; None if there is none, as for a commit."""
-    reference = _folder(repository, cache) / "refs" / (revision or "main")
-    return reference if reference.is_file() else None
+    folder = _folder(repository, cache)
+    reference = None if folder is None else folder / "refs" / (revision or "main")
+    return reference if reference is not None and reference.is_file() else None
 
 
 def commit_of(place: Path) -> tuple[str, str] | None:
@@ -35,9 +37,9 @@ def commit_of(place: Path) -> tuple[str, str] | None:
     return None if found is None else (found["repository"].replace("--", "/"), found["commit"])
 
 
-def _folder(repository: str, cache: str | None) -> Path:
+def _folder(repository: str, cache: str | None) -> Path | None:
     from huggingface_hub import constants  # type: ignore[import-not-found, unused-ignore]
 
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):  # names then mean other repositories
-        return Path("/nowhere")
+        return None
     return Path(cache or constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"

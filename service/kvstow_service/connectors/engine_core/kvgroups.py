@@ -19,8 +19,6 @@ _UNIFORM = "UniformTypeKVCacheSpecs"
 
 SERVED = frozenset({*_FULL, *_WINDOW, *_CHUNKED, _STATE})
 """Kinds of KV cache that are kept, but for groups that vLLM itself does not find by prefix."""
-LEFT_OUT = frozenset({"CircularBufferSpec", "KpoolTailSpec"})
-"""Kinds of which vLLM finds no block by prefix: a request's state of its last few tokens, in one block (vLLM 0.30)."""
 REFUSED = {
     "CrossAttentionSpec": "a decoder without an encoder: KV of an encoder's output has no prefix",
     "EncoderOnlyAttentionSpec": "a decoder: KV of an encoder has no prefix",

@@ -131,7 +131,7 @@ class SchedulerSide:
         self._finder.admitted(tracked)
 
     def fetched_tokens(self, request: Request) -> int:
-        """How many of the tokens that this admission of the request loads the fleet tier has brought for it."""
+        """How many of the tokens that the request loads in this admission came from the fleet tier."""
         return self._tracked(request).fetched_tokens
 
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
@@ -189,7 +189,7 @@ class SchedulerSide:
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
-            self._adapters.move_on()
+            self._adapters.move_on()  # lookups before the next step compare, too
         return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:

@@ -63,7 +63,7 @@ class TrackedRequest:
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission. `wait`: the wait for another request's load, begun since the last
     admission. `start`: how many tokens were on the GPU when the hit was looked up. `loading`: the admission began with
-    a load, of the tokens `loaded`, `fetched_tokens` of which the fleet tier has brought for it. `load_failed`: some of
+    a load, of the tokens `loaded`. `fetched_tokens`: how many of those came from the fleet tier. `load_failed`: some of
     them were not written. `withheld`: its blocks belong to weights that were replaced, and are never offered.
     `deferred_at`: when its lookup was first deferred to a later step; None if none is. `admitted_at`: the step that
     gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load. `adapter`: its

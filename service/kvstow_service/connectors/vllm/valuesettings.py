@@ -167,9 +167,8 @@ def digest_of(value: Any) -> str:
 
 
 def _part(config: Any, name: str) -> Any:
-    if name == "multimodal_config":
-        return getattr(config.model_config, name, None)
-    return getattr(config, name, None)
+    owner = config.model_config if name == "multimodal_config" else config
+    return getattr(owner, name, None)
 
 
 def _text(name: str, value: Any) -> str:

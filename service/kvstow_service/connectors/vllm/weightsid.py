@@ -69,8 +69,7 @@ def _digest_of_files(path: Path) -> str | None:
     for file in files:
         if file in weights or file.name == "config.json":
             stat = file.stat()
-            times = (
-                f"{stat.st_mtime_ns} {stat.st_ctime_ns}"  # the first can be set, the second is none on some networks
-            )
+            # Any program can set the first time; some network file systems do not keep the second.
+            times = f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
             digest.update(f"{file.name} {stat.st_size} {times} {stat.st_ino}\n".encode())
     return digest.hexdigest()[:40]

@@ -174,7 +174,7 @@ def files_are_compared_only_when_a_request_comes(patch: pytest.MonkeyPatch) -> N
 
 
 def files_may_be_newer_than_the_engine(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AdapterFiles, "changed_after", lambda files, moment: False)
+    patch.setattr(AdapterFiles, "changed_after", lambda files, moment, stats: False)
 
 
 def numbers_are_not_compared(patch: pytest.MonkeyPatch) -> None:
