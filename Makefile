@@ -148,10 +148,10 @@ soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the long forms of th
 	$(VLLM_PYTEST) -m "vllm and soak" -s -o faulthandler_timeout=3600 tests/vllm
 
 test-vllm: $(VLLM_ALL) ## Run the tests of the connector in a real vLLM, on the CPU
-	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile tests/vllm
+	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
 
 cover-vllm: $(VLLM_ALL) ## Run the tests of `make test-vllm` once more and report what they reach of the connector
-	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile tests/vllm \
+	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm \
 		--cov=kvstow_service.connectors --cov-config=tests/vllm/coverage.ini --cov-report=term
 
 # One device and several behave differently: with several, a donated array that is used again ends the process.

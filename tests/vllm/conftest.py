@@ -12,6 +12,25 @@ from tests.vllm.models import write_model
 collect_ignore_glob = [] if find_spec("vllm") else ["*.py", "*/*.py"]
 
 
+SLOWEST = (
+    "test_rotation",
+    "test_identity_processes",
+    "test_versions",
+    "test_server",
+    "test_attached",
+    "test_dataparallel",
+    "test_pipeline",
+    "test_latentattention",
+    "test_scheduling",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files come first, so that of several processes none ends long after the others."""
+    ranks = {name: rank for rank, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One KV cache group, of four layers with full attention."""

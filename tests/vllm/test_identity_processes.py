@@ -69,8 +69,8 @@ def test_cold_and_from_the_host(engine: Engine, reference: Reference) -> None:
 def test_all_prompts_at_once_twice(engine: Engine, reference: Reference) -> None:
     expected = reference(engine.setup.model, *PROMPTS)
     loaded = engine.loaded_blocks()
-    for _ in range(2):
-        answers = engine.ask(*PROMPTS, tokens=LONGEST)
+    for tokens in (LONGEST, 24):
+        answers = engine.ask(*PROMPTS, tokens=tokens)
         fill_gpu(engine)
         engine.forget_gpu()
         assert_same(answers, expected)
