@@ -97,15 +97,8 @@ class AttachServer:
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """Restore a lost session of the previous service, with its workers that may still reach memory. The
-        `SessionHost` is told when they end. Call it before `start`, or on the server's thread. Takes ownership of the
-        peers."""
+        `SessionHost` is told when they end. Call it before `start`. Takes ownership of the peers."""
         self._life.restore(session_id, token_digest, workers)
-
-    def end_session(self, session_id: str, reason: str) -> None:
-        """End the connections of a session, if it exists, in the order of the calls of `post`."""
-        session = self._life.table.get(session_id)
-        if session is not None:
-            self.post(partial(self._life.lose, session, reason, expected=True))
 
     def close(self) -> None:
         """Idempotent. Must not be called on the server's own thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -94,9 +94,6 @@ class WorkerRecord:
             gid=peer.gid,
             has_pidfd=peer.pidfd is not None,
         )
-
-    def without_pidfd(self) -> Self:
-        return replace(self, has_pidfd=False)
 
     def hello(self) -> Hello:
         """The worker's hello, as far as it is known."""
