@@ -66,6 +66,33 @@ def test_an_extent_that_still_arrives_when_a_session_begins_goes(make_extent: Ma
     assert extents.take_released() == [], "the service of this session waits for none of them"
 
 
+def test_what_a_session_does_not_grant_again_goes(make_extent: MakeExtent) -> None:
+    extents = RankExtents(STRIDE, 1 << 32)
+    first, second = make_extent(1, 0), make_extent(2, 32)
+    extents.add(first)
+    extents.add(second)
+    extents.begin_session()
+    assert extents.to_retire(0) is None, "the service has not said all yet"
+    assert extents.take_held(first.place, 70, 0)
+    extents.drop_earlier()
+    assert extents.to_retire(32) is second
+    extents.retire(second)
+    assert (extents.to_retire(0), extents.usable_end) == (None, 32)
+    assert extents.take_released() == [], "the service of this session waits for none of them"
+
+
+def memory_that_was_not_granted_again_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RankExtents, "drop_earlier", lambda extents: None)
+
+
+def test_mutant_memory_that_was_not_granted_again_stays(
+    make_extent: MakeExtent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_that_was_not_granted_again_stays(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_a_session_does_not_grant_again_goes(make_extent)
+
+
 def test_slots_of_a_granted_extent_are_given_to_no_other(make_extent: MakeExtent) -> None:
     extents = RankExtents(STRIDE, 1 << 32)
     extents.add(make_extent(1, 0))

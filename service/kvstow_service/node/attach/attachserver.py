@@ -24,7 +24,7 @@ from kvstow_service.node.attach.attachtally import AttachFigures, AttachTally
 from kvstow_service.node.attach.clientcalls import ClientCalls
 from kvstow_service.node.attach.clients import Clients, client_limit
 from kvstow_service.node.attach.sessionhost import SessionHost
-from kvstow_service.node.attach.sessionlife import SessionLife
+from kvstow_service.node.attach.sessionlife import SessionLife, described
 from kvstow_service.node.attach.sessiontable import Member, Session, SessionView
 from kvstow_service.process.switchinterval import short_switch_interval
 
@@ -220,7 +220,11 @@ class AttachServer:
     def _detach(self, session: Session, kill: bool) -> None:
         if kill:
             for member in session.members:
-                member.peer.kill()
+                if not member.peer.kill() and not member.peer.has_ended():
+                    logger.warning(
+                        "session %s: %s was not killed: the service sees no process of uid %d that it may kill for it",
+                        *(session.session_id, described(member), member.peer.uid),
+                    )
         self._life.lose(session, "an operator has detached it", expected=True)
 
 
