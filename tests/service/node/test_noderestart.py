@@ -243,12 +243,17 @@ def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attac
         KeeperClient.look(state)
 
 
+@pytest.mark.parametrize("has_recovered", [False, True])
 def test_the_keeper_is_killed_beside_a_service(
-    start_node: StartNode, attach: Attach, state: Path, eventually: Any
+    start_node: StartNode, attach: Attach, state: Path, eventually: Any, has_recovered: bool
 ) -> None:
     node = start_node()
     engine = attach()
     engine.store_until_found(KEYS)
+    if has_recovered:
+        node.kill()
+        node = start_node()
+        engine = attach(engine.welcome.token)
     os.kill(KeeperClient.look(state).pid, 9)
 
     def is_kept() -> bool:

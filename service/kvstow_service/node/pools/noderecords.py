@@ -45,12 +45,13 @@ class NodeRecords:
             logger.warning("%s", self.problems[pool.name])
             return
         self.restore_pool(pool, journal)
-        self._keeper.put({f"{JOURNAL_PREFIX}{pool.name}": (journal.fd, "")})
 
     def restore_pool(self, pool: NodePool, journal: IndexJournal) -> None:
-        """Take ownership of an earlier service's journal, which the keeper has."""
+        """Take ownership of the journal, which may be that of an earlier service. The keeper gets this descriptor, in
+        place of the one that it may have, so that the next keeper gets it, too."""
         self._journals[pool.name] = journal
         pool.begin_journal(journal)
+        self._keeper.put({f"{JOURNAL_PREFIX}{pool.name}": (journal.fd, "")})
 
     def remove_pool(self, pool: NodePool) -> None:
         """Remove a pool that can no longer be found and has no memory."""
