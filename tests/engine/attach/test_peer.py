@@ -148,28 +148,6 @@ def test_a_process_that_is_not_visible_is_not_killed(child: Child, sent: Sent, m
     recorded.close()
 
 
-def kills_the_service_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(os, "getpid", lambda: -1)
-
-
-def kills_processes_of_other_users(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(peer, "_uid_of", lambda pid: os.geteuid() + 1)
-
-
-def test_mutant_kills_the_service_itself(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.pidfd_open(os.getpid())
-    monkeypatch.setattr(os, "pidfd_open", lambda pid: own)
-    kills_the_service_itself(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_this_process_is_not_killed_whoever_names_it(sent)
-
-
-def test_mutant_kills_processes_of_other_users(child: Child, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    kills_processes_of_other_users(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_process_of_another_user_is_not_killed(child, sent)
-
-
 def test_a_process_that_has_ended_is_refused_or_seen_to_have_ended(child: Child, way: str) -> None:
     """A kernel may still give out the pidfd of a process that has ended."""
     child.kill()

@@ -81,18 +81,6 @@ def test_what_a_session_does_not_grant_again_goes(make_extent: MakeExtent) -> No
     assert extents.take_released() == [], "the service of this session waits for none of them"
 
 
-def memory_that_was_not_granted_again_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankExtents, "drop_earlier", lambda extents: None)
-
-
-def test_mutant_memory_that_was_not_granted_again_stays(
-    make_extent: MakeExtent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory_that_was_not_granted_again_stays(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_what_a_session_does_not_grant_again_goes(make_extent)
-
-
 def test_slots_of_a_granted_extent_are_given_to_no_other(make_extent: MakeExtent) -> None:
     extents = RankExtents(STRIDE, 1 << 32)
     extents.add(make_extent(1, 0))

@@ -12,8 +12,6 @@ from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 from kvstow.attach.calls import Hold
 from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents
 from kvstow.errors import LeaseError
-from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.pools.poolmemory import PoolWorker
 
 
 def granted(engine: Engine) -> list[GrantedExtents]:
@@ -90,22 +88,6 @@ def test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing(bench: 
     bench.run()
     bench.run()
     assert [(len(sent.extents), sent.is_all) for sent in granted(engine)] == [(0, True), (1, True), (1, True)]
-
-
-def a_worker_without_memory_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
-    make = PoolWorker.__init__
-
-    def make_told(worker: PoolWorker, session: NodeSession, rank: int) -> None:
-        make(worker, session, rank)
-        worker.has_all = True
-
-    patch.setattr(PoolWorker, "__init__", make_told)
-
-
-def test_mutant_a_worker_without_memory_is_told_nothing(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_worker_without_memory_is_told_nothing(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing(bench)
 
 
 def test_ranks_of_unlike_slots_have_as_many_of_them(bench: HostBench) -> None:
