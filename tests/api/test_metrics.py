@@ -39,7 +39,7 @@ FAMILIES = {
         kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions
         kvstow_duplicate_completions
         kvstow_operations kvstow_http_requests kvstow_rejected_connections
-        kvstow_node_keeper_restarts kvstow_node_handed_back_extents
+        kvstow_node_keeper_restarts
     """,
     "gauge": """
         kvstow_transfers_inflight kvstow_transfer_inflight_bytes kvstow_transfers_stuck kvstow_transfer_oldest_seconds

@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, Self, TypeVar
@@ -144,9 +144,9 @@ class AttachConnection:
 
     # -- talking --------------------------------------------------------------------------------------------
 
-    def call(self, message: Message, fds: Sequence[int] = ()) -> Call:
+    def call(self, message: Message) -> Call:
         """Send a request that the service answers. Never waits. Without a session, the call has already failed when it
-        is returned. The caller keeps its descriptors.
+        is returned.
 
         Raises `ProtocolError`, and sends nothing, if no frame can hold the message.
         """
@@ -158,16 +158,16 @@ class AttachConnection:
         payload = _payload_of(message)
         self._last_request += 1
         self._calls[self._last_request] = call
-        self._send(channel, message.KIND, payload, self._last_request, fds)
+        self._send(channel, message.KIND, payload, self._last_request)
         return call
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send a message that has no answer. Returns False if there is no session. The caller keeps its descriptors.
-        Raises `ProtocolError` as `call` does."""
+    def tell(self, message: Message) -> bool:
+        """Send a message that has no answer. Returns False if there is no session. Raises `ProtocolError` as `call`
+        does."""
         channel = self._channel
         if channel is None or self.state != "attached":
             return False
-        self._send(channel, message.KIND, _payload_of(message), 0, fds)
+        self._send(channel, message.KIND, _payload_of(message))
         return self._channel is channel
 
     def wait(self, call: Call, seconds: float) -> bool:
@@ -243,9 +243,9 @@ class AttachConnection:
         self._hello = hello
         self._send(channel, hello.KIND, _payload_of(hello))
 
-    def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0, fds: Sequence[int] = ()) -> None:
+    def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0) -> None:
         try:
-            channel.send(kind, payload, request_id, fds)
+            channel.send(kind, payload, request_id)
         except AttachError as error:
             self._lose_with_last_words(channel, str(error))
 

@@ -20,8 +20,7 @@ class Hello:
     weights to other nodes; engines older than the fleet tier leave it out. `wanted_bytes` is the memory that the engine
     would like on this node, over all ranks; 0 asks for all of it. `settled_tokens` are sessions that this process was
     in and whose copies in it have all ended, so the service need not wait for the process to end. A worker that lists
-    its own token there joins no session: it has stopped, and gets no answer. `held_extents` are extents of earlier
-    sessions that the worker is about to hand back.
+    its own token there joins no session: it has stopped, and gets no answer.
     """
 
     KIND: ClassVar[Kind] = Kind.HELLO
@@ -41,7 +40,6 @@ class Hello:
     device: str = ""
     numa_node: int | None = None
     settled_tokens: tuple[str, ...] = ()
-    held_extents: int = 0
 
     @property
     def is_farewell(self) -> bool:
@@ -92,7 +90,6 @@ class Hello:
             device=value.text("device", ""),
             numa_node=value.optional_whole("numa_node"),
             settled_tokens=value.texts("settled_tokens"),
-            held_extents=value.whole("held_extents", 0),
         )
 
 
@@ -138,7 +135,6 @@ class Welcome:
 
 TRANSIENT_REFUSALS: Final = frozenset(
     {
-        "adopting",
         "draining",
         "no_descriptors",
         "too_many_clients",

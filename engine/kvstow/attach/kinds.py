@@ -74,11 +74,6 @@ class Kind(IntEnum):
     REGISTERED = 52
     REVOKED = 53
     LET_GO = 54
-    HAND_BACK = 55
-    TAKEN_BACK = 56
-    DEPOSIT = 57
-    DROP = 58
-    RETURN = 59
 
 
 class Rule(NamedTuple):
@@ -125,11 +120,6 @@ RULES: Final[dict[int, Rule]] = {
     Kind.REGISTERED: Rule(_WORKER),
     Kind.REVOKED: Rule(_SERVICE),
     Kind.LET_GO: Rule(_WORKER),
-    Kind.HAND_BACK: Rule(_WORKER, takes_fds=True),
-    Kind.TAKEN_BACK: Rule(_SERVICE),
-    Kind.DEPOSIT: Rule(_SERVICE, since=2, takes_fds=True),
-    Kind.DROP: Rule(_SERVICE, since=2),
-    Kind.RETURN: Rule(_WORKER, since=2, takes_fds=True),
 }
 
 

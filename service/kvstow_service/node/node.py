@@ -19,7 +19,6 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.numa import memory_nodes
 from kvstow.memory.populator import Populator
-from kvstow_service.node.adoption import Adoption
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.attach.attachsocket import AttachSocket
 from kvstow_service.node.attach.attachtally import REASONS
@@ -141,8 +140,6 @@ class Node:
         self._running.callback(self.server.close)
         self._running.callback(self.memory.close)  # before the server, which sends the last messages
         if self._keeper is not None:
-            adoption = Adoption(self._keeper, self.memory, self.host, self.server, self._on_failure)
-            self.host.handovers.adopt = adoption.begin
             NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
         self._has_started = True
         self.populator.start()

@@ -60,8 +60,6 @@ class NodeDirectory:
             notices=memory.figures.notices,
             keeper=None if keeper is None else "connected" if keeper.notice is None else "gone",
             keeper_restarts=0 if keeper is None else keeper.restarts,
-            extents_kept=node.host.handovers.kept_extents,
-            extents_given_up=node.host.handovers.given_up_extents,
         )
 
     def count_error(self, code: str) -> None:

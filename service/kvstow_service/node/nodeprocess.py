@@ -149,13 +149,14 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
 def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
     """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
 
-    Shared memory in use counts as available here: an earlier service may have left it with its engines or its keeper,
-    who hand it back. The populator checks each step against the memory that is available then.
+    Shared memory in use counts as available here: it may be that of an earlier service, which its keeper hands over, or
+    which its engines let go of when they attach. The populator checks each step against the memory that is available
+    then.
     """
     if shortage := limits.shortage(num_bytes, beside_shared=True):
         raise InsufficientMemoryError(f"--memory {format_size(num_bytes)} cannot fit: {shortage.message}")
     if shortage := limits.shortage(num_bytes):
-        logger.warning("memory is short until shared memory in use is handed back or freed: %s", shortage.message)
+        logger.warning("memory is short until shared memory in use is handed over or freed: %s", shortage.message)
 
 
 _PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "uds", "attach_socket", "state"}

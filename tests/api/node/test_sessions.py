@@ -196,8 +196,6 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "notices": [],
         "keeper": None,
         "keeper_restarts": 0,
-        "extents_kept": 0,
-        "extents_given_up": 0,
     }
     for path in ("/v1/ranks", "/v1/ranks?pool=host", f"/v1/ranks?session={engine.engine_id}"):
         items = (await get(client, path))["items"]

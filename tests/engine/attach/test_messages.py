@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvstow.attach import calls, eventcalls, extentcalls, hello
 from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
-from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
@@ -77,17 +76,14 @@ MESSAGES: list[Any] = [
     eventcalls.EventPage(
         7, (BlockChange("stored", [bytes(34), b"a" * 34]), BlockChange("removed", [b"abc"])), lost=True, has_more=True
     ),
-    GrantedExtents(2 << 20, (ExtentGrant(1, 0, 0, 512, 1 << 30, 64 << 20), ExtentGrant(2, 1, 512, 4, 8 << 20, 0))),
+    GrantedExtents(
+        2 << 20, (ExtentGrant(1, 0, 0, 512, 1 << 30, 64 << 20), ExtentGrant(2, 1, 512, 4, 8 << 20, 0)), is_all=False
+    ),
+    GrantedExtents(2 << 20, (), is_all=True),
     extentcalls.PopulatedExtents((ExtentBytes(1, 128 << 20),)),
     extentcalls.RegisteredExtents((ExtentSlots(1, 64), ExtentSlots(2, 0))),
     extentcalls.RevokedExtents((1, 2)),
     extentcalls.ReleasedExtents((1,)),
-    extentcalls.HandedBackExtents((ExtentBytes(1, 1 << 30),)),
-    extentcalls.AdoptedExtents(()),
-    DepositedDescriptors(("journal", "worker-a/0"), True),
-    DepositedDescriptors((), False),
-    DroppedDescriptors(("worker-a/0",)),
-    ReturnedDescriptors(("journal",)),
     extentcalls.Report(RankReport.without_pool(1, "boot", "starting", 4096, error="later")),
     extentcalls.Desired(DesiredState("engine", 100, paused=True, number=4)),
     extentcalls.Detach("done"),
@@ -178,7 +174,7 @@ def test_values_out_of_range_are_malformed() -> None:
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
     with pytest.raises(ProtocolError, match="too short for what it says"):
-        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),)).pack())
+        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),), True).pack())
     header = struct.pack("<I", 0) + struct.pack("<H", 0) + struct.pack("<I", 1)
     for mark, seconds in ((3, 0.0), (1, float("nan")), (1, -1.0), (1, float("inf"))):
         with pytest.raises(ProtocolError, match="has mark"):
@@ -246,7 +242,7 @@ def test_every_version_so_far_is_spoken() -> None:
 def test_a_client_asks_the_welcome_what_an_older_service_knows(version: int) -> None:
     welcome = Welcome(version=version, session_id="s1", service="node")
     assert welcome.knows(Kind.LOOKUP)
-    assert welcome.knows(Kind.RETURN) == welcome.knows(Kind.READ_EVENTS) == (version == 2)
+    assert welcome.knows(Kind.READ_EVENTS) == (version == 2)
 
 
 def test_a_kind_comes_only_from_its_senders_and_from_its_version_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +250,7 @@ def test_a_kind_comes_only_from_its_senders_and_from_its_version_on(monkeypatch:
     assert refusal_of(Kind.LOOKUP, "worker", 1) == "LOOKUP does not come from a worker"
     assert refusal_of(999, "scheduler", 1) == "kind 999 does not exist in version 1"
     assert refusal_of(Kind.LOOKUP, "scheduler", 1, 2) == "LOOKUP came with 2 file descriptors"
-    assert refusal_of(Kind.HAND_BACK, "worker", 1, 2) is None
+    assert refusal_of(Kind.EXTENTS, "service", 1, 2) is None
     monkeypatch.setitem(RULES, Kind.RESET, RULES[Kind.RESET]._replace(since=2))
     assert refusal_of(Kind.RESET, "scheduler", 1) == f"kind {Kind.RESET} does not exist in version 1"
     assert refusal_of(Kind.RESET, "scheduler", 2) is None

@@ -343,7 +343,7 @@ def test_memory_that_an_earlier_service_has_left_is_waited_for(
 ) -> None:
     limits = limits_of_machine(tmp_path, 100 * MIB, 200 * MIB)
     require_memory(300 * MIB - RESERVE_BYTES, limits)
-    assert "memory is short until shared memory in use is handed back or freed: 236 MiB are needed" in caplog.text
+    assert "memory is short until shared memory in use is handed over or freed: 236 MiB are needed" in caplog.text
     with pytest.raises(InsufficientMemoryError):
         require_memory(300 * MIB, limits)
 

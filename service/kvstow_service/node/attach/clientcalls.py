@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
-from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.frames import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.hello import CallError, Hello, Refused
@@ -117,11 +116,10 @@ class ClientCalls:
             self._greet(client, frame)
             return
         role, version = member.hello.role, client.version
-        refusal = refusal_of(frame.kind, role, version, len(frame.fds))
+        refusal = refusal_of(frame.kind, role, version)
         if refusal is None and frame.kind == Kind.HELLO:
             refusal = "HELLO came twice"
         if refusal is not None:
-            close_fds(frame.fds)
             raise ProtocolError("unexpected", refusal)
         self._tally.frames[frame.kind] += 1
         if frame.kind == Kind.DETACH:
@@ -180,7 +178,6 @@ class ClientCalls:
         self._connected[member] = client
         self._clients.accept_member(client)
         client.channel.set_limit(MAX_PAYLOAD_BYTES)
-        client.channel.accepts_fds = hello.role == "worker"
         self._tally.frames[frame.kind] += 1
         client.channel.send(welcome.KIND, welcome.pack())
 
@@ -275,8 +272,6 @@ class ClientCalls:
         if client.member is not None:
             client.member.is_connected = False
             self._connected.pop(client.member, None)
-        for frame in client.backlog:
-            close_fds(frame.fds)
         client.backlog.clear()
         self._epoll.unregister(client.channel.fileno())
         client.channel.close()

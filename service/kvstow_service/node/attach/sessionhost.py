@@ -21,7 +21,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.connection import Message
 from kvstow.attach.eventcalls import EventPage, ReadEvents
-from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
+from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.messages import DesiredState, RankReport
@@ -106,14 +106,6 @@ class SessionHost(Protocol):
 
     def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
         """The worker no longer has anything of these extents mapped."""
-
-    def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """A worker hands back the memory of the previous service. Returns the ids of the extents that are kept. The
-        host owns the descriptors, even if it raises. It verifies each and closes those that it does not keep."""
-
-    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
-        """A worker returns what the previous service has deposited with it. This comes before it hands back memory. The
-        host owns the descriptors, even if it raises."""
 
     def session_lost(self, session_id: str, reason: str) -> None:
         """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it

@@ -81,8 +81,6 @@ class NodeSession:
         self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
-        self.awaited_extents: dict[int, int] = {}
-        """Extents of the previous service that are not handed back yet, by rank."""
         self._began = pool.clock()
         self._waits = MemoryWaits(pool.clock)
 
