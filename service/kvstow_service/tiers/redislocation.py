@@ -7,7 +7,6 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstow.errors import ConfigError
-from kvstow_service.tiers.capacity import CAPACITY_OPTIONS, capacity_share
 
 SCHEMES = ("redis", "rediss")
 FORM = "redis://[USER@]HOST:PORT, or rediss:// for TLS, with options such as ?password_file=FILE"
@@ -28,8 +27,6 @@ class RedisLocation:
     """Of the authorities that may have signed the server's certificate; None: those of the system."""
     certificate_file: Path | None = None
     key_file: Path | None = None
-    capacity: int | None = None
-    """Bytes that this node may expect the server to hold: its share of what the URL says. None: not said."""
 
     @classmethod
     def parse(cls, url: str) -> RedisLocation:
@@ -46,16 +43,9 @@ class RedisLocation:
         if parts.scheme not in SCHEMES or not host or not port or parts.path not in ("", "/") or parts.fragment:
             raise ConfigError("tier", url, FORM)
         options: dict[str, Path] = {}
-        sizes: dict[str, str] = {}
         for name, value in given:
-            if name in CAPACITY_OPTIONS:
-                if name in sizes:
-                    raise ConfigError(f"tier option {name}", value, "each option once")
-                sizes[name] = value
-                continue
             if name not in _OPTIONS:
-                allowed = ", ".join((*_OPTIONS, *CAPACITY_OPTIONS))
-                raise ConfigError(f"tier option {name}", value, f"only the options {allowed}")
+                raise ConfigError(f"tier option {name}", value, f"only the options {', '.join(_OPTIONS)}")
             if name in options or not value:
                 raise ConfigError(f"tier option {name}", value, "the path of a file, once")
             options[name] = Path(value)
@@ -68,7 +58,7 @@ class RedisLocation:
         user = unquote(parts.username) if parts.username else None
         if user and "password_file" not in options:
             raise ConfigError("tier", url, "a user with ?password_file=FILE")
-        return cls(host, port, user, is_tls=is_tls, capacity=capacity_share(sizes), **options)
+        return cls(host, port, user, is_tls=is_tls, **options)
 
     def password(self) -> str | None:
         """Raises `OSError`."""

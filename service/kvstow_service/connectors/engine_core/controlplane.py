@@ -127,7 +127,7 @@ class EmbeddedControl:
         return self._engine.take_settled()
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        self._engine.complete(rank, boot_id, completions)
+        self._engine.complete(rank, boot_id, tuple(completions))
 
     @property
     def awaited_transfers(self) -> int:

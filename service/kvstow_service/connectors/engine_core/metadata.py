@@ -51,8 +51,8 @@ class KVStowMetadata(KVConnectorMetadata):
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
-    not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the ranks
-    itself. `timed_step` is the number of a step that is timed; rank 0 sends it when the step has ended."""
+    not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the
+    ranks itself. `timed_step` is the number of a step that is timed; rank 0 sends it when the step has ended."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
