@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError, TierUnavailableError
+from kvstow_api.regularfile import RegularFile
 
 SCHEMES = ("redis", "rediss")
 FORM = "redis://[USER@]HOST:PORT, or rediss:// for TLS, with options such as ?password_file=FILE"
@@ -16,7 +17,7 @@ _OPTIONS = ("ca_file", "certificate_file", "key_file", "password_file")
 
 @dataclass(frozen=True, slots=True)
 class RedisLocation:
-    """A server, and how to log in. Files are read at each connect, so they may change."""
+    """A server, and how to log in. Files are read for each connection, because passwords and certificates change."""
 
     host: str
     port: int
@@ -60,9 +61,34 @@ class RedisLocation:
             raise ConfigError("tier", url, "a user with ?password_file=FILE")
         return cls(host, port, user, is_tls=is_tls, **options)
 
+    def check_files(self) -> None:
+        """Raises `SettingError` for a file that cannot be read."""
+        for option in _OPTIONS:
+            try:
+                self._read(option)
+            except OSError as error:
+                name = f"tier option {option}"
+                raise SettingError(name, getattr(self, option), f"cannot be read: {error.strerror}") from None
+
+    def content(self, option: str) -> bytes | None:
+        """Of the file that an option names; None without the option. Raises `TierUnavailableError`, which does not name
+        the file: every reader of the admin API sees it."""
+        try:
+            return self._read(option)
+        except OSError as error:
+            raise TierUnavailableError(f"{self}: {option} cannot be read: {error.strerror}") from None
+
     def password(self) -> str | None:
-        """Raises `OSError`."""
-        return None if self.password_file is None else self.password_file.read_text().strip()
+        """Raises `TierUnavailableError`."""
+        content = self.content("password_file")
+        try:
+            return None if content is None else content.decode().strip()
+        except UnicodeDecodeError:
+            raise TierUnavailableError(f"{self}: password_file is not text") from None
+
+    def _read(self, option: str) -> bytes | None:
+        path: Path | None = getattr(self, option)
+        return None if path is None else RegularFile.read(path).content
 
     def __str__(self) -> str:
         return f"{'rediss' if self.is_tls else 'redis'}://{self.host}:{self.port}"

@@ -36,10 +36,11 @@ class RedisStore:
     name = "redis"
 
     def __init__(self, location: RedisLocation) -> None:
-        """Raises `MissingPackageError`."""
+        """Raises `MissingPackageError`, or `SettingError` for a file that cannot be read."""
         for package in ("redis", "xxhash"):
             if find_spec(package) is None:
                 raise MissingPackageError("a tier in Redis", package, "redis")
+        location.check_files()
         self._location = location
 
     def open_transfers(self, rank: int, witness: int | None = None) -> RedisTransfers:
@@ -169,7 +170,7 @@ def _take(one: SlotObject, answer: Any) -> GetStatus:
     from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch
 
     if isinstance(answer, Refused):
-        return "failed"
+        return "corrupt" if answer.is_other_type else "failed"
     if answer is None:
         return "missing"
     value = memoryview(answer)

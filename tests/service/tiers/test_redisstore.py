@@ -38,7 +38,7 @@ PASSWORD = "correct horse"
 
 ACCESS_LIST = f"""
 user default off
-user kvstow on >{PASSWORD.replace(" ", "_")} ~kvs1:* +set +get +exists +unlink +scan
+user kvstow on >{PASSWORD.replace(" ", "_")} ~kvs1:* +set +get +exists +unlink
 user reader on >{PASSWORD.replace(" ", "_")} ~kvs1:* +get +exists
 """
 
