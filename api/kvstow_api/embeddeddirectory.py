@@ -11,6 +11,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus, SessionState, SessionStatus
 from kvstow_api.directory import HostedPool
+from kvstow_api.hostedtier import HostTier
 from kvstow_api.views.pools import POOL_NAME
 
 _ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
@@ -22,7 +23,8 @@ class EmbeddedDirectory:
 
     is_node = False
     trust_eof = None
-    tier = None
+    tier: HostTier | None = None
+    """An embedded engine has none."""
 
     def __init__(
         self,

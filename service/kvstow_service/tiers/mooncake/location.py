@@ -12,7 +12,7 @@ SCHEME = "mooncake"
 FORM = "mooncake://MASTER:PORT, with ?ha=etcd where HOST:PORT[,HOST:PORT...] are those of etcd"
 
 _PROTOCOLS = ("tcp", "rdma")
-_REPLICAS = tuple(map(str, range(1, 9)))
+_REPLICAS = ("1", "2", "3", "4", "5", "6", "7", "8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ class MooncakeLocation:
         protocol = _one_of("tier option protocol", options.get("protocol", "tcp"), _PROTOCOLS)
         if options.get("devices") and protocol != "rdma":
             raise ConfigError("tier option devices", options["devices"], "RDMA devices, with protocol=rdma")
-        replicas = int(_one_of("tier option replicas", options.get("replicas", "1"), _REPLICAS))
-        return cls(endpoints, is_ha, protocol, options.get("devices", ""), options.get("host", ""), replicas)
+        replicas = options.get("replicas", "1")
+        if replicas not in _REPLICAS:
+            raise ConfigError("tier option replicas", replicas, f"a whole number from 1 to {len(_REPLICAS)}")
+        return cls(endpoints, is_ha, protocol, options.get("devices", ""), options.get("host", ""), int(replicas))
 
     @property
     def master(self) -> str:
