@@ -59,10 +59,9 @@ OPTIONS = ("password_file", "ca_file", "certificate_file", "key_file")
 
 
 def location(tmp_path: Path) -> RedisLocation:
-    files = {option: tmp_path / option for option in OPTIONS}
-    for path in files.values():
-        path.write_text("content")
-    return RedisLocation("cache", 6379, is_tls=True, **files)
+    for option in OPTIONS:
+        (tmp_path / option).write_text("content")
+    return RedisLocation.parse("rediss://cache:6379?" + "&".join(f"{one}={tmp_path / one}" for one in OPTIONS))
 
 
 def big(path: Path) -> None:
