@@ -9,7 +9,7 @@ from typing import Protocol
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus, RankStatus
-from kvstow_api.tiercontrol import TierControl
+from kvstow_api.hostedtier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Directory(Protocol):
         """Of all pools, those to come included."""
 
     @property
-    def tier(self) -> TierControl | None:
-        """The fleet tier; None where the host cannot have one."""
+    def tier(self) -> HostTier | None:
+        """The fleet tier; None without one."""
 
     @property
     def take_report(self) -> Callable[[RankReport], DesiredState] | None:

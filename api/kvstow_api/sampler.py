@@ -116,7 +116,7 @@ class Sampler:
             if before.pop(name, None) != status.state:
                 self._note_tier(*name, status.store, status.state, status.reason)
         for pool, namespace in before:
-            self._note_tier(pool, namespace, None, "over", "its store was detached, or the namespace is gone")
+            self._note_tier(pool, namespace, None, "over", "no engine can use the namespace any more")
 
     def _note_tier(self, pool: str, namespace: str, store: str | None, state: str, reason: str) -> None:
         self._journal.add("tier", pool=pool, namespace=namespace, store=store, state=state, reason=reason)

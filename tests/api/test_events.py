@@ -228,13 +228,13 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
     assert journal.after(0)[0][-1].data["error"] == "no more memory"
 
 
-def test_the_watch_notes_what_the_tier_does(engine: OffloadEngine, tiered_host: TieredHost, journal: Journal) -> None:
-    sampler = Sampler(EmbeddedDirectory(engine, 16, tier=tiered_host.control), journal)
+def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Journal) -> None:
+    sampler = Sampler(tiered_host.directory(16), journal)
     tier = tiered_host.begin()
     changes: list[Callable[[], object]] = [
         lambda: None,
         lambda: tier._note_outage("no master"),
-        lambda: tier.set_bypassed(True),
+        lambda: tier.turn_off("a defect"),
         tiered_host.close,
     ]
     for change in changes:
@@ -245,7 +245,7 @@ def test_the_watch_notes_what_the_tier_does(engine: OffloadEngine, tiered_host: 
     assert [(data["store"], data["state"]) for data in told] == [
         ("memory", "on"),
         ("memory", "down"),
-        ("memory", "bypassed"),
+        ("memory", "off"),
         (None, "over"),
     ]
     assert {(data["pool"], data["namespace"]) for data in told} == {("host", "a1")}

@@ -38,26 +38,23 @@ from kvstow_api.client.servercalls import (
     readiness,
     set_log_level,
     stats,
+    tier,
 )
 from kvstow_api.client.sessioncalls import detach, namespaces, rank, ranks, report, sessions, transfers
 from kvstow_api.client.switchcalls import bypass, bypass_status, drain, drain_status, undrain
-from kvstow_api.client.tiercalls import attach_tier, bypass_tier, detach_tier, name_tier_weights, purge_tier, tier
 
 __all__ = [
     "ProbeName",
     "ProbeResult",
-    "attach_tier",
     "block",
     "blocks",
     "bypass",
     "bypass_status",
-    "bypass_tier",
     "cancel",
     "change_pool",
     "config",
     "delete_pool",
     "detach",
-    "detach_tier",
     "doctor",
     "drain",
     "drain_status",
@@ -68,7 +65,6 @@ __all__ = [
     "log_levels",
     "lookup",
     "metrics",
-    "name_tier_weights",
     "namespaces",
     "operation",
     "operations",
@@ -80,7 +76,6 @@ __all__ = [
     "probe",
     "protect",
     "purge",
-    "purge_tier",
     "rank",
     "ranks",
     "readiness",

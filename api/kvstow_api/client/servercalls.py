@@ -10,6 +10,7 @@ from kvstow_api.history import HistoryView
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.server import InfoView, ReadinessView, Section, StatsView
 from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
+from kvstow_api.views.tier import TierView
 
 ProbeName = Literal["livez", "readyz", "startupz"]
 
@@ -28,6 +29,10 @@ def info() -> Call[InfoView]:
 def readiness(*, pool: str | None = None) -> Call[ReadinessView]:
     """Of the host, or of one pool."""
     return get("/v1/readiness", ReadinessView, pool=pool)
+
+
+def tier() -> Call[TierView]:
+    return get("/v1/tier", TierView)
 
 
 def stats(*sections: Section, pool: str | None = None) -> Call[StatsView]:

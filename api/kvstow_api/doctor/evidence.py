@@ -8,9 +8,9 @@ from typing import NamedTuple
 from kvstow.messages import DesiredState
 from kvstow.status import BypassStatus, DrainStatus, HostedNamespace, MemoryStatus, RankStatus, Readiness
 from kvstow_api.history import SampleView
+from kvstow_api.hostedtier import TierMeasurements
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_api.probe import Verdict
-from kvstow_api.tiercontrol import TierMeasurements
 from kvstow_api.views.doctor import FindingView, Severity
 from kvstow_api.views.ranks import RankView
 from kvstow_api.views.sessions import SessionView

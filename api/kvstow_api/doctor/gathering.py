@@ -46,7 +46,7 @@ async def gather(app: AppState) -> tuple[Evidence, list[Evidence]]:
         )
         whole = whole._replace(node=node)
     tier = directory.tier
-    if tier is not None and tier.store is not None:
+    if tier is not None:
         pool_bytes = sum(pool.granted_bytes for pool in directory.pools())
         measured = await run_in_threadpool(tier.measure)
         whole = whole._replace(tier=TierEvidence(tier_view(directory), measured, pool_bytes))

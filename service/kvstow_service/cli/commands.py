@@ -40,7 +40,6 @@ COMMANDS = {
     "drain": _Command("switches", "Finish what is in flight, and accept nothing new."),
     "undrain": _Command("switches", "Accept traffic again."),
     "bypass": _Command("switches", "Switch loads or stores off without touching the pool."),
-    "tier": _Command("tiercommands", "Attach, detach, bypass or purge the store that nodes share."),
     "detach": _Command("nodecommands", "Detach an engine from the node."),
     "delete": _Command("nodecommands", "Delete a pool that no engine uses."),
     "cancel": _Command("following", "Stop a long-running operation. What it has done so far stays done."),

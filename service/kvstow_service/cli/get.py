@@ -69,7 +69,7 @@ _NOUNS = (
         "operation",
         "Long-running operations, newest first.",
         (
-            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize", "tier-purge"])),
+            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
             click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
             _OF_POOL,
             _LIMIT,
@@ -151,7 +151,7 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
 def _note(view: Any, options: dict[str, Any]) -> str:
     """A note for a list that is cut off, or that is empty for a reason."""
     if getattr(view, "store", "") is None:
-        return "no store is attached" + ("; `kvstow tier attach URL` attaches one" if view.attachable else "")
+        return "there is no fleet tier: `kvstow serve --tier URL` has one"
     is_cut = getattr(view, "next_page_token", None) is not None
     return f"there are more than {options['limit']}; --limit shows them" if is_cut else ""
 

@@ -33,8 +33,7 @@ def _used(item: PoolView) -> str:
 
 
 def _progress(item: OperationView) -> str:
-    done, unit = f"{item.progress.done:,}", item.progress.unit
-    return f"{done} {unit}" if unit == "objects" else f"{done} of {item.progress.total:,} {unit}"
+    return f"{item.progress.done:,} of {item.progress.total:,} slots"
 
 
 def _removed(item: OperationView) -> str:
@@ -214,7 +213,6 @@ TIERS = (
     Column("SAVED", lambda item: duration(item.counters.saved_seconds)),
     Column("DECISION", lambda item: item.reason or item.decision),
     _field("FINGERPRINT", "fingerprint", wide=True),
-    Column("WRITES", lambda item: f"{item.write}: {item.write_decision}", wide=True),
     Column("CLIENTS", lambda item: "; ".join(map(_client, item.clients)), wide=True),
 )
 

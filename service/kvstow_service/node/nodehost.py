@@ -80,7 +80,7 @@ class NodeHost:
         self._clock = clock
         self._lock = Lock()
         self.tier: NodeTier | None = None
-        """The fleet tier of the node; set once, before an engine attaches."""
+        """The fleet tier of the node, if it has one; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
         self._waiting: dict[str, NodeSession] = {}
@@ -236,9 +236,6 @@ class NodeHost:
         self._memory.add_session(session, session.wanted_slots())
         self._enter_tier(session)
         return session, reasons
-
-    def attached_sessions(self) -> list[NodeSession]:
-        return [session for session in self._sessions.values() if not session.control.is_lost]
 
     def _enter_tier(self, session: NodeSession) -> None:
         """Enter the session in the fleet tier, which may have blocks of its namespace."""

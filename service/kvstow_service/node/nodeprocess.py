@@ -27,7 +27,7 @@ from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, ru
 from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import TierChoice
 
 logger = logging.getLogger("kvstow.service")
 
@@ -122,7 +122,7 @@ def _check(settings: Settings) -> _Plan:
             group = group_id(settings.attach_group)
         except ConfigError as error:
             raise error.renamed("attach_group") from None
-    tier = None if settings.tier is None else TierChoice.of(settings.tier, settings.tier_write)
+    tier = None if settings.tier is None else TierChoice.of(settings.tier)
     require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
     return _Plan(address, admin, tls, node_settings(settings, group, tier))
 

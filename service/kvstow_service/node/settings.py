@@ -19,7 +19,6 @@ from kvstow.config import POLICIES, HugePages
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
-from kvstow.tier.writepolicy import WRITE_MODES, WriteMode
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
@@ -86,9 +85,6 @@ class Settings(BaseModel):
         None,
         description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT or "
         "redis://HOST:PORT. Docs: tier.md.",
-    )
-    tier_write: WriteMode | None = Field(
-        None, description=f"What is put into it, and when: {', '.join(WRITE_MODES)}. Default: auto. Needs --tier."
     )
     extent_size: PositiveSize = Field(
         _written("1GiB"), description="Unit in which pools get memory, a multiple of 2 MiB."
@@ -162,8 +158,6 @@ class Settings(BaseModel):
                 yield key, "needs --state, the folder of the keeper that holds the memory"
         if "keep_timeout" in self.model_fields_set and not self.start_keeper:
             yield "keep_timeout", "has no effect with --no-start-keeper: `kvstow keeper` takes it"
-        if self.tier_write is not None and self.tier is None:
-            yield "tier_write", "needs --tier, the store that is written"
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"

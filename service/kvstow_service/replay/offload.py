@@ -10,7 +10,6 @@ from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
-from kvstow.tier.tierstatus import TierStatus
 
 
 class PoolFigures(NamedTuple):
@@ -19,7 +18,6 @@ class PoolFigures(NamedTuple):
     slots: int
     policy: str | None = None
     evicted_blocks: int | None = None
-    tier: TierStatus | None = None
 
 
 class Offload(Protocol):

@@ -64,15 +64,14 @@ def local_session(
     stop: threading.Event,
     place: Place = ON_CPU,
     on_pinned: Callable[[int], None] | None = None,
-    shared: bool = False,
 ) -> Iterator[Session]:
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
-    `on_pinned` hears the number of usable slots while it waits. `shared`: see `PoolConfig`. Raises
+    `on_pinned` hears the number of usable slots while it waits. Raises
     `InsufficientMemoryError` or `PinError` where the pool cannot be made, and what `make_cache` raises.
     """
     pool_bytes = config.slot_bytes * config.capacity_slots
-    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=pool_bytes, shared=shared)
+    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=pool_bytes)
     with ExitStack() as stack:
         engine = OffloadEngine(config)
         stack.callback(engine.close)

@@ -140,11 +140,6 @@ async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
         calls.operation("evict-0", wait=1),
         calls.cancel("evict-0"),
         calls.forget("evict-0"),
-        calls.attach_tier("memory:"),
-        calls.detach_tier(),
-        calls.bypass_tier(bypassed=True),
-        calls.purge_tier("f"),
-        calls.name_tier_weights("w"),
     ]
     called = {(call.method, call.path) for call in [*(call for call, _ in CALLS), *more]}
     given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0", "{session_id}": "s1"}

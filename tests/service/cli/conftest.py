@@ -36,8 +36,8 @@ class Host:
         tls = changes.pop("tls", None)
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
         stack.callback(listeners.close)
-        make_tier = changes.pop("make_tier", lambda engine: None)
-        directory = EmbeddedDirectory(self.engine, 2 * CAPACITY, tier=make_tier(self.engine))
+        directory = EmbeddedDirectory(self.engine, 2 * CAPACITY)
+        directory.tier = changes.pop("make_tier", lambda engine: None)(self.engine)
         given = {"directory": directory, "version": "1.2.3", "mode": "test"}
         given["addresses"] = (listeners.url,)
         server = AdminServer(create_app(ApiHost(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)

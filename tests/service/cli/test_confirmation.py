@@ -75,7 +75,7 @@ def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Com
 def test_these_commands_can_be_destructive() -> None:
     found = dict(pair for name in COMMANDS for pair in with_yes(name, load(name)))
     pools = {"evict", "purge", "unprotect", "resize", "config set", "drain", "detach", "delete pool"}
-    assert set(found) == {*pools, "tier purge"}
+    assert set(found) == pools
     for command in found.values():
         assert any("--dry-run" in parameter.opts for parameter in command.params), "it can be tried first"
 

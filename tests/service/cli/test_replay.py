@@ -120,12 +120,6 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--rate", "1", "--time-scale", "1"), "not both"),
         (("--engines", "2"), "--engines 2 needs --attach"),
         (("--attach", "unix:/run/kvstow.sock"), "--no-data cannot be used with --attach"),
-        (("--tier", "memory:"), "--no-data cannot be used with --tier: ranks move bytes"),
-        (("--nodes", "2"), "--no-data cannot be used with --nodes: ranks move bytes"),
-        (("--nodes", "2", "--rate", "1"), "--rate 1.0 cannot be used with --nodes: one request is served at a time"),
-        (("--nodes", "2", "--concurrency", "2"), "--concurrency 2 cannot be used with --nodes"),
-        (("--routing", "random"), "--routing random needs --nodes"),
-        (("--tier-write", "back"), "--tier-write back needs --tier"),
         (("--prefill-rate", "0"), "'--prefill-rate': 0.0 is not in the range x>0"),
     ],
 )
@@ -133,50 +127,6 @@ def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tu
     outcome = invoke(trace, "--no-data", *arguments)
     assert outcome.exit_code == 2
     assert complaint in outcome.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--tier", "s3://bucket"), "tier is 's3://bucket'; allowed: mooncake://MASTER:PORT"),
-        (("--tier", "memory:lots"), "tier is 'lots'"),
-        (
-            ("--tier", "memory:", "--tier-write", "around"),
-            "write is 'around'; allowed: auto or through or selective or back",
-        ),
-        (("--tier", "memory:", "--device", "jax"), "--device jax cannot be used with --tier"),
-        (("--tier", "memory:", "--attach", "unix:/a"), "--attach unix:/a cannot be used with --tier"),
-        (("--nodes", "2", "--routing", "nearest"), "routing is 'nearest'; allowed: prefix or random"),
-        (("--nodes", "2", "--attach", "unix:/a"), "--attach unix:/a cannot be used with --nodes"),
-    ],
-)
-def test_invalid_options_of_a_tier_are_exit_code_2_with_a_reason(
-    trace: str, arguments: tuple[str, ...], complaint: str
-) -> None:
-    outcome = invoke(trace, "--slot-size", "1KiB", *arguments)
-    assert outcome.exit_code == 2, outcome.output
-    assert complaint in outcome.stderr
-
-
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_blocks_come_back_from_a_tier(trace: str, nodes: str) -> None:
-    common = (trace, "--slot-size", "1KiB", "--pool-slots", "40", "--json")
-    alone = invoke(*common)
-    tiered = invoke(*common, "--tier", "memory:1GiB", "--nodes", nodes)
-    assert tiered.exit_code == 0, tiered.stderr
-    result = json.loads(tiered.stdout)
-    assert result["tier"]["counters"]["fetched_blocks"] > 0
-    assert result["hit_blocks"] > json.loads(alone.stdout)["hit_blocks"]
-    assert result["verified_bytes"] == result["loaded_bytes"] == result["hit_blocks"] * 1024
-    assert result["slots"] == 40 * int(nodes)
-
-
-def test_the_summary_says_what_the_tier_did(trace: str) -> None:
-    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "40", "--tier", "memory:")
-    rows = {line[:16].strip(): line[16:] for line in outcome.stdout.splitlines()}
-    assert rows["tier"].endswith("put, through")
-    assert rows["last decision"] == "the prefill speed is not known"
-    assert "mean request" in rows
 
 
 @pytest.mark.parametrize(
@@ -264,7 +214,6 @@ def test_a_replay_on_the_cpu_does_not_import_torch(trace: str, options: tuple[st
 
 
 def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tier is that of the replay."""
     run = ReplayDriver.run
 
     def look(self: ReplayDriver, stop: threading.Event) -> ReplayResult:
@@ -276,8 +225,6 @@ def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest
             time.sleep(0.01)
         answer = httpx.get(f"{admin.addresses[0]}/v1/info")
         assert answer.json()["mode"] == "replay"
-        assert admin._tier is not None
-        assert [one.status.state for one in admin._tier.tiers()] == ["on"]
         return run(self, stop)
 
     admins: list[EmbeddedAdmin] = []
@@ -289,7 +236,7 @@ def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest
 
     monkeypatch.setattr(EmbeddedAdmin, "start", note)
     monkeypatch.setattr(ReplayDriver, "run", look)
-    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--tier", "memory:", "--port", "0", "--json")
+    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--port", "0", "--json")
     assert outcome.exit_code == 0, outcome.stderr
     assert json.loads(outcome.stdout)["mismatches"] == 0
 
@@ -297,7 +244,6 @@ def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--nodes", "2"], "--port 0 cannot be used with --nodes"),
         (["--no-data"], "--port 0 cannot be used with --no-data"),
         (["--attach", "unix:/x"], "--port 0 cannot be used with --attach"),
     ],

@@ -147,7 +147,7 @@ def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more()
     ("url", "complaint"),
     [
         ("nfs://host", "--tier is 'nfs://host'; allowed: mooncake://"),
-        ("memory:", "--tier is 'memory:'; allowed: mooncake:// or redis://, which other nodes can reach"),
+        ("memory:", "--tier is 'memory:'; allowed: mooncake://MASTER:PORT"),
         ("mooncake://", "--tier is 'mooncake://'; allowed: "),
         ("mooncake://master:1", "a tier in Mooncake needs mooncake, which is not installed: pip install "),
     ],

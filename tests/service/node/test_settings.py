@@ -166,7 +166,6 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
         ({"extent_size": "1000MB"}, "--extent-size 1000MB is not a multiple of 2 MiB, such as 1GiB"),
         ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),
         ({"trust_eof": "0"}, "--trust-eof is '0'; allowed: more than 0 seconds"),
-        ({"tier_write": "through"}, "--tier-write through needs --tier, the store that is written"),
         ({"keep_on_stop": True}, "--keep-on-stop needs --state, the folder of the keeper that holds the memory"),
         ({"keep_timeout": "1h"}, "--keep-timeout 1h needs --state, the folder of the keeper that holds the memory"),
         ({"start_keeper": False}, "--no-start-keeper needs --state, the folder of the keeper that holds the memory"),
