@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from kvstow_service.node.removedsettings import REMOVED_SETTINGS
-from kvstow_service.node.settings import Settings, flag_name, load_settings
+from kvstow_service.node.settings import Settings, load_settings
 
 MEMORY: dict[str, object] = {"memory": "64GiB"}
 
@@ -106,21 +104,6 @@ def test_an_unknown_key_of_the_file_is_named_with_the_file_and_the_allowed_ones(
     (error,) = errors_of({}, {}, config)
     assert error.startswith(f"{config}: memoryz is not a setting; ")
     assert "extent_size" in error
-
-
-@pytest.mark.parametrize("name", REMOVED_SETTINGS)
-def test_a_setting_of_the_past_is_refused_with_what_to_use(name: str, config: Path) -> None:
-    config.write_text(f"{name} = 2\n")
-    sentence = f" is no longer a setting: {REMOVED_SETTINGS[name]}"
-    assert errors_of({}, {}, config) == [f"{config}: {name}{sentence}"]
-    assert errors_of({name: "2"}) == [flag_name(name) + sentence]
-    assert errors_of({}, {f"KVSTOW_{name.upper()}": "2"}) == [f"KVSTOW_{name.upper()}{sentence}"]
-    assert name not in Settings.model_fields
-
-
-def test_what_to_use_instead_exists() -> None:
-    named = {flag for text in REMOVED_SETTINGS.values() for flag in re.findall(r"--[a-z-]+", text.split("`")[0])}
-    assert {"--memory", "--pin-chunk", "--pin-pause"} <= named <= set(map(flag_name, Settings.model_fields))
 
 
 @pytest.mark.parametrize("text", ["memory =", "\xff"])
