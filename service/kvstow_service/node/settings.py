@@ -58,10 +58,6 @@ class Settings(BaseModel):
     attach_group: str | None = Field(
         None, description="Group, by name or number, whose members may attach besides the service's own user."
     )
-    share_across_uids: Flag = Field(
-        False,
-        description="Let engines of different users share memory; each can then read and write the others' blocks.",
-    )
     trust_eof: PositiveDuration | None = Field(
         None,
         description="Kernels before 6.5: how long after the end of its connection an engine in another pid namespace "

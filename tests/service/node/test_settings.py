@@ -19,7 +19,8 @@ def errors_of(flags: dict[str, object], environ: dict[str, str] | None = None, c
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "kvstow.toml"
     path.write_text(
-        'memory = "3GiB"\nextent_size = "512MiB"\nport = 4096\nshare_across_uids = true\nreadiness_require = ["pool"]\n'
+        'memory = "3GiB"\nextent_size = "512MiB"\nport = 4096\nkeep_on_stop = true\nstate = "/s"\n'
+        'readiness_require = ["pool"]\n'
     )
     return path
 
@@ -29,7 +30,6 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert (settings.memory, settings.extent_size, settings.huge_pages) == (64 << 30, 1 << 30, "advised")
     assert (settings.pin_chunk, settings.pin_pause, settings.keep_timeout) == (64 << 20, 0.002, 600.0)
     assert (settings.host, settings.port, settings.attach_socket) == ("127.0.0.1", 9595, None)
-    assert not settings.share_across_uids
     assert not settings.keep_on_stop
 
 
@@ -42,14 +42,14 @@ def test_memory_is_required() -> None:
 def test_the_file_wins_over_the_defaults(config: Path) -> None:
     settings = load_settings({}, {}, config)
     assert (settings.memory, settings.extent_size, settings.port) == (3 << 30, 512 << 20, 4096)
-    assert (settings.share_across_uids, settings.readiness_require) == (True, ("pool",))
+    assert (settings.keep_on_stop, settings.readiness_require) == (True, ("pool",))
 
 
 def test_variables_win_over_the_file_and_flags_over_both(config: Path) -> None:
-    environ = {"KVSTOW_PORT": "3", "KVSTOW_MEMORY": "2GiB", "KVSTOW_SHARE_ACROSS_UIDS": "false"}
+    environ = {"KVSTOW_PORT": "3", "KVSTOW_MEMORY": "2GiB", "KVSTOW_KEEP_ON_STOP": "false"}
     settings = load_settings({"port": "4", "memory": None}, environ, config)
     assert (settings.port, settings.memory, settings.extent_size) == (4, 2 << 30, 512 << 20)
-    assert not settings.share_across_uids
+    assert not settings.keep_on_stop
 
 
 def test_a_variable_can_name_the_file(config: Path) -> None:
