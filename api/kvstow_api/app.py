@@ -92,5 +92,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.orphans.stop()
         await state.sampler.stop()
         await state.loop.stop()
-        state.log_levels.close()
         await run_in_threadpool(state.operations.close)

@@ -59,10 +59,9 @@ def log_levels() -> Call[LogLevelsView]:
     return get("/v1/loglevel", LogLevelsView)
 
 
-def set_log_level(level: str, *, logger: str = "kvstow", ttl_seconds: float | None = None) -> Call[LogLevelView]:
-    """For `ttl_seconds`, or until the server stops."""
-    body = {"logger": logger, "level": level, "ttl_seconds": ttl_seconds}
-    return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body=body)
+def set_log_level(level: str, *, logger: str = "kvstow") -> Call[LogLevelView]:
+    """Until it is set again, or the server stops."""
+    return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body={"logger": logger, "level": level})
 
 
 def _probe_result(reply: Reply) -> ProbeResult:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-from kvstow_api import livesettings
+from kvstow_api import livesettings, loglevels
 from kvstow_api.appstate import App
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.doctor import examine
@@ -99,15 +99,15 @@ async def get_config(app: App, response: Response, query: Annotated[PoolQuery, Q
 
 
 @router.get("/v1/loglevel", responses=reading())
-async def get_log_levels(app: App) -> LogLevelsView:
+async def get_log_levels() -> LogLevelsView:
     """Every logger of KVStow and its level."""
-    return LogLevelsView(items=[app.log_levels.view(name) for name in app.log_levels.names()])
+    return LogLevelsView(items=[loglevels.view(name) for name in loglevels.names()])
 
 
 @router.put("/v1/loglevel", responses=changing())
-async def set_log_level(app: App, body: LogLevelBody) -> LogLevelView:
-    """Set the level of one logger, for a limited time or until it is set again."""
-    return app.log_levels.set(body.logger, body.level, body.ttl_seconds)
+async def set_log_level(body: LogLevelBody) -> LogLevelView:
+    """Set the level of one logger."""
+    return loglevels.change(body.logger, body.level)
 
 
 # -- what happens, has happened and is wrong -----------------------------------------------------------------------

@@ -8,7 +8,6 @@ from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_t
 from kvstow_api.overview import waits_for
 from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
-from kvstow_api.views.settings import LogLevelView
 from kvstow_api.views.tier import TierClientView
 from kvstow_service.cli.output import Column
 from kvstow_service.cli.serverlist import ServerRow
@@ -223,11 +222,7 @@ def _client(client: TierClientView) -> str:
     return f"{client.purpose} {client.state}" + (f" ({client.reason})" if client.reason else "")
 
 
-def _level_left(item: LogLevelView) -> str:
-    return ABSENT if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
-
-
-LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"), Column("FOR", _level_left))
+LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"))
 
 LISTS = {
     "servers": (SERVERS, "address"),

@@ -99,7 +99,7 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.operations(kind="evict", state="succeeded", page_size=5), OperationsView),
     (calls.config(), ConfigView),
     (calls.log_levels(), LogLevelsView),
-    (calls.set_log_level("info", logger="kvstow.api", ttl_seconds=60), LogLevelView),
+    (calls.set_log_level("info", logger="kvstow.api"), LogLevelView),
     (calls.probe("livez"), calls.ProbeResult),
     (calls.metrics(), str),
 ]
