@@ -10,7 +10,6 @@ from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.tier import TierClientView
 from kvstow_service.cli.output import Column
-from kvstow_service.cli.serverlist import ServerRow
 
 
 def _field(title: str, name: str, *, wide: bool = False) -> Column:
@@ -47,27 +46,6 @@ def _in_flight(item: PoolView) -> str:
     words = f"{pending.loads + pending.stores:,}"
     return f"{words} ({pending.stuck:,} stuck)" if pending.stuck else words
 
-
-def _memory(item: ServerRow) -> str:
-    memory = item.memory
-    size = format_size(memory.target_bytes)
-    is_all = memory.populated_bytes >= memory.target_bytes
-    return size if is_all else f"{format_size(memory.populated_bytes)} of {size}"
-
-
-SERVERS = (
-    _field("ADDRESS", "address"),
-    _field("STATE", "state"),
-    _field("MODE", "mode"),
-    Column("MEMORY", _memory),
-    _field("POOLS", "pools"),
-    _field("SESSIONS", "sessions"),
-    _field("RANKS", "ranks"),
-    Column("UP", lambda item: duration(item.uptime_seconds)),
-    _field("VERSION", "version"),
-    _field("REASON", "reason"),
-    _field("MODEL", "model", wide=True),
-)
 
 POOLS = (
     _field("NAME", "name"),
@@ -225,7 +203,6 @@ def _client(client: TierClientView) -> str:
 LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"))
 
 LISTS = {
-    "servers": (SERVERS, "address"),
     "pools": (POOLS, "name"),
     "sessions": (SESSIONS, "id"),
     "namespaces": (NAMESPACES, "name"),

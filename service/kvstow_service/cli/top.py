@@ -50,7 +50,7 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
     """
     interval = max(interval, 0.1)
     with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
-        server = connection.context.server
+        server = connection.server
         if svg is not None:
             _draw(_ask_once(client, server, pool), svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():

@@ -53,11 +53,11 @@ def test_the_command_list_matches_each_commands_help(name: str) -> None:
 def test_every_remote_command_has_connection_flags(name: str) -> None:
     command = load(name)
     commands = list(command.commands.values()) if isinstance(command, click.Group) else [command]
-    if name in ON_THIS_MACHINE or name in ("trace", "context", "completion"):
+    if name in ON_THIS_MACHINE or name in ("trace", "completion"):
         return
     for one in commands:
         flags = {flag for parameter in one.params for flag in parameter.opts}
-        assert {"--server", "--context", "--token-file", "--ca-file"} <= flags, one.name
+        assert {"--server", "--token-file", "--ca-file"} <= flags, one.name
 
 
 def test_version(run: Any) -> None:
@@ -98,6 +98,4 @@ def test_the_script_completes_commands_nouns_and_flags(child_environ: dict[str, 
 
     assert complete("kvstow", "ev") == "plain,events\nplain,evict\n"
     assert complete("kvstow", "get", "po") == "plain,pools\n"
-    assert complete("kvstow", "--all") == "plain,--all-contexts\n"
-    assert complete("kvstow", "get", "pools", "--all") == "plain,--all-contexts\n"
     assert "plain,--dry-run" in complete("kvstow", "evict", "--d")

@@ -83,7 +83,7 @@ def test_variables_by_which_kubernetes_describes_a_service_are_ignored(service: 
 
 
 def test_variables_of_the_other_commands_are_ignored() -> None:
-    environ = {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CONTEXT": "prod"}
+    environ = {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CA_FILE": "/ca.pem"}
     assert load_settings(MEMORY, environ) == Settings(**MEMORY)
 
 
