@@ -4,8 +4,6 @@ Keys of blocks are hex text, as in the API's answers. `pool` names a pool; that 
 without one asks for the only pool, or for the whole host.
 
 `wait`: how many seconds (at most 30) the server may wait for the work to be done before it answers with the operation.
-`key` is the Idempotency-Key: a request that is sent again with the same key gets the first answer again and is not
-carried out twice.
 """
 
 from kvstow_api.client.blockcalls import block, blocks, lookup, protect, remove_block, unprotect

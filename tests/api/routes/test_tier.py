@@ -171,17 +171,6 @@ async def test_the_objects_of_one_fingerprint_are_purged(tiered: httpx.AsyncClie
         assert refused.status_code == 422, fingerprint
 
 
-async def test_a_purge_that_is_sent_again_is_not_done_again(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
-    tiered_host.begin()
-    tiered_host.fill("f", 3)
-    headers = {"Idempotency-Key": "k1"}
-    answers = [
-        await tiered.post("/v1/tier/purge?wait=30", json={"fingerprint": "f"}, headers=headers) for _ in range(2)
-    ]
-    assert [answer.json()["objects"] for answer in answers] == [3, 3]
-    assert len((await tiered.get("/v1/operations")).json()["items"]) == 1
-
-
 async def test_a_store_that_is_down_fails_the_purge(
     tiered: httpx.AsyncClient, tiered_host: TieredHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
