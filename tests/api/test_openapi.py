@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 import kvstow.status
 from kvstow import messages, stats
-from kvstow_api import bodies, history, views
+from kvstow_api import bodies, figures, views
 from kvstow_api.client.decoding import decode
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.views.events import EVENT_TYPES
@@ -126,7 +126,7 @@ async def test_a_report_always_needs_the_token(schema: dict[str, Any]) -> None:
 VIEWS = [import_module(f"{views.__name__}.{found.name}") for found in iter_modules(views.__path__)]
 TYPES = {
     name: kind
-    for module in (bodies, history, messages, stats, kvstow.status, *VIEWS)
+    for module in (bodies, figures, messages, stats, kvstow.status, *VIEWS)
     for name, kind in inspect.getmembers(module, inspect.isclass)
     if kind.__module__ == module.__name__
 }

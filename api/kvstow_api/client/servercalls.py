@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from kvstow_api.client.call import Call, Reply, decoded, get, params
-from kvstow_api.history import HistoryView
+from kvstow_api.figures import CurvesView
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.server import InfoView, ReadinessView, Section, StatsView
 from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
@@ -34,8 +34,8 @@ def stats(*sections: Section, pool: str | None = None) -> Call[StatsView]:
     return get("/v1/stats", StatsView, section=",".join(sections), pool=pool)
 
 
-def history(*, pool: str | None = None) -> Call[HistoryView]:
-    return get("/v1/history", HistoryView, pool=pool)
+def curves(*, pool: str | None = None) -> Call[CurvesView]:
+    return get("/v1/curves", CurvesView, pool=pool)
 
 
 def doctor() -> Call[DoctorView]:

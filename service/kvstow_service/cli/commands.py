@@ -24,7 +24,6 @@ COMMANDS = {
     "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),
     "describe": _Command("describe", "Show one thing in full: the server, a pool, a rank, ..."),
     "top": _Command("top", "Watch the server live."),
-    "plot": _Command("plot", "Plot metrics of the last hour."),
     "events": _Command("events", "Print events as they happen, until Ctrl-C."),
     "doctor": _Command("doctor", "Diagnose problems and suggest fixes."),
     "wait": _Command("wait", "Wait until the server is ready, pinned or drained."),

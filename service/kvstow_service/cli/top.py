@@ -97,7 +97,7 @@ def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
         return PoolReadings(
             stats=send(calls.stats(pool=pool)),
             ranks=send(calls.ranks(pool=pool)).items,
-            history=send(calls.history(pool=pool)),
+            curves=send(calls.curves(pool=pool)),
         )
     except ApiError as error:
         if error.problem is None or error.problem.status != 404:

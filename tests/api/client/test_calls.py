@@ -18,7 +18,7 @@ from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, 
 from kvstow_api import client
 from kvstow_api.client import ApiError, Call, Client, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
-from kvstow_api.history import HistoryView
+from kvstow_api.figures import CurvesView
 from kvstow_api.routes import ROUTERS
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.operations import OperationsView, OperationView
@@ -61,7 +61,7 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.namespaces(), NamespacesView),
     (calls.stats(), StatsView),
     (calls.stats("pool", "stores"), StatsView),
-    (calls.history(), HistoryView),
+    (calls.curves(), CurvesView),
     (calls.doctor(), DoctorView),
     (calls.pools(), PoolsView),
     (calls.pool(), PoolView),

@@ -13,7 +13,7 @@ import pytest
 import kvstow
 from kvstow_service.cli.commands import COMMANDS, load
 
-HEAVY = ["torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "matplotlib", "vllm"]
+HEAVY = ["torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "vllm"]
 ON_THIS_MACHINE = {"serve", "keeper", "replay"}
 
 
@@ -34,9 +34,7 @@ def test_help_imports_no_heavy_modules(arguments: list[str], child_environ: dict
     assert loaded(arguments, [*HEAVY, "httpx", "rich", "yaml"], child_environ) == []
 
 
-@pytest.mark.parametrize(
-    "arguments", [["get", "pools"], ["describe", "stats", "-o", "yaml"], ["top"], ["doctor"], ["plot", "bandwidth"]]
-)
+@pytest.mark.parametrize("arguments", [["get", "pools"], ["describe", "stats", "-o", "yaml"], ["top"], ["doctor"]])
 def test_remote_commands_import_no_heavy_modules(
     host: Any, arguments: list[str], child_environ: dict[str, str]
 ) -> None:

@@ -98,8 +98,6 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top:
     kvstow("wait", "--for=ready", "--timeout=60s")
     assert "change" in kvstow("events", "--type", "change", "--limit", "1")
     json.loads(run("doctor", "-o", "json", "--server", server).stdout)
-    for metric in ("hit-ratio", "bandwidth"):
-        kvstow("plot", metric)
     with Terminal("top", "--server", server, environ=environ) as terminal:
         terminal.until(top)
         terminal.until("evictions")
