@@ -24,7 +24,6 @@ from kvstow.config import EngineConfig
 from kvstow.control.tiersettings import TierSettings
 from kvstow.keys import make_key
 from kvstow_service.replay.offload import EmbeddedOffload, Offload
-from kvstow_service.replay.place import Place
 from kvstow_service.replay.session import local_session
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.tieredoffload import tiered_offload
@@ -42,11 +41,10 @@ _numbers = count()
 def measure(seconds: float) -> dict[str, list[float]]:
     config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=1000, block_tokens=512)
     stop = Event()
-    place = Place("cpu", even_shape(_SLOT_BYTES), "auto")
     with TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder) / "log")
         try:
-            with local_session(config, kv_blocks=16, stop=stop, place=place, shared=True) as session:
+            with local_session(config, kv_blocks=16, stop=stop, shape=even_shape(_SLOT_BYTES), shared=True) as session:
                 choice = TierChoice(cluster.url, MooncakeStore(cluster.location), "through")
                 settings = TierSettings(write="through")
                 with tiered_offload(session.engine, session.ranks, choice, settings, "bench", stop=stop) as offload:

@@ -151,8 +151,8 @@ class WorkerCalls:
             self._pool.keep(kept)
 
     def _offer(self) -> list[Call]:
-        held, welcome = list(self._pool.held_extents()), self._connection.welcome
-        if held and self.deposits.held and welcome is not None and welcome.knows(Kind.RETURN):
+        held = list(self._pool.held_extents())
+        if held and self.deposits.held:
             self._connection.tell(ReturnedDescriptors(tuple(self.deposits.held)), list(self.deposits.held.values()))
         calls = []
         for start in range(0, len(held), MAX_FDS):

@@ -16,7 +16,7 @@ _SLOT_SIZE = "256KiB"
 _PATIENCE = 60.0  # seconds
 
 
-def check_attach(attach: str | None, engines: int | None, policy: str | None, device: str, *, no_data: bool) -> None:
+def check_attach(attach: str | None, engines: int | None, policy: str | None, *, no_data: bool) -> None:
     """Raises `SettingError` for options that contradict --attach, or need it."""
     if attach is None:
         if engines is not None:
@@ -26,8 +26,6 @@ def check_attach(attach: str | None, engines: int | None, policy: str | None, de
         raise SettingError(
             "--policy", policy, "cannot be used with --attach: the pool is the service's; see kvstow config"
         )
-    if device == "jax":
-        raise SettingError("--device", device, "cannot be used with --attach: engines on JAX embed KVStow")
     if no_data:
         raise SettingError("--no-data", True, "cannot be used with --attach: attached ranks move bytes")
 
@@ -59,15 +57,7 @@ def check_port(port: int | None, nodes: int, attach: str | None, *, no_data: boo
         raise SettingError("--port", port, "cannot be used with --no-data")
 
 
-def check_data(device: str, *, no_data: bool) -> None:
-    """Raises `SettingError` for a device that would copy nothing."""
-    if no_data and device != "cpu":
-        raise SettingError("--device", device, "cannot be used with --no-data: nothing is copied")
-
-
-def check_tier(
-    tier: str | None, write: str | None, nodes: int, attach: str | None, device: str, *, no_data: bool
-) -> None:
+def check_tier(tier: str | None, write: str | None, nodes: int, attach: str | None, *, no_data: bool) -> None:
     """Raises `SettingError` for options that contradict --tier or --nodes, or need --tier."""
     if tier is None and write is not None:
         raise SettingError("--tier-write", write, "needs --tier")
@@ -78,8 +68,6 @@ def check_tier(
         raise SettingError("--attach", attach, f"cannot be used with {option}: the pool is the service's")
     if no_data:
         raise SettingError("--no-data", True, f"cannot be used with {option}: ranks move bytes")
-    if device == "jax":
-        raise SettingError("--device", device, f"cannot be used with {option}")
 
 
 def tier_settings(write: str | None, prefill_rate: float | None) -> TierSettings:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.place import Place
-from kvstow_service.replay.shapes import Shape, even_shape
+from kvstow_service.replay.shapes import Shape
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -36,12 +35,12 @@ def run_here(
     options: ReplayOptions,
     requests: list[TraceRequest],
     blocks: int,
-    place: Place | None,
+    shape: Shape | None,
     choice: TierChoice | None,
     settings: TierSettings,
     port: int | None,
 ) -> ReplayResult:
-    """`place`: None replays the control plane alone. `port`: None for no admin server."""
+    """`shape`: None replays the control plane alone. `port`: None for no admin server."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.replayadmin import replay_admin
@@ -51,24 +50,24 @@ def run_here(
     with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
-        if place is None:
+        if shape is None:
             session = simulated_session(config)
         else:
             pinned = progress.add_task("pinning", total=config.capacity_slots)
             session = local_session(
                 config,
                 kv_blocks=blocks,
-                place=place,
+                shape=shape,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
                 shared=choice is not None,
             )
         parts = stack.enter_context(session)
         offload: Offload = EmbeddedOffload(parts.engine)
-        wait = parts.wait
+        wait = None
         tier: TierHost | None = None
-        if choice is not None and place is not None:
-            name = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
+        if choice is not None and shape is not None:
+            name = fingerprint_of(shape, config.num_ranks)
             stop = stops.requested
             tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, choice, settings, name, stop=stop))
             offload, wait, tier = tiered, tiered.wait, tiered.host
@@ -97,7 +96,7 @@ def run_fleet(
     options: ReplayOptions,
     requests: list[TraceRequest],
     blocks: int,
-    place: Place,
+    shape: Shape,
 ) -> ReplayResult:
     from kvstow_service.replay.fleet import local_fleet
 
@@ -114,7 +113,7 @@ def run_fleet(
             kv_blocks=blocks,
             requests=requests,
             stop=stops.requested,
-            place=place,
+            shape=shape,
             on_pinned=lambda slots: progress.update(pinned, completed=slots),
         ) as fleet:
             progress.start_task(replayed)
@@ -126,7 +125,6 @@ def run_fleet(
 def run_attached(
     path: Path,
     engines: int,
-    place: Place,
     shape: Shape,
     ranks: int,
     blocks: int,
@@ -140,7 +138,7 @@ def run_attached(
 
     check_fits(requests, blocks)
     specs = [
-        EngineSpec(f"replay-{number}", path, shape, place, ranks, blocks, wanted_bytes, requests, options)
+        EngineSpec(f"replay-{number}", path, shape, ranks, blocks, wanted_bytes, requests, options)
         for number in range(1, engines + 1)
     ]
     with StopRequests() as stops, _progress() as progress:

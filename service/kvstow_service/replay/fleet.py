@@ -15,11 +15,10 @@ from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_service.replay.driver import ReplayDriver, check_fits
 from kvstow_service.replay.offload import EmbeddedOffload, Offload, PoolFigures
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import Place
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.router import Router, Routing
 from kvstow_service.replay.session import Session, local_session
-from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.shapes import Shape
 from kvstow_service.replay.tieredoffload import TieredOffload, fingerprint_of, tiered_offload
 from kvstow_service.replay.trace import TraceRequest
 from kvstow_service.tiers.tierhost import TierChoice
@@ -113,24 +112,24 @@ def local_fleet(
     kv_blocks: int,
     requests: Sequence[TraceRequest],
     stop: threading.Event,
-    place: Place,
+    shape: Shape,
     on_pinned: Callable[[int], None] | None = None,
 ) -> Iterator[Fleet]:
     """Nodes with ranks in this process; `config` and `kv_blocks` are those of each node. Raises what `local_session`
     raises, and `InvalidRequestError` for a request that does not fit the KV cache."""
     check_fits(requests, kv_blocks)
     clock = TraceClock()
-    fingerprint = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
+    fingerprint = fingerprint_of(shape, config.num_ranks)
     with ExitStack() as stack:
         nodes = []
         for _ in range(num_nodes):
             session = stack.enter_context(
                 local_session(
-                    config, kv_blocks=kv_blocks, stop=stop, place=place, on_pinned=on_pinned, shared=store is not None
+                    config, kv_blocks=kv_blocks, stop=stop, shape=shape, on_pinned=on_pinned, shared=store is not None
                 )
             )
             offload: Offload = EmbeddedOffload(session.engine)
-            wait = session.wait
+            wait = None
             if store is not None:
                 tiered = stack.enter_context(
                     tiered_offload(

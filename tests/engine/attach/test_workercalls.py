@@ -20,7 +20,7 @@ from kvstow.attach.extentcalls import (
 )
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Welcome
-from kvstow.attach.kinds import VERSIONS, Kind
+from kvstow.attach.kinds import Kind
 from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError
 from kvstow.memory.rankextents import HeldExtent
@@ -34,7 +34,6 @@ class Wire:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.calls: list[Call] = []
-        self.welcome = Welcome(version=VERSIONS.newest, session_id="s1", service="test")
 
     def tell(self, message: Any, fds: Sequence[int] = ()) -> bool:
         self.said.append(message)
@@ -176,16 +175,15 @@ def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wi
         calls.advance()
 
 
-@pytest.mark.parametrize(("version", "said"), [(1, []), (2, [ReturnedDescriptors])])
-def test_what_is_held_for_the_next_service_is_returned_before_memory_if_that_service_knows_it(
-    calls: WorkerCalls, rank: Rank, wire: Wire, version: int, said: list[type]
+def test_what_is_held_for_the_next_service_is_returned_before_memory(
+    calls: WorkerCalls, rank: Rank, wire: Wire
 ) -> None:
     read_end, write_end = os.pipe()
     calls.deposits.put(["journal", "worker-a/0"], [read_end, write_end], replaces=True)
-    rank.held, wire.welcome = [1], replace(wire.welcome, version=version)
+    rank.held = [1]
     calls.begin_session()
     calls.advance()
-    assert [type(message) for message in wire.taken()] == [*said, HandedBackExtents]
+    assert [type(message) for message in wire.taken()] == [ReturnedDescriptors, HandedBackExtents]
     assert len(calls.deposits.held) == 2
     calls.deposits.close()
 

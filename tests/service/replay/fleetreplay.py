@@ -12,7 +12,6 @@ from kvstow.tier.store import TierStore
 from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.fleet import Fleet, local_fleet
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import Place
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.router import Routing
 from kvstow_service.replay.shapes import even_shape
@@ -46,7 +45,7 @@ def replay(
         kv_blocks=blocks_needed(requests, 1),
         requests=requests,
         stop=Event(),
-        place=Place("cpu", even_shape(slot_bytes), "auto"),
+        shape=even_shape(slot_bytes),
     ) as fleet:
         result = fleet.run(requests, Event(), lambda number: on_request(fleet, number))
         for node in fleet.nodes:

@@ -18,7 +18,6 @@ from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, Launcher
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.trace import TraceRequest
 
@@ -37,7 +36,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
 
 def replay(service: Service, requests: list[TraceRequest], options: ReplayOptions, **given: object) -> AttachedResult:
     blocks = blocks_needed(requests, options.concurrency)
-    spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), ON_CPU, 2, blocks, 0, requests, options)
+    spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), 2, blocks, 0, requests, options)
     found = Launcher([spec], log=print, **given).run(threading.Event())  # type: ignore[arg-type]
     print(found.to_json())
     assert (found.total.mismatches, found.total.requests) == (0, len(requests))
