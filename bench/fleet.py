@@ -33,7 +33,6 @@ from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import Place
 from kvstow_service.replay.ranks import LocalRank
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.session import Session, local_session
@@ -260,8 +259,8 @@ def _node(
     kv_blocks: int,
     hint_clock: Callable[[], float],
 ) -> Iterator[Node]:
-    place = Place("cpu", even_shape(config.slot_bytes), "auto")
-    with local_session(config, kv_blocks=kv_blocks, stop=Event(), place=place) as session, ExitStack() as stack:
+    shape = even_shape(config.slot_bytes)
+    with local_session(config, kv_blocks=kv_blocks, stop=Event(), shape=shape) as session, ExitStack() as stack:
         tier = None
         if store is not None:
             tier = TieredOffload(session.engine, session.ranks, store, settings, hint_clock)

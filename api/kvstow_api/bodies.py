@@ -179,11 +179,10 @@ class BypassBody(Body):
 
 
 class LogLevelBody(Body):
-    """A level for one logger of KVStow and those below it, for `ttl_seconds` or (null) until it is set again."""
+    """A level for one logger of KVStow and those below it, until it is set again."""
 
     logger: Annotated[str, Field(max_length=100)] = "kvstow"
     level: Literal["debug", "info", "warning", "error"]
-    ttl_seconds: Annotated[PositiveSeconds, Field(le=86400)] | None = None
 
 
 def _require_one(body: Body, *names: str) -> None:

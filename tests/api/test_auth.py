@@ -39,7 +39,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("PUT", "/v1/bypass", {"load": True}),
     ("DELETE", "/v1/operations/{operation_id}", None),
     ("POST", "/v1/operations/{operation_id}/cancel", None),
-    ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api", "ttl_seconds": 60}),
+    ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api"}),
     REPORT,
 ]
 KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{session_id}": "absent"}

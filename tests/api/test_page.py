@@ -172,7 +172,7 @@ async def test_present_figures_are_those_of_the_api(
     ranks.engine.admin.drain("stop_stores", None)
     ranks.engine.begin_store(keys[4:8], range(4))
     use.sampler.tick()
-    now = (await client.get("/v1/history")).json()["now"]
+    now = (await client.get("/v1/curves")).json()["now"]
     assert now["hit_ratio"] == 0.5
     assert now["dropped_blocks_per_second"] > 0 == now["evicted_blocks_per_second"]
     text = (await page.document()).decode()

@@ -4,8 +4,6 @@ Keys of blocks are hex text, as in the API's answers. `pool` names a pool; that 
 without one asks for the only pool, or for the whole host.
 
 `wait`: how many seconds (at most 30) the server may wait for the work to be done before it answers with the operation.
-`key` is the Idempotency-Key: a request that is sent again with the same key gets the first answer again and is not
-carried out twice.
 """
 
 from kvstow_api.client.blockcalls import block, blocks, lookup, protect, remove_block, unprotect
@@ -29,8 +27,8 @@ from kvstow_api.client.servercalls import (
     ProbeName,
     ProbeResult,
     config,
+    curves,
     doctor,
-    history,
     info,
     log_levels,
     metrics,
@@ -53,6 +51,7 @@ __all__ = [
     "cancel",
     "change_pool",
     "config",
+    "curves",
     "delete_pool",
     "detach",
     "doctor",
@@ -60,7 +59,6 @@ __all__ = [
     "drain_status",
     "evict",
     "forget",
-    "history",
     "info",
     "log_levels",
     "lookup",

@@ -60,7 +60,7 @@ def _of_pool(app: AppState, whole: Evidence, pool: HostedPool) -> Evidence:
         pool=pool.name,
         readiness=host_readiness(app.directory, pool),
         desired=pool.facade.desired(),
-        samples=app.sampler.history_of(pool.name).items,
+        samples=app.sampler.kept(pool.name),
         granted_bytes=pool.granted_bytes,
         due_bytes=pool.due_bytes,
         drain=_NO_DRAIN if whole.drain.active else admin.drain_status,

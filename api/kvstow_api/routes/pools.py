@@ -87,7 +87,7 @@ def delete_pool(app: App, pool: Pool) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
+@router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: Wait) -> RemovedView | Response:
     """Remove the coldest blocks. Leased and protected blocks stay."""
     make = partial(
@@ -101,7 +101,7 @@ async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: 
     return await _remove(app, "evict", pool, make, body.dry_run, query.wait)
 
 
-@router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
+@router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, query: Wait) -> RemovedView | Response:
     """Remove blocks by key, age or number. A block in a transfer is gone at once; its slot is freed when the transfer
     ends."""

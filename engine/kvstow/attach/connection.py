@@ -127,7 +127,6 @@ class AttachConnection:
         self._clock = clock
         self._jitter = jitter
         self._channel: Channel | None = None
-        self._hello: Hello | None = None
         self._calls: dict[int, Call] = {}
         self._last_request = 0
         self._pushed: list[Frame] = []
@@ -240,7 +239,6 @@ class AttachConnection:
         self._channel = channel = Channel(connecting, accepts_fds=self._accepts_fds)
         self.state = "greeting"
         self._greeting_ends = self._clock() + HELLO_SECONDS
-        self._hello = hello
         self._send(channel, hello.KIND, _payload_of(hello))
 
     def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0) -> None:
@@ -296,8 +294,7 @@ class AttachConnection:
                 close_fds(frame.fds)
 
     def _take(self, frame: Frame) -> None:
-        version = 1 if self.welcome is None else self.welcome.version
-        refusal = refusal_of(frame.kind, "service", version, len(frame.fds))
+        refusal = refusal_of(frame.kind, "service", len(frame.fds))
         if refusal is not None:
             raise ProtocolError("unexpected", f"the service broke the protocol: {refusal}")
         if frame.kind == Kind.REFUSED:
@@ -319,10 +316,6 @@ class AttachConnection:
             self._pushed.append(frame)
 
     def _attach(self, welcome: Welcome) -> None:
-        assert self._hello is not None
-        versions = self._hello.versions
-        if not versions.oldest <= welcome.version <= versions.newest:
-            raise ProtocolError("version", f"the service chose version {welcome.version} of {versions}")
         self.state, self.welcome, self.problem = "attached", welcome, None
         self._attached_at = self._clock()
         logger.info("attached to unix:%s as session %s", self._path, welcome.session_id)

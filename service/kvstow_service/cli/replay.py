@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
-from kvstow.config import CopyStrategy
 from kvstow.errors import KvstowError, ProcessEndedError
 from kvstow_service.cli.failures import ExitCode
 from kvstow_service.cli.replayoptions import (
     attach_path,
     check_attach,
-    check_data,
     check_port,
     shape_of,
 )
 from kvstow_service.cli.replayruns import run_attached, run_here
-from kvstow_service.replay.place import Place
-from kvstow_service.replay.shapes import SHAPES, DeviceName
+from kvstow_service.replay.shapes import SHAPES
 
 if TYPE_CHECKING:
     from kvstow_service.replay.launcher import AttachedResult
@@ -45,13 +42,6 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option("--slot-size", help="Bytes of one block on each rank. Default: 256KiB.")
 @click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
-@click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu, cuda or jax.")
-@click.option(
-    "--copy-strategy",
-    default="auto",
-    show_default=True,
-    help="On CUDA: direct copies pages, staged copies packed blocks, auto measures which is faster.",
-)
 @click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
 @click.option(
     "--ranks",
@@ -64,9 +54,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests in flight at once.")
-@click.option(
-    "--kv-blocks", type=click.IntRange(1), help="Blocks of the device's KV cache. Default: what the trace needs."
-)
+@click.option("--kv-blocks", type=click.IntRange(1), help="Blocks of the KV cache. Default: what the trace needs.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -82,8 +70,6 @@ def replay(
     pool_slots: int | None,
     slot_size: str | None,
     shape: str | None,
-    device: str,
-    copy_strategy: str,
     requests: int | None,
     ranks: int,
     policy: str | None,
@@ -116,11 +102,9 @@ def replay(
 
     result: ReplayResult | AttachedResult
     try:
-        check_attach(attach, engines, policy, device, no_data=no_data)
+        check_attach(attach, engines, policy, no_data=no_data)
         check_port(port, attach, no_data=no_data)
         cut = shape_of(shape, slot_size)
-        place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
-        check_data(device, no_data=no_data)
         config = EngineConfig(
             slot_bytes=cut.slot_bytes,
             capacity_slots=_POOL_SLOTS if pool_slots is None else pool_slots,
@@ -133,10 +117,10 @@ def replay(
         found = read_trace(trace, limit=requests)
         blocks = kv_blocks or blocks_needed(found, concurrency)
         if path is None:
-            result = run_here(config, options, found, blocks, None if no_data else place, port)
+            result = run_here(config, options, found, blocks, None if no_data else cut, port)
         else:
             wanted = 0 if pool_slots is None else pool_slots * cut.slot_bytes * ranks
-            result = run_attached(path, engines or 1, place, cut, ranks, blocks, wanted, found, options)
+            result = run_attached(path, engines or 1, cut, ranks, blocks, wanted, found, options)
     except ProcessEndedError as error:
         click.echo(f"kvstow replay: {error}", err=True)
         sys.exit(ExitCode.ERROR)

@@ -10,7 +10,7 @@ from kvstow_service.replay.shapes import Shape, even_shape, shape_named
 _SLOT_SIZE = "256KiB"
 
 
-def check_attach(attach: str | None, engines: int | None, policy: str | None, device: str, *, no_data: bool) -> None:
+def check_attach(attach: str | None, engines: int | None, policy: str | None, *, no_data: bool) -> None:
     """Raises `SettingError` for options that contradict --attach, or need it."""
     if attach is None:
         if engines is not None:
@@ -20,8 +20,6 @@ def check_attach(attach: str | None, engines: int | None, policy: str | None, de
         raise SettingError(
             "--policy", policy, "cannot be used with --attach: the pool is the service's; see kvstow config"
         )
-    if device == "jax":
-        raise SettingError("--device", device, "cannot be used with --attach: engines on JAX embed KVStow")
     if no_data:
         raise SettingError("--no-data", True, "cannot be used with --attach: attached ranks move bytes")
 
@@ -34,12 +32,6 @@ def check_port(port: int | None, attach: str | None, *, no_data: bool) -> None:
         raise SettingError("--port", port, "cannot be used with --attach: the node service has an admin server")
     if no_data:
         raise SettingError("--port", port, "cannot be used with --no-data")
-
-
-def check_data(device: str, *, no_data: bool) -> None:
-    """Raises `SettingError` for a device that would copy nothing."""
-    if no_data and device != "cpu":
-        raise SettingError("--device", device, "cannot be used with --no-data: nothing is copied")
 
 
 def attach_path(attach: str) -> Path:

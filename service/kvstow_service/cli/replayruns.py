@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.place import Place
 from kvstow_service.replay.shapes import Shape
 
 if TYPE_CHECKING:
@@ -31,10 +30,10 @@ def run_here(
     options: ReplayOptions,
     requests: list[TraceRequest],
     blocks: int,
-    place: Place | None,
+    shape: Shape | None,
     port: int | None,
 ) -> ReplayResult:
-    """`place`: None replays the control plane alone. `port`: None for no admin server."""
+    """`shape`: None replays the control plane alone. `port`: None for no admin server."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.replayadmin import replay_admin
@@ -43,14 +42,14 @@ def run_here(
     with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
-        if place is None:
+        if shape is None:
             session = simulated_session(config)
         else:
             pinned = progress.add_task("pinning", total=config.capacity_slots)
             session = local_session(
                 config,
                 kv_blocks=blocks,
-                place=place,
+                shape=shape,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
             )
@@ -66,7 +65,6 @@ def run_here(
             options,
             kv_blocks=blocks,
             on_request=lambda count: progress.update(replayed, completed=count),
-            wait=parts.wait,
         )
         return driver.run(stops.requested)
 
@@ -74,7 +72,6 @@ def run_here(
 def run_attached(
     path: Path,
     engines: int,
-    place: Place,
     shape: Shape,
     ranks: int,
     blocks: int,
@@ -88,7 +85,7 @@ def run_attached(
 
     check_fits(requests, blocks)
     specs = [
-        EngineSpec(f"replay-{number}", path, shape, place, ranks, blocks, wanted_bytes, requests, options)
+        EngineSpec(f"replay-{number}", path, shape, ranks, blocks, wanted_bytes, requests, options)
         for number in range(1, engines + 1)
     ]
     with StopRequests() as stops, _progress() as progress:

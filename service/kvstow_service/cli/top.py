@@ -49,7 +49,7 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
     """
     interval = max(interval, 0.1)
     with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
-        server = connection.context.server
+        server = connection.server
         if svg is not None:
             _draw(_ask_once(client, server, pool), svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -81,7 +81,7 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
         transfers=send(calls.transfers(slowest=NUM_OLDEST, pool=None if of_pool is None else shown)),
         asked=pool,
         pool=of_pool,
-        tier=client.send(calls.tier()),
+        tier=send(calls.tier()),
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 
@@ -96,7 +96,7 @@ def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
         return PoolReadings(
             stats=send(calls.stats(pool=pool)),
             ranks=send(calls.ranks(pool=pool)).items,
-            history=send(calls.history(pool=pool)),
+            curves=send(calls.curves(pool=pool)),
         )
     except ApiError as error:
         if error.problem is None or error.problem.status != 404:

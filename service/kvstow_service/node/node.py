@@ -60,7 +60,6 @@ class NodeSettings:
     huge_pages: HugePages = "advised"
     populate_chunk_bytes: int = STEP_BYTES
     populate_pause: float = 0.002
-    share_across_uids: bool = False
     trust_eof: float | None = None
     state: Path | None = None
     keep_timeout: float | None = 600.0
@@ -104,9 +103,7 @@ class Node:
             on_empty=lambda pool: self.host.drop_if_unused(pool),
             on_failure=on_failure,
         )
-        self.host = NodeHost(
-            self.memory, settings=settings.pools, share_across_uids=settings.share_across_uids, clock=clock
-        )
+        self.host = NodeHost(self.memory, settings=settings.pools, clock=clock)
         self.server: AttachServer
         """Set from `start` on."""
         self.tier: NodeTier | None = None

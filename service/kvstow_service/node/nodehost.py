@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvstow.node")
 
-SHARED_OWNER = (1 << 32) - 1
-"""The owner of memory that engines of all users share: a uid that no user can have."""
-
 
 class NodeHost:
     """The `SessionHost` of the attach server, over `SharedPool`s in the node's memory.
@@ -69,14 +66,12 @@ class NodeHost:
         memory: MemoryThread,
         *,
         settings: PoolSettings | None = None,
-        share_across_uids: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine_id = secrets.token_hex(8)
         self.switches = HostSwitches(lambda: [pool.facade.admin for pool in self.pools()], clock=clock)
         self._memory = memory
         self._settings = settings or PoolSettings()
-        self._share_across_uids = share_across_uids
         self._clock = clock
         self._lock = Lock()
         self.tier: NodeTier | None = None
@@ -193,7 +188,7 @@ class NodeHost:
         """Both identities. The user is the one that the kernel reports, not the hello."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
-        return replace(hello.pool, uid=None if self._share_across_uids else peer.uid), hello.namespace
+        return replace(hello.pool, uid=peer.uid), hello.namespace
 
     def _enter_pool(self, identity: PoolIdentity, model: str) -> NodePool:
         """The pool of this identity, which counts one more session."""
@@ -205,7 +200,8 @@ class NodeHost:
             going = self.tier.closing_pools if self.tier is not None else set[str]()
             name = unique_name(identity, model, {*self._pools, *going})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        owner = SHARED_OWNER if identity.uid is None else identity.uid
+        owner = identity.uid
+        assert owner is not None, "the kernel has told it"
         self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
         pool.num_sessions = 1
         with self._lock:  # no other thread adds pools

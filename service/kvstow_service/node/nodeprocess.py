@@ -136,7 +136,6 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
         huge_pages=settings.huge_pages,
         populate_chunk_bytes=settings.pin_chunk,
         populate_pause=settings.pin_pause,
-        share_across_uids=settings.share_across_uids,
         trust_eof=settings.trust_eof,
         state=settings.state,
         keep_timeout=settings.keep_timeout if settings.start_keeper else None,

@@ -97,7 +97,7 @@ class ReplayDriver:
     ) -> None:
         check_fits(requests, kv_blocks)
         self._offload = offload
-        self._workers = RankWorkers(workers, kv)
+        self._workers = RankWorkers(workers)
         self._kv = kv
         self._requests = requests
         self._options = options

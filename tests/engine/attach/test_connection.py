@@ -28,7 +28,7 @@ from kvstow.attach.kinds import Kind
 from kvstow.errors import AttachError, CallFailedError, ConfigError, DisconnectedError, ProtocolError
 
 HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")
-WELCOME = Welcome(version=1, session_id="s1", service="test")
+WELCOME = Welcome(session_id="s1", service="test")
 KEYS = [b"k" * 34]
 
 
@@ -260,7 +260,6 @@ def test_a_service_that_does_not_answer_the_hello_is_left(client: Client, servic
     ("message", "problem"),
     [
         (Lookup(KEYS), "the service broke the protocol: LOOKUP does not come from a service"),
-        (Welcome(version=9, session_id="s", service="x"), "the service chose version 9"),
         (SettledOps(()), "SETTLED comes before the welcome"),
     ],
 )

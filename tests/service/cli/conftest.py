@@ -66,16 +66,14 @@ def host(make_host: Callable[..., Host]) -> Host:
 
 
 @pytest.fixture
-def run(tmp_path: Any) -> Run:
-    """Runs `kvstow` without a terminal and without the contexts of the user who runs the tests."""
+def run() -> Run:
+    """Runs `kvstow` without a terminal and without the variables of the user who runs the tests."""
 
     def invoke(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
         clean = {
             "KVSTOW_SERVER": None,
-            "KVSTOW_CONTEXT": None,
             "KVSTOW_TOKEN_FILE": None,
             "KVSTOW_CA_FILE": None,
-            "KVSTOW_CONTEXTS": str(tmp_path / "contexts.toml"),
         }
         return CliRunner().invoke(app, arguments, input=stdin, env={**clean, **(environ or {})})
 

@@ -19,7 +19,6 @@ from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, Raw
 from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
-from kvstow.attach.kinds import VersionRange
 from kvstow.control.fleettier import FleetTier
 from kvstow.control.tiersettings import TierSettings
 from kvstow.errors import TierUnavailableError
@@ -265,16 +264,6 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     call = engine.scheduler.call(LookupPrompt(full[:6] + window[:6]))
     engine.wait_for(lambda: call.done)
     assert len(store.batches) == batches, "no hit can be longer"
-
-
-def test_an_engine_that_knows_no_late_answers_gets_none(
-    make_node: MakeNode, engines: Engines, store: ControlledStore
-) -> None:
-    put_elsewhere(make_node, engines, store, keys_of(0, 4))
-    engine = engines(make_node(), replace(NAMED, versions=VersionRange(1, 2)))
-    call = engine.scheduler.call(Lookup(keys_of(0, 4)))
-    engine.wait_for(lambda: call.done)
-    assert (call.answer(Found).leading, call.is_pending) == (0, False)
 
 
 def test_puts_and_fetches_outlive_the_engine(

@@ -23,7 +23,6 @@ from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, Launcher
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.summary import attached_rows
 from kvstow_service.replay.trace import TraceRequest
@@ -100,7 +99,7 @@ def requests(conversations: list[TraceRequest]) -> list[TraceRequest]:
 def spec(service: Service, requests: list[TraceRequest], *, name: str = "replay-1", **given: Any) -> EngineSpec:
     options = ReplayOptions(concurrency=2)
     blocks = blocks_needed(requests, options.concurrency)
-    found = EngineSpec(name, service.path, even_shape(SLOT_BYTES), ON_CPU, 2, blocks, 0, requests, options)
+    found = EngineSpec(name, service.path, even_shape(SLOT_BYTES), 2, blocks, 0, requests, options)
     return replace(found, **given)
 
 

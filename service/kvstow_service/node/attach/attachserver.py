@@ -17,7 +17,6 @@ from functools import partial
 from kvstow.attach.channel import SCRATCH_BYTES, close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.hello import Hello
-from kvstow.attach.kinds import VERSIONS, VersionRange
 from kvstow.attach.peer import Peer, peer_of
 from kvstow_service.node.attach.attachacceptor import AttachAcceptor
 from kvstow_service.node.attach.attachtally import AttachFigures, AttachTally
@@ -54,7 +53,6 @@ class AttachServer:
         *,
         limit: int | None = None,
         trust_eof: float | None = None,
-        versions: VersionRange = VERSIONS,
         on_failure: Callable[[str], object] = lambda reason: None,
         find_peer: Callable[..., Peer] = peer_of,
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +77,6 @@ class AttachServer:
             max_awaited=self._clients.limit,
             errors=self._tally.errors,
             trust_eof=trust_eof,
-            versions=versions,
             clock=clock,
         )
         self._acceptor = AttachAcceptor(

@@ -49,9 +49,8 @@ class SessionLink(Protocol):
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
-        order of the calls. A message is dropped if the receiver is not connected or speaks a version without this kind.
-        The caller keeps its descriptors. A worker to which descriptors are sent holds memory from then on: see
-        `SessionHost.worker_let_go`."""
+        order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
+        worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_let_go`."""
 
 
 class SessionHost(Protocol):

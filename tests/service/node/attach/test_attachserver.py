@@ -47,7 +47,7 @@ from kvstow.attach.extentcalls import (
     Report,
 )
 from kvstow.attach.hello import Refused
-from kvstow.attach.kinds import VERSIONS, Kind, VersionRange
+from kvstow.attach.kinds import VERSION, Kind
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import clientcalls
@@ -84,8 +84,7 @@ def store(scheduler: AttachConnection, keys: list[bytes], ranks: int = 2) -> Sto
 def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) -> None:
     welcome = node.attach().welcome
     assert welcome is not None
-    assert (welcome.version, welcome.engine_id, welcome.pool, welcome.namespace, welcome.sharing_off) == (
-        VERSIONS.newest,
+    assert (welcome.engine_id, welcome.pool, welcome.namespace, welcome.sharing_off) == (
         "engine-1",
         "model-0a1b2c",
         "model-3d4e5f",
@@ -191,21 +190,13 @@ def test_messages_are_pushed_from_any_thread_in_order(node: Node) -> None:
 # -- who may attach ----------------------------------------------------------------------------------------------
 
 
-def test_a_version_that_is_not_spoken_is_refused(node: Node) -> None:
-    connection = node.connection(replace(HELLO, versions=VersionRange(7, 8)))
+def test_an_engine_of_another_version_is_refused_with_both_numbers(node: Node) -> None:
+    connection = node.connection(replace(HELLO, version=VERSION + 6))
     assert refusal_by(node, connection).startswith(
-        f"version: the service speaks versions {VERSIONS.oldest} to {VERSIONS.newest}"
+        f"version: the service has version {VERSION} of the attach protocol, the engine version {VERSION + 6}: "
     )
     assert node.server.figures().refused == {"version": 1}
     assert node.host.events == []
-
-
-@pytest.mark.parametrize(("theirs", "chosen"), [((3, 4), 4), ((2, 3), 3), ((4, 5), 4)])
-def test_two_neighbouring_versions_are_spoken(make_node: MakeNode, theirs: tuple[int, int], chosen: int) -> None:
-    node = make_node(versions=VersionRange(3, 4))
-    welcome = node.attach(replace(HELLO, versions=VersionRange(*theirs))).welcome
-    assert welcome is not None
-    assert welcome.version == chosen
 
 
 def test_the_host_may_refuse(node: Node) -> None:
