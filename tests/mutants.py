@@ -218,6 +218,13 @@ MUTANTS = [
         "tests/engine/test_memfd.py",
     ),
     Mutant(
+        "every_rank_puts_replicated_blocks",
+        "engine/kvstow/control/tiertraffic.py",
+        '        if direction == "put" and self._replicated:\n            ranks = {LAST_RANK}\n',
+        "",
+        "tests/engine/control/test_tiertraffic.py::test_replicated_bytes_are_put_once_and_fetched_by_every_rank",
+    ),
+    Mutant(
         "kills_the_service_itself",
         "engine/kvstow/attach/peer.py",
         "        if pid in (0, os.getpid()):\n",
@@ -445,16 +452,6 @@ PATCHED = [
         f"{CONTROL}/test_tiertraffic.py::test_taking_out_a_safeguard_is_noticed",
     ),
     Patched(
-        f"{CONTROL}/test_tiertraffic.py",
-        ("cancelled_fetches_are_visible",),
-        f"{CONTROL}/test_tiertraffic.py::test_a_cancelled_fetch_that_becomes_visible_is_noticed",
-    ),
-    Patched(
-        f"{CONTROL}/fleettier/test_epochs.py",
-        ("epochs_are_ignored", "fetches_outlive_a_reset"),
-        f"{CONTROL}/fleettier/test_epochs.py::test_an_epoch_that_is_ignored_is_noticed",
-    ),
-    Patched(
         f"{CONTROL}/test_netloss.py",
         ("fetches_always_pay",),
         f"{CONTROL}/test_netloss.py::test_without_break_even_a_slow_store_costs_time",
@@ -596,8 +593,6 @@ PATCHED = [
             "blocks_that_wait_for_slots_are_not_held",
             "ranks_leave_sessions_under_way",
             "unwanted_answers_are_kept",
-            "former_weights_are_fetched",
-            "every_rank_puts_replicated_blocks",
         ),
         "tests/vllm/test_scheduling_mutants.py::test_a_broken_promise_is_noticed",
     ),
