@@ -46,10 +46,8 @@ class MemoryWorker:
         self.pool = np.zeros((SLOTS, self.kv.shape[1]), np.uint8)
         self.steps: list[Step] = []
         self.held = False
-        self.fences: list[Fence | None] = []
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        self.fences.append(after)
         for op in plan.ops:
             self.steps += self.fault(self, op) or [lambda op=op: self.copy(op)]  # type: ignore[misc]
 
@@ -195,24 +193,6 @@ def test_requests_go_on_while_others_wait_for_answers(conversations: list[TraceR
         parts.assert_all_given_back()
     assert (result.requests, result.mismatches) == (len(conversations), 0)
     assert max(waiting) == 3
-
-
-def test_every_plan_waits_for_the_work_given_to_its_ranks_device(
-    conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reached:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def query(self) -> bool:
-            return True
-
-    monkeypatch.setattr(LocalKV, "fence", lambda kv, rank: Reached(rank))
-    with bench(conversations[:20]) as parts:
-        parts.driver.run(Event())
-    for worker in parts.workers:
-        assert worker.fences
-        assert {getattr(fence, "rank", None) for fence in worker.fences} == {worker.rank}
 
 
 def test_rates_are_bytes_over_the_busy_time_of_copies(conversations: list[TraceRequest]) -> None:
