@@ -101,6 +101,10 @@ class KeeperError(KvstowError):
     code = "keeper"
 
 
+class KeeperBusyError(KeeperError):
+    """The process of another service, which the keeper serves, still lives."""
+
+
 class CopyError(KvstowError):
     """A copy between the device and the pool failed."""
 

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.errors import ForeignMemoryError, PinError
 
-# Without them, one process that shrinks the file gives all others SIGBUS. Holes can be punched all the same.
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# Without them, one process that shrinks the file gives all others SIGBUS. Holes can be punched all the same. The seals
+# are not sealed themselves, because `seal_writes` adds one. So whoever has a descriptor can add seals, too.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MODE = 0o600  # the default, 0777, lets any uid open a read-only descriptor again for writing, through /proc/PID/fd
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
-_READ_ONLY_SEALS = fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE
+_FOREIGN_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; machines with vm.memfd_noexec = 2 refuse memfds without it
 
 
@@ -60,6 +61,23 @@ def identify_memfd(fd: int) -> MemfdIdentity:
     return MemfdIdentity(found.st_dev, found.st_ino, found.st_size)
 
 
+def is_unsealed(fd: int) -> bool:
+    """Whether nobody has added a seal: the memfd can be mapped for writing, and `seal_writes` works."""
+    return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FOREIGN_SEALS
+
+
+def seal_writes(fd: int) -> bool:
+    """Make it impossible to write to the memfd from now on. Returns False, and changes nothing, while any process maps
+    it or a device has pinned some of it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
+
+
 def require_memfd(fd: int, name: str, num_bytes: int, *, identity: MemfdIdentity | None = None) -> None:
     """Raises `ForeignMemoryError` unless `fd` is as `create_memfd` made it for this uid, with this name and size. With
     an `identity`, unless it is that very one. The caller still owns `fd`."""
@@ -77,7 +95,7 @@ def require_memfd(fd: int, name: str, num_bytes: int, *, identity: MemfdIdentity
         raise ForeignMemoryError(f"the memfd {name} belongs to {who}, not to uid {os.geteuid()} with mode {MODE:o}")
     if found.st_size != num_bytes:
         raise ForeignMemoryError(f"the memfd {name} has {found.st_size} bytes, not {num_bytes}")
-    if seals & SEALS != SEALS or seals & _READ_ONLY_SEALS:
+    if seals & SEALS != SEALS or seals & _FOREIGN_SEALS:
         raise ForeignMemoryError(f"the memfd {name} has the seals {seals:#x}, not {SEALS:#x}")
     if access != os.O_RDWR:
         raise ForeignMemoryError(f"the memfd {name} is not open for reading and writing")

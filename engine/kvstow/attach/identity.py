@@ -93,6 +93,12 @@ class PoolIdentity(Identity):
     def num_ranks(self) -> int:
         return len(self.slot_bytes)
 
+    @property
+    def stored_slot_bytes(self) -> tuple[int, ...]:
+        """How many bytes a slot takes in each extent of a row: one number for each rank, or one for all if all have the
+        same bytes."""
+        return self.slot_bytes[:1] if self.replicated else self.slot_bytes
+
     def to_json(self) -> dict[str, Any]:
         value = super().to_json()
         value["other_regions"] = [{"rank": rank, "regions": regions} for rank, regions in value["other_regions"]]

@@ -23,7 +23,7 @@ class MemoryBudget:
     sessions want more gets spare ones. When there are none, they come from pools without sessions, those first that
     have had none for the longest time, then from the largest pools, down to their fair share.
 
-    Guarantees: the extents that exist never exceed the total, unless `restore` or a lower total made it so, and then
+    Guarantees: the extents that exist never exceed the total, unless a restart or a lower total made it so, and then
     nothing is created. An extent belongs to one row of one pool. It changes hands only after its pool has lost it and
     each client that mapped it has said so, or has died. No extent that one owner has used is given to another. The
     rows of a pool lie end to end: see `BookedPool`.
@@ -38,6 +38,8 @@ class MemoryBudget:
         _require_units("memory", total_bytes)
         _require_units("extent size", extent_bytes)
         self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
+        self.given_up_bytes = 0
+        """Of extents that are in no book any more, and that processes still map. They count as allocated."""
         self._book = ExtentBook(tuple(numa_nodes) or (None,))
         self._pools: dict[str, BookedPool] = {}
         self._moments = count(1)  # of sessions' ends, in their order
@@ -71,10 +73,6 @@ class MemoryBudget:
             raise ConflictError(f"pool {name} is being removed")
         pool.asks[session] = slots
 
-    def num_sound_rows(self, name: str) -> int:
-        """Of a pool whose extents were restored: how many rows from the first one on are complete."""
-        return self._pool(name).num_sound_rows()
-
     def detach(self, name: str, session: str) -> None:
         """The session has ended. Its pool keeps its extents until others need them."""
         pool = self._pool(name)
@@ -104,32 +102,33 @@ class MemoryBudget:
         """The client's process has ended, as its pidfd says: it has no mappings any more."""
         self._book.record_death(client)
 
-    def restore(
-        self,
-        extent: int,
-        num_bytes: int,
-        numa_node: int | None,
-        owner: int | None,
-        place: Give | None = None,
+    def restore_spare(self, extent: int, num_bytes: int, numa_node: int | None, owner: int | None) -> None:
+        """An extent that an earlier service made, and that no pool has."""
+        self._restore(extent, BookedExtent(num_bytes, numa_node, owner))
+
+    def restore_row(
+        self, name: str, first_slot: int, num_slots: int, extents: Sequence[tuple[int, int, int | None]]
     ) -> None:
-        """An extent that an earlier service made, spare or in a row of a pool that was added. Rows with extents of some
-        ranks only are recalled by `plan`. The caller then records the mappings of clients that may live."""
-        _require_units("size of an extent", num_bytes)
-        if extent in self._book.extents:
-            raise ConflictError(f"extent {extent} is restored twice")
-        restored = BookedExtent(num_bytes, numa_node, owner)
-        if place is not None:
-            pool = self._pool(place.pool)
-            sizes = pool.layout.sizes(place.num_slots) if 0 < place.num_slots <= pool.layout.row_slots else []
-            row = pool.rows.get(place.row, Row(place.first_slot, place.num_slots, (0,) * len(pool.layout.ranks), 0))
-            is_row = (row.first_slot, row.num_slots) == (place.first_slot, place.num_slots)
-            if not is_row or sizes[place.rank : place.rank + 1] != [num_bytes] or row.extents[place.rank]:
-                raise ConflictError(f"extent {extent} has no place in row {place.row} of pool {place.pool}")
-            pool.rows[place.row] = row
-            row.extents = (*row.extents[: place.rank], extent, *row.extents[place.rank + 1 :])
-            row.num_bytes += num_bytes
-            restored.owner, restored.pool, restored.row = pool.layout.owner, place.pool, place.row
-        self._book.restore(extent, restored)
+        """The next row of a pool from before a restart: the number, size and NUMA node of each extent. The caller then
+        records the mappings of clients that may live. Raises `ConflictError`."""
+        pool = self._pool(name)
+        sizes = [num_bytes for _, num_bytes, _ in extents]
+        if first_slot != pool.held_slots() or not pool.layout.has_row(num_slots, sizes):
+            raise ConflictError(f"{num_slots} slots from {first_slot} on, in {sizes} bytes, are no row of pool {name}")
+        number = len(pool.rows)
+        for extent, num_bytes, node in extents:
+            self._restore(extent, BookedExtent(num_bytes, node, pool.layout.owner, name, number))
+        pool.rows[number] = Row(first_slot, num_slots, tuple(extent for extent, _, _ in extents), sum(sizes))
+
+    def _restore(self, number: int, extent: BookedExtent) -> None:
+        _require_units("size of an extent", extent.num_bytes)
+        if number in self._book.extents:
+            raise ConflictError(f"extent {number} is restored twice")
+        self._book.restore(number, extent)
+
+    def give_up(self, extent: int) -> None:
+        """The extent cannot be handed out any more: take back its row, and those above it, and close it."""
+        self._book.find(extent).is_given_up = True
 
     # What there is.
 
@@ -144,10 +143,14 @@ class MemoryBudget:
         """The clients that have not let go of the extent."""
         return sorted(self._book.find(extent).maps)
 
+    def extents(self) -> Mapping[int, BookedExtent]:
+        """All extents by number."""
+        return self._book.extents
+
     @property
     def allocated_bytes(self) -> int:
         """Of all extents that exist."""
-        return self._book.allocated_bytes
+        return self._book.allocated_bytes + self.given_up_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -204,15 +207,18 @@ class MemoryBudget:
         return steps
 
     def _recall_lost(self, steps: list[Step]) -> None:
-        """Recall the rows of removed pools, and rows that lost an extent in a restart, with those above them."""
-        for name, pool in self._pools.items():
-            kept = 0 if pool.removed else pool.num_sound_rows()
-            for number in sorted(pool.rows, reverse=True):
-                if number >= kept and not pool.rows[number].recalled:
+        """Recall the rows of removed pools, and rows with an extent that was given up, with those above them."""
+        lost: dict[str, int] = {name: 0 for name, pool in self._pools.items() if pool.removed}
+        for extent in self._book.extents.values():
+            if extent.is_given_up and extent.pool is not None:
+                lost[extent.pool] = min(extent.row, lost.get(extent.pool, extent.row))
+        for name, first in lost.items():
+            for number, row in sorted(self._pools[name].rows.items(), reverse=True):
+                if number >= first and not row.recalled:
                     self._recall(steps, name, number)
 
     def _take_back(self, steps: list[Step]) -> None:
-        for number, extent in self._book.extents.items():
+        for number, extent in list(self._book.extents.items()):
             if extent.pool is None or not extent.may_change_hands:
                 continue
             pool = self._pools[extent.pool]
@@ -222,6 +228,9 @@ class MemoryBudget:
                 del pool.rows[extent.row]
             steps.append(TakeBack(number, extent.pool))
             extent.pool, extent.recalled = None, False
+            if extent.is_given_up:
+                self._book.close(number)
+                steps.append(Close(number))
         for name in [name for name, pool in self._pools.items() if pool.removed and not pool.rows]:
             del self._pools[name]
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from kvstow.bytesize import format_size
 from kvstow.config import HugePages
 from kvstow.errors import ConfigError, PinError
-from kvstow.memfd import MemfdIdentity, create_memfd, identify_memfd, populated_prefix, require_memfd
+from kvstow.memfd import (
+    MemfdIdentity,
+    create_memfd,
+    identify_memfd,
+    is_unsealed,
+    populated_prefix,
+    require_memfd,
+    seal_writes,
+)
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, round_up
 
@@ -98,6 +106,22 @@ class Extent:
     @property
     def identity(self) -> MemfdIdentity:
         return identify_memfd(self.fd)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether clients can map it. One that has its descriptor can seal it."""
+        return is_unsealed(self.fd)
+
+    def close_if_unused(self) -> bool:
+        """Give the memory back if no process maps it, and return whether that was so. Memory of which the kernel does
+        not tell, because a client has sealed the seals, is given back as soon as that client lets go of it."""
+        try:
+            is_unused = seal_writes(self.fd)
+        except OSError:
+            is_unused = True
+        if is_unused:
+            self.close()
+        return is_unused
 
     @property
     def is_closed(self) -> bool:

@@ -11,7 +11,7 @@ from kvstow.memory.rows import PoolLayout
 class Row:
     """One extent for each rank of the layout, with the slots from `first_slot` on. A `recalled` row is on its way back.
 
-    Read by others, changed by `MemoryBudget`. An extent is 0 before it is restored and once it is taken back.
+    Read by others, changed by `MemoryBudget`. An extent is 0 once it is taken back.
     """
 
     first_slot: int
@@ -42,14 +42,6 @@ class BookedPool:
 
     def has_recalled_rows(self) -> bool:
         return any(row.recalled for row in self.rows.values())
-
-    def num_sound_rows(self) -> int:
-        """How many rows from the first one on are complete and end to end. After a restart, some may be missing."""
-        first_slot = number = 0
-        while (row := self.rows.get(number)) and all(row.extents) and row.first_slot == first_slot:
-            first_slot += row.num_slots
-            number += 1
-        return number
 
     def held_bytes(self) -> int:
         return sum(row.num_bytes for row in self.rows.values() if not row.recalled)

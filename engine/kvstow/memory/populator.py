@@ -185,6 +185,10 @@ class Populator:
             if self._closing:
                 return False
             self._current = extent = min(filter(_is_unfinished, self._extents), key=_turn_of)
+            if not extent.is_sound:  # one that no process can map any more must not stop the others
+                self._extents.remove(extent)
+                self._current = None
+                return True
             start = self._done.get(id(extent), extent.populated_bytes)
             self._progress.begin(self._taken)
         try:

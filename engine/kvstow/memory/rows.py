@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstow.errors import ConfigError
@@ -53,6 +53,10 @@ class PoolLayout:
             max(usual if rank.slot_stride == self._largest else 0, round_up(num_slots * rank.slot_stride, UNIT_BYTES))
             for rank in self.ranks
         ]
+
+    def has_row(self, num_slots: int, sizes: Sequence[int]) -> bool:
+        """Whether a row of the pool may have so many slots, in extents of these sizes."""
+        return 0 < num_slots <= self.row_slots and self.sizes(num_slots) == list(sizes)
 
     def slots_within(self, num_bytes: int) -> int:
         """How many slots of a row fit into `num_bytes`; a whole row's at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import threading
 import time
@@ -23,10 +24,11 @@ from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.attach.attachsocket import AttachSocket
 from kvstow_service.node.attach.attachtally import REASONS
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.noderecovery import NodeRecovery
+from kvstow_service.node.noderecovery import recover_node
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import PoolSettings
-from kvstow_service.node.survival.survivingmemory import SurvivingMemory
+from kvstow_service.node.pools.noderecords import NodeRecords
+from kvstow_service.node.survival.survivors import read_survivors
 from kvstow_service.node.tier.nodetier import NodeTier
 from kvstow_service.tiers.hostedtiers import TierChoice
 
@@ -49,8 +51,8 @@ class NodeSettings:
     chunks of `populate_chunk_bytes`, with pauses of `populate_pause`. `trust_eof`: a process whose end cannot be seen
     counts as ended this long after its connection has ended; None refuses such processes. `state` is the folder of the
     keeper, with which everything survives a crash of this process; None for no keeper. `keep_timeout`: how long the
-    keeper holds the memory without a service; None if others start the keeper. `keep_on_stop`: leave the memory with
-    the keeper in `close`, too. `tier` is the store of the fleet tier, if there is one.
+    keeper holds the memory without a service; None if others start the keeper. `tier` is the store of the fleet tier,
+    if there is one.
     """
 
     memory_bytes: int
@@ -63,7 +65,6 @@ class NodeSettings:
     trust_eof: float | None = None
     state: Path | None = None
     keep_timeout: float | None = 600.0
-    keep_on_stop: bool = False
     tier: TierChoice | None = None
     pools: PoolSettings = field(default_factory=PoolSettings)
 
@@ -72,8 +73,9 @@ class Node:
     """Owns the memory, the control plane, the attach socket and their threads.
 
     `start` returns at once: from then on it answers engines, while memory is populated in the background. `close` ends
-    the threads and gives everything back. Memory that engines have mapped is freed when they let go of it. Everything
-    else may be called from any thread and does not wait.
+    the threads, and leaves to a keeper what a killed service would. `give_back` before it leaves nothing. Memory that
+    engines have mapped is freed when they let go of it. Everything else may be called from any thread and does not
+    wait.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Node:
             NodeMemory(budget, self.populator, huge_pages=settings.huge_pages),
             lambda action: self.server.post(action),
             on_smaller=lambda pool: self.host.follow_pool(pool),
-            on_empty=lambda pool: self.host.drop_if_unused(pool),
+            on_empty=lambda pool: self.host.close_if_unused(pool),
             on_failure=on_failure,
         )
         self.host = NodeHost(self.memory, settings=settings.pools, clock=clock)
@@ -108,20 +110,20 @@ class Node:
         """Set from `start` on."""
         self.tier: NodeTier | None = None
         """Set from `start` on, if there is one."""
-        self._keeper: SurvivingMemory | None = None
-        self._has_started = False
+        self._has_started = self._gives_back = False
         self.integrity_problem: str | None = None
         """What a check of the records has found. Only a restart repairs it."""
         self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
 
     def start(self) -> None:
         """Recovers what an earlier service has left: 2 s for a million blocks. Raises `ConflictError` if the socket
-        cannot be used, or `KeeperError`; `close` then gives back what was taken."""
+        cannot be used, or `KeeperError` if the state folder cannot, or the process of the service before does not end;
+        call `close` then, too."""
         raise_descriptor_limit()
         if self.settings.state is not None:
-            self._keeper = SurvivingMemory(self.settings.state, self.settings.keep_timeout)
-            self._running.callback(self._leave_keeper, self._keeper)
-            self.memory.pools.use_keeper(self._keeper)
+            records = NodeRecords(self.settings.state, self.settings.keep_timeout, self._most_bytes())
+            self.memory.pools.records = records
+            self._running.callback(self._leave_keeper, records)
         self._running.callback(self.memory.memory.close)
         self._running.callback(self.memory.close_records)
         socket = AttachSocket(self.settings.attach_socket, self.settings.attach_group)
@@ -135,8 +137,8 @@ class Node:
         )
         self._running.callback(self.server.close)
         self._running.callback(self.memory.close)  # before the server, which sends the last messages
-        if self._keeper is not None:
-            NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
+        if self.records is not None:
+            self._recover(self.records)
         if self.settings.tier is not None:
             self.tier = self.host.tier = NodeTier(
                 self.settings.tier, self.memory, lambda action: self.server.post(action), self._clock
@@ -155,26 +157,32 @@ class Node:
         self.populator.close()
         self.host.close()
 
-    @property
-    def _keeps(self) -> bool:
-        """Whether the next service finds everything, even after a failure."""
-        if self._keeper is None:
-            return False
-        return self.settings.keep_on_stop or not self._has_started or self.live_failure() is not None
+    def give_back(self) -> None:
+        """Have `close` give everything back, and leave nothing for the next service."""
+        self._gives_back = True
+
+    def _recover(self, records: NodeRecords) -> None:
+        recover_node(read_survivors(records.open(), self.settings.huge_pages), self.memory, self.host, self.server)
+        self.memory.run_pending()
+        records.join(self.memory.memory)
+
+    def _most_bytes(self) -> int:
+        """The most memory that a pool may ever have."""
+        return max(self.settings.memory_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def _take_back(self) -> None:
         """Ask the engines to let go of all memory. Otherwise they would hold it for the next service."""
-        if not self._keeps:
+        if self._gives_back or self.records is None:
             for revoke_or_send in (self.memory.revoke_all, self.server.post):
                 done = threading.Event()
                 revoke_or_send(done.set)
                 done.wait(_REVOKE_SECONDS)
 
-    def _leave_keeper(self, keeper: SurvivingMemory) -> None:
-        if self._keeps:
-            keeper.leave()
+    def _leave_keeper(self, records: NodeRecords) -> None:
+        if self._gives_back:
+            records.end()
         else:
-            keeper.end()
+            records.leave()
 
     # -- for the admin process ------------------------------------------------------------------------------
 
@@ -208,9 +216,9 @@ class Node:
         return next(iter(self.memory.figures.failures), None)
 
     @property
-    def keeper(self) -> SurvivingMemory | None:
+    def records(self) -> NodeRecords | None:
         """What survives a crash of this process. None without a state folder, and before `start`."""
-        return self._keeper
+        return self.memory.pools.records
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -230,7 +238,7 @@ class Node:
         """Check pools without sessions, because nobody waits for their locks."""
         self.memory.check_integrity()
         for pool in self.host.pools():
-            if pool.num_sessions or pool.slots.in_service > _MAX_CHECKED_SLOTS:
+            if self.host.has_sessions(pool) or pool.slots.in_service > _MAX_CHECKED_SLOTS:
                 continue
             try:
                 pool.check_integrity()

@@ -52,7 +52,7 @@ class NodeDirectory:
         return self._node.rejected
 
     def memory(self) -> MemoryStatus:
-        node, memory, keeper = self._node, self._node.memory, self._node.keeper
+        node, memory, records = self._node, self._node.memory, self._node.records
         pools = self.pools()
         return MemoryStatus(
             target_bytes=memory.total_bytes,
@@ -62,8 +62,8 @@ class NodeDirectory:
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=memory.figures.recalled_bytes,
             notices=memory.figures.notices,
-            keeper=None if keeper is None else "connected" if keeper.notice is None else "gone",
-            keeper_restarts=0 if keeper is None else keeper.restarts,
+            keeper=None if records is None else "connected" if records.notice is None else "gone",
+            keeper_restarts=0 if records is None else max(0, records.joins - 1),
         )
 
     def count_error(self, code: str) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from kvstow.attach.calls import (
@@ -57,6 +57,8 @@ class NodeHost:
     under the pool's lock, and everything about memory is left to the `MemoryThread`. All other methods may be called
     from any thread.
 
+    A pool begins with its first session, and ends in `_close_pool` alone. Whether it is in use is asked of the sessions.
+
     There are two kinds of locks, taken in this order: the host's own, which guards which pools and sessions exist, then
     a pool's. Both are held for microseconds, and neither is held during a system call.
     """
@@ -73,10 +75,12 @@ class NodeHost:
         self._memory = memory
         self._settings = settings or PoolSettings()
         self._clock = clock
-        self._lock = Lock()
+        self._lock = RLock()
         self.tier: NodeTier | None = None
         """The fleet tier of the node, if it has one; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
+        self._closing: dict[str, NodePool] = {}
+        """Pools that nobody finds any more, and whose names are still in use."""
         self._sessions: dict[str, NodeSession] = {}
         self._waiting: dict[str, NodeSession] = {}
         """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
@@ -99,25 +103,40 @@ class NodeHost:
             pool = self._pools.get(name)
             if pool is None:
                 raise NotFoundError(f"there is no pool {name!r}; there are: {', '.join(self._pools) or 'none'}")
-            if pool.num_sessions:
-                ids = [found.session_id for found in self._sessions.values() if found.pool is pool]
+            if ids := self._sessions_of(pool):
                 raise ConflictError(f"pool {name} has sessions ({', '.join(ids)}); detach them first")
-            self._forget(pool)
+            self._close_pool(pool)
 
-    def drop_if_unused(self, pool: NodePool) -> None:
-        """Forget the pool if it has no memory and no sessions."""
+    def close_if_unused(self, pool: NodePool) -> None:
+        """The pool has no memory and no worker of an engine. It ends, unless it has sessions."""
         with self._lock:
-            if self._pools.get(pool.name) is pool and not pool.num_sessions:
-                self._forget(pool)
+            if self._pools.get(pool.name) is pool and not self._sessions_of(pool):
+                self._close_pool(pool)
 
-    def _forget(self, pool: NodePool) -> None:
-        del self._pools[pool.name]
+    def _close_pool(self, pool: NodePool) -> None:
+        """The only way in which a pool ends: from now on nobody finds it, then the fleet tier lets go of it, then its
+        memory goes back. The caller holds the lock."""
+        self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
             pool.closed = True
         if self.tier is None:
-            self._memory.remove_pool(pool)
+            self._end_pool(pool)
         else:
-            self.tier.drop_pool(pool, partial(self._memory.remove_pool, pool))
+            self.tier.drop_pool(pool, partial(self._end_pool, pool))
+
+    def _end_pool(self, pool: NodePool) -> None:
+        """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
+        with self._lock:
+            self._memory.remove_pool(pool)
+            del self._closing[pool.name]
+
+    def has_sessions(self, pool: NodePool) -> bool:
+        """Including lost ones."""
+        with self._lock:
+            return bool(self._sessions_of(pool))
+
+    def _sessions_of(self, pool: NodePool) -> list[str]:
+        return [one.session_id for one in self._sessions.values() if one.pool is pool]
 
     def sessions(self) -> list[HostedSession]:
         """The sessions, the oldest first, including lost ones."""
@@ -141,9 +160,9 @@ class NodeHost:
 
     # -- an earlier life: before an engine knows of it ------------------------------------------------------
 
-    def restore_pool(self, record: PoolRecord, known: Mapping[str, KnownNamespace]) -> NodePool:
+    def restore_pool(self, record: PoolRecord, namespaces: Mapping[str, NamespaceIdentity]) -> NodePool:
         pool = NodePool(record.name, record.identity, record.model, self._settings, clock=self._clock)
-        pool.known.update(known)
+        pool.known.update((name, KnownNamespace(name, identity, ())) for name, identity in namespaces.items())
         with self._lock:
             self._pools[pool.name] = pool
         self.switches.apply_to(pool.facade.admin)
@@ -160,18 +179,19 @@ class NodeHost:
         session = NodeSession(record.session_id, hello, peer, _NoLink(record.session_id), pool, namespace, control)
         with self._lock:
             self._sessions[record.session_id] = session
-            pool.num_sessions += 1
 
     # -- attaching: on the attach server's thread, like all below -------------------------------------------
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
         identity, namespace = self._identities(hello, peer)
-        pool = self._enter_pool(identity, namespace.model)
-        try:
+        with self._lock:
+            found = next((one for one in self._pools.values() if one.identity == identity), None)
+            pool = found or self._make_pool(identity, namespace.model)
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
-        except BaseException:
-            self._leave_pool(pool)
-            raise
+        if found is None:
+            self.switches.apply_to(pool.facade.admin)
+        self._memory.add_session(session, session.wanted_slots())
+        self._enter_tier(session)
         return SessionGrant(pool.facade.engine_id, pool.name, session.namespace.name, reasons)
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
@@ -190,24 +210,14 @@ class NodeHost:
         assert hello.namespace is not None
         return replace(hello.pool, uid=peer.uid), hello.namespace
 
-    def _enter_pool(self, identity: PoolIdentity, model: str) -> NodePool:
-        """The pool of this identity, which counts one more session."""
-        with self._lock:
-            pool = next((one for one in self._pools.values() if one.identity == identity), None)
-            if pool is not None:
-                pool.num_sessions += 1
-                return pool
-            going = self.tier.closing_pools if self.tier is not None else set[str]()
-            name = unique_name(identity, model, {*self._pools, *going})
+    def _make_pool(self, identity: PoolIdentity, model: str) -> NodePool:
+        """The caller holds the lock."""
+        name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        owner = identity.uid
-        assert owner is not None, "the kernel has told it"
-        self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
-        pool.num_sessions = 1
-        with self._lock:  # no other thread adds pools
-            self._pools[name] = pool
-            self._memory.add_pool(pool, owner)
-        self.switches.apply_to(pool.facade.admin)
+        owner = SHARED_OWNER if identity.uid is None else identity.uid
+        self._memory.require_room(pool.record(owner, self._memory.extent_bytes).layout)
+        self._memory.add_pool(pool, owner)
+        self._pools[name] = pool
         return pool
 
     def _enter_namespace(
@@ -219,29 +229,22 @@ class NodeHost:
         pool: NodePool,
         identity: NamespaceIdentity,
     ) -> tuple[NodeSession, tuple[str, ...]]:
-        with self._lock:
-            namespace = pool.namespace_of(identity)
-            reasons = sharing_off(pool, namespace, self._pools.values())
-            if reasons and hello.require_sharing:
-                raise AttachRefusedError("sharing_off", "; ".join(reasons))
-            if namespace.name not in pool.known:
-                namespace.sharing_off = reasons
-            control = pool.enter(hello.engine, namespace)
-            session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
-            self._sessions[session_id] = session
-        self._memory.add_session(session, session.wanted_slots())
-        self._enter_tier(session)
+        """The caller holds the lock."""
+        namespace = pool.namespace_of(identity)
+        reasons = sharing_off(pool, namespace, self._pools.values())
+        if reasons and hello.require_sharing:
+            raise AttachRefusedError("sharing_off", "; ".join(reasons))
+        if namespace.name not in pool.known:
+            namespace.sharing_off = reasons
+        control = pool.enter(hello.engine, namespace)
+        session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
+        self._sessions[session_id] = session
         return session, reasons
 
     def _enter_tier(self, session: NodeSession) -> None:
         """Enter the session in the fleet tier, which may have blocks of its namespace."""
         if self.tier is not None:
             self.tier.enter(session)
-
-    def _leave_pool(self, pool: NodePool) -> None:
-        with self._lock:
-            pool.num_sessions -= 1
-        self._memory.look_again()
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -351,9 +354,8 @@ class NodeHost:
             self._end_client(session, rank)
         with self._lock:  # at once: a pool without sessions may be deleted
             del self._sessions[session_id]
-            session.pool.num_sessions -= 1
         self._memory.look_again()
-        if not session.pool.num_sessions:
+        if not self.has_sessions(session.pool):
             self._memory.end_claims(session.pool)
 
     def _end_client(self, session: NodeSession, rank: int) -> None:

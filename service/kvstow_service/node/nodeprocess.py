@@ -76,6 +76,8 @@ def run_service(settings: Settings) -> int:
         stop = stops.wait()
         logger.info("stopping: %s", stop.reason)
         _drain(directory, settings)
+        if not stop.status and not settings.keep_on_stop:  # otherwise the next service finds everything
+            node.give_back()
     logger.info("stopped")
     return stop.status
 
@@ -139,7 +141,6 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
         trust_eof=settings.trust_eof,
         state=settings.state,
         keep_timeout=settings.keep_timeout if settings.start_keeper else None,
-        keep_on_stop=settings.keep_on_stop,
         tier=tier,
         pools=PoolSettings(policy=settings.policy, transfer_timeout=settings.transfer_timeout),
     )

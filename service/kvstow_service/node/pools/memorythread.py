@@ -22,7 +22,7 @@ from kvstow_service.node.pools.poolmemories import MemoryFigures, PoolMemories
 from kvstow_service.node.pools.poolmemory import Post
 
 _RETRY_SECONDS = 0.02
-_KEEPER_SECONDS = 1.0  # between two checks whether the keeper is still there
+_CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
 
 logger = logging.getLogger("kvstow.node")
 
@@ -74,7 +74,7 @@ class MemoryThread:
     def close_records(self) -> None:
         """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
         for action in self._actions:
-            if isinstance(action, partial) and action.func == self.pools.add_worker and action.args[-1] >= 0:
+            if isinstance(action, partial) and action.func == self.pools.add_worker and action.args[-1] is not None:
                 os.close(action.args[-1])
         self._actions.clear()
         self.pools.close_records()
@@ -118,10 +118,10 @@ class MemoryThread:
     def add_worker(self, session: NodeSession, hello: Hello, peer: Peer) -> None:
         """Give the worker the pool's memory from now on. Raises `OSError` if this process can have no more
         descriptors."""
-        record, pidfd = None, -1
-        if self.pools.has_keeper:
+        record, pidfd = None, None
+        if self.pools.records is not None:
             record = session.worker_record(hello, peer)
-            pidfd = os.open(os.devnull, os.O_RDONLY) if peer.pidfd is None else os.dup(peer.pidfd)
+            pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
         self._do(partial(self.pools.add_worker, session, hello.rank, record, pidfd))
 
     def add_session(self, session: NodeSession, slots: int | None) -> None:
@@ -180,7 +180,7 @@ class MemoryThread:
             while not self._stopping:
                 self._wake.wait(self._patience())
                 self._wake.clear()
-                self.pools.check_keeper()
+                self.pools.check()
                 if not self._stopping:
                     self.run_pending()
         except BaseException as error:
@@ -192,7 +192,7 @@ class MemoryThread:
     def _patience(self) -> float | None:
         if self.pools.waits:
             return _RETRY_SECONDS
-        return _KEEPER_SECONDS if self.pools.has_keeper else None
+        return _CHECK_SECONDS if self.pools.records is not None or self.memory.given_up else None
 
     def run_pending(self) -> None:
         """Run the queued actions, then let pools and workers follow."""

@@ -14,9 +14,9 @@ from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
-from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow.status import HostedNamespace
 from kvstow_service.node.pools.uniquenames import unique_name
+from kvstow_service.node.survival.poolrecord import PoolRecord
 
 MAX_RANKS = 1024
 
@@ -49,7 +49,7 @@ class KnownNamespace:
 class NodePool(SharedPool):
     """One memory layout of one owner. `facade` is what the admin API sees of it.
 
-    `known` and `num_sessions`, which counts the sessions that are not over, are used under the lock of the `NodeHost`.
+    `known` is used under the lock of the `NodeHost`.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class NodePool(SharedPool):
         self.identity = identity
         self.model = model
         self.facade = PoolFacade(self)
-        self.num_sessions = 0
         self.known: dict[str, KnownNamespace] = {}
         self.grow_above = -1
         """The pool can use more memory once it uses more slots than this. Set by the memory thread."""
@@ -93,17 +92,15 @@ class NodePool(SharedPool):
 
     @property
     def stored_slot_bytes(self) -> tuple[int, ...]:
-        """How many bytes a slot takes in each extent of a row: one number for each rank, or one for all if all have the
-        same bytes."""
-        return self.identity.slot_bytes[:1] if self.identity.replicated else self.identity.slot_bytes
+        """See `PoolIdentity`."""
+        return self.identity.stored_slot_bytes
 
     def place_of(self, rank: int) -> int:
         """Which extent of a row belongs to the rank."""
         return 0 if self.identity.replicated else rank
 
-    def layout(self, owner: int, extent_bytes: int) -> PoolLayout:
-        """How the pool's slots lie in extents."""
-        return PoolLayout(owner, tuple(map(RankLayout, self.stored_slot_bytes)), extent_bytes)
+    def record(self, owner: int, extent_bytes: int) -> PoolRecord:
+        return PoolRecord(self.name, self.model, owner, self.identity, extent_bytes)
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
         """The namespace of this identity, which may be new."""

@@ -1,90 +1,262 @@
-"""What the next service has to know, besides the extents: the index of each pool, and the workers that have memory."""
+"""What the next service has to know: the memory, the index of each pool, and the workers that have memory."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from kvstow.control.indexjournal import IndexJournal
-from kvstow.errors import JournalError, PinError
-from kvstow.memory.nodememory import ExtentKeeper
+from kvstow.errors import JournalError, KeeperBusyError, KeeperError, PinError
+from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
 from kvstow_service.node.survival.poolrecord import PoolRecord
+from kvstow_service.node.survival.roster import Roster
+from kvstow_service.node.survival.survivors import (
+    EXTENT_PREFIX,
+    LOST_PREFIX,
+    ROSTER_LABEL,
+    journal_label,
+    roster_content,
+    worker_label,
+)
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
-JOURNAL_PREFIX, WORKER_PREFIX = "journal-", "worker-"  # of names at the keeper
+_WAIT_SECONDS = 5.0
+"""How long a start waits for a keeper, and for the process of the service before to end."""
+_RETRY_SECONDS = 0.01
 
-logger = logging.getLogger("kvstow.node")
+logger = logging.getLogger("kvstow.keeper")
 
 
 class NodeRecords:
-    """Journals and pidfds: here, and at the keeper. Used by the memory thread.
+    """Journals, pidfds and the roster: here, and at the keeper. Used by the memory thread.
 
-    Two orders matter. A pool has its journal before it has slots. A worker is known to the keeper before it gets a
-    descriptor.
+    `save` is the only place where anything is recorded, and the caller uses nothing new before it. What is new goes to
+    the keeper, then into the roster. What is gone leaves the roster, then the keeper.
+
+    A service that has no keeper goes on without one, and nothing waits for it: the roster is void from that moment, so
+    the next service starts with an empty cache. `check` finds a keeper again, and gives it everything at once, in place
+    of all that it has. `notice` says meanwhile that there is none.
     """
 
-    def __init__(self, keeper: ExtentKeeper, most_bytes: int) -> None:
-        """`most_bytes`: the most memory that a pool may ever have."""
+    def __init__(self, folder: Path, keep_timeout: float | None, most_bytes: int) -> None:
+        """`most_bytes`: the most memory that a pool may ever have. If `keep_timeout` is None, others start the keeper.
+        Raises `KeeperError` if the state folder cannot be used."""
+        statefolder.require_state_folder(folder)
         self.problems: dict[str, str] = {}
         """Why a pool's index would not survive, as a sentence, by pool."""
-        self._keeper = keeper
-        self._most_bytes = most_bytes
-        self._journals: dict[str, IndexJournal] = {}
-        self._pidfds: dict[str, int] = {}
-        """By the worker's name in the books of memory."""
+        self.notice: str | None = None
+        """A sentence for users while there is no keeper; otherwise None."""
+        self.joins = 0
+        """How often a keeper has been given everything."""
+        self._folder, self._keep_timeout, self._most_bytes = folder, keep_timeout, most_bytes
+        self._life = secrets.token_hex(8)
+        self._pools: dict[str, tuple[PoolRecord, IndexJournal]] = {}
+        self._workers: dict[str, tuple[WorkerRecord, int]] = {}
+        """Each worker and its pidfd, or -1, by the worker's name in the books of memory."""
+        self._client: KeeperClient | None = None
+        """Has said hello."""
+        self._is_welcome = False
+        self._roster: Roster | None = None
+        """Set while the keeper has everything."""
+        self._held: set[str] = set()
+        """The labels of what the keeper has."""
 
-    def add_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
+    # -- the keeper -----------------------------------------------------------------------------------------
+
+    def open(self) -> dict[str, int]:
+        """What an earlier service has left, as descriptors that the caller owns. Nothing without a keeper that can be
+        used; one that comes later gets everything from `check`. Raises `KeeperBusyError` if the process of the service
+        before does not end."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            try:
+                if self._hears_welcome(max(0.0, deadline - time.monotonic())):
+                    assert self._client is not None
+                    return self._client.take_all()
+                self._say("it does not answer")
+                return {}
+            except KeeperBusyError as error:
+                self._part(str(error))
+                if time.monotonic() >= deadline:
+                    raise
+            except KeeperError as error:
+                self._part(str(error))
+                if time.monotonic() >= deadline:
+                    return {}
+            time.sleep(_RETRY_SECONDS)
+
+    def check(self, memory: NodeMemory) -> None:
+        """Replace a keeper that is gone. Call it regularly: other calls notice the loss only when they need the
+        keeper. Does not wait for a keeper that does not answer."""
+        if self._roster is not None:
+            assert self._client is not None
+            if not self._client.has_news():
+                return
+            self._part("it has ended")
+        try:
+            if not self._hears_welcome(0.0):
+                return
+        except KeeperError as error:
+            self._part(str(error))
+            return
+        self.join(memory)
+
+    def join(self, memory: NodeMemory) -> None:
+        """Give the keeper everything, in place of all that it has. Nothing happens before it has said welcome."""
+        if self._client is None or not self._is_welcome:
+            return
+        fds = self._descriptors(memory)
+        try:
+            self._roster = Roster.create()
+            self._roster.write(self._content(memory))
+            self._client.put({**fds, ROSTER_LABEL: self._roster.fd}, replaces=True)
+        except (KeeperError, JournalError, PinError, OSError) as error:
+            self._part(str(error))
+            return
+        self._held, self.notice = set(fds), None
+        self.joins += 1
+        if self.joins > 1:
+            logger.warning("a keeper holds everything again")
+
+    def save(self, memory: NodeMemory) -> None:
+        """Record what there is now. Call it after each change, before anything new is used. O(extents)."""
+        if self._roster is None:
+            return
+        assert self._client is not None
+        try:
+            fds = self._descriptors(memory)
+            if new := {label: fd for label, fd in fds.items() if label not in self._held}:
+                self._client.put(new)
+            self._roster.write(self._content(memory))
+            if gone := self._held - fds.keys():
+                self._client.drop(gone)
+        except (KeeperError, JournalError, OSError) as error:
+            self._part(str(error))
+            return
+        except BaseException:
+            self._part("the memory could not be recorded, because of a defect")
+            raise
+        self._held = set(fds)
+
+    def leave(self) -> None:
+        """The next service may come, although this process still runs. Nothing of it uses memory any more."""
+        self._finish(KeeperClient.leave)
+
+    def end(self) -> None:
+        """Have the keeper let go of everything and end."""
+        self._finish(KeeperClient.end)
+
+    def _finish(self, say: Callable[[KeeperClient], None]) -> None:
+        if self._client is not None and self._is_welcome:
+            try:
+                say(self._client)
+            except KeeperError as error:
+                logger.warning("the keeper does not know that the service ends: %s", error)
+        self._hang_up()
+
+    def _hears_welcome(self, seconds: float) -> bool:
+        """Whether the keeper has said welcome, which may take so long. Says hello first, if need be."""
+        if self._client is None:
+            self._client = self._connect()
+            self._client.say_hello(self._life)
+        if not self._is_welcome and self._client.has_news(seconds):
+            self._client.hear_welcome()
+            self._is_welcome = True
+        return self._is_welcome
+
+    def _connect(self) -> KeeperClient:
+        try:
+            return KeeperClient(self._folder)
+        except KeeperError:
+            if self._keep_timeout is None:
+                raise
+        start_keeper(self._folder, self._keep_timeout)
+        return KeeperClient(self._folder)
+
+    def _part(self, why: str) -> None:
+        """There is no keeper from now on, and whatever it has is void."""
+        if self._roster is not None:
+            self._roster.void()
+        self._hang_up()
+        self._say(why)
+
+    def _hang_up(self) -> None:
+        if self._roster is not None:
+            self._roster.close()
+        if self._client is not None:
+            self._client.close()
+        self._roster, self._client, self._is_welcome = None, None, False
+        self._held.clear()
+
+    def _say(self, why: str) -> None:
+        notice = f"the memory would not survive the service, as there is no keeper: {why}"
+        if notice != self.notice:  # it is retried every second
+            self.notice = notice
+            logger.warning("%s", notice)
+
+    def _descriptors(self, memory: NodeMemory) -> dict[str, int]:
+        """All that must survive, by label. A label never stands for two things."""
+        return {
+            **{f"{EXTENT_PREFIX}{number}": extent.fd for number, extent in memory.extents().items()},
+            **{f"{LOST_PREFIX}{extent.identity.inode}": extent.fd for extent in memory.given_up},
+            **{journal_label(journal): journal.fd for _, journal in self._pools.values()},
+            **{worker_label(client): pidfd for client, (_, pidfd) in self._workers.items() if pidfd >= 0},
+        }
+
+    def _content(self, memory: NodeMemory) -> dict[str, Any]:
+        workers = [record for record, _ in self._workers.values()]
+        return roster_content(memory.extents(), memory.budget, self._pools, workers)
+
+    # -- pools and workers ----------------------------------------------------------------------------------
+
+    def add_pool(self, pool: NodePool, record: PoolRecord) -> None:
         """Begin the pool's journal. If there is no memory for it, the pool has none."""
-        record = PoolRecord(pool.name, pool.model, owner, pool.identity, extent_bytes)
         most_slots = max(1, self._most_bytes // sum(pool.stored_slot_bytes))
         try:
-            journal = IndexJournal.create(most_slots, {"pool": record.to_json()})
+            journal = IndexJournal.create(most_slots, {})
         except (PinError, JournalError) as error:
             self.problems[pool.name] = f"the index of pool {pool.name} would not survive the service: {error}"
             logger.warning("%s", self.problems[pool.name])
             return
-        self.restore_pool(pool, journal)
+        self.restore_pool(pool, record, journal)
 
-    def restore_pool(self, pool: NodePool, journal: IndexJournal) -> None:
-        """Take ownership of the journal, which may be that of an earlier service. The keeper gets this descriptor, in
-        place of the one that it may have, so that the next keeper gets it, too."""
-        self._journals[pool.name] = journal
+    def restore_pool(self, pool: NodePool, record: PoolRecord, journal: IndexJournal) -> None:
+        """Take ownership of the journal, which may be that of an earlier service."""
+        self._pools[pool.name] = record, journal
         pool.begin_journal(journal)
-        self._keeper.put({f"{JOURNAL_PREFIX}{pool.name}": (journal.fd, "")})
 
     def remove_pool(self, pool: NodePool) -> None:
         """Remove a pool that can no longer be found and has no memory."""
         self.problems.pop(pool.name, None)
-        journal = self._journals.pop(pool.name, None)
-        if journal is not None:
+        found = self._pools.pop(pool.name, None)
+        if found is not None:
             pool.end_journal()
-            self._keeper.drop([f"{JOURNAL_PREFIX}{pool.name}"])
-            journal.close()
+            found[1].close()
 
-    def add_worker(self, record: WorkerRecord, pidfd: int) -> None:
-        """Takes ownership of the pidfd, or of the descriptor that stands for it."""
-        self.restore_worker(record, pidfd)
-        self._keeper.put({f"{WORKER_PREFIX}{record.client}": (pidfd, record.to_text())})
-
-    def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
-        """Restore a worker that the keeper has. Takes ownership of the pidfd."""
-        self._pidfds[record.client] = pidfd
+    def add_worker(self, record: WorkerRecord, pidfd: int | None) -> None:
+        """Takes ownership of the pidfd."""
+        self._workers[record.client] = record, -1 if pidfd is None else pidfd
 
     def remove_worker(self, client: str) -> None:
         """The worker can no longer reach memory."""
-        pidfd = self._pidfds.pop(client, None)
-        if pidfd is not None:
-            self._keeper.drop([f"{WORKER_PREFIX}{client}"])
-            os.close(pidfd)
+        found = self._workers.pop(client, None)
+        if found is not None and found[1] >= 0:
+            os.close(found[1])
 
     def close(self, pools: list[NodePool]) -> None:
         """Close the records. The keeper still has everything. Idempotent."""
         for pool in pools:
             pool.end_journal()
-        for journal in self._journals.values():
+        for _, journal in self._pools.values():
             journal.close()
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._journals.clear()
-        self._pidfds.clear()
+        for client in list(self._workers):
+            self.remove_worker(client)
+        self._pools.clear()

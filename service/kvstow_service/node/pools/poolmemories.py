@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvstow.control.indexjournal import IndexJournal
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
-from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.poolrecord import PoolRecord
-from kvstow_service.node.survival.survivingmemory import SurvivingMemory
+from kvstow_service.node.survival.survivors import SurvivingPool, Survivors
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 _ROUNDS = 1000
@@ -57,14 +54,10 @@ class PoolMemories:
         self._post, self._on_smaller, self._on_empty = post, on_smaller, on_empty
         self._pools: dict[str, PoolMemory] = {}
         self._has_revoked_all = False
-        self._records: NodeRecords | None = None
-        self._keeper: SurvivingMemory | None = None
+        self.records: NodeRecords | None = None
+        """What the next service has to know. Set before the first pool; None if memory ends with the service."""
         self._claims: dict[str, set[str]] = {}
         """The sessions of an earlier service that may come back for their pool's memory, by pool."""
-
-    @property
-    def has_keeper(self) -> bool:
-        return self._keeper is not None
 
     @property
     def waits(self) -> bool:
@@ -73,53 +66,58 @@ class PoolMemories:
 
     def close_records(self) -> None:
         """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
-        if self._records is not None:
-            self._records.close([found.pool for found in self._pools.values()])
+        if self.records is not None:
+            self.records.close([found.pool for found in self._pools.values()])
 
     # -- an earlier life -----------------------------------------------------------------------------------
 
-    def use_keeper(self, keeper: SurvivingMemory) -> None:
-        """From now on, what the node has survives the service. The caller keeps the keeper."""
-        self.memory.keeper = self._keeper = keeper
-        most_bytes = max(self._budget.total_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        self._records = NodeRecords(keeper, most_bytes)
+    def restore_memory(self, survivors: Survivors) -> None:
+        """Take over the memory, whose pools are restored next, before anything is decided."""
+        for fd in survivors.given_up:
+            self.memory.give_up(fd)
+        self.memory.free_given_up()
+        in_rows = {extent for pool in survivors.pools for row in pool.rows for extent in row.extents}
+        for number, (extent, owner) in survivors.extents.items():
+            if number not in in_rows:
+                self._budget.restore_spare(number, extent.num_bytes, extent.numa_node, owner)
+                self.memory.restore(number, extent, None)
 
-    def restore_pool(self, pool: NodePool, record: PoolRecord, journal: IndexJournal) -> None:
-        """Takes ownership of the journal."""
-        assert self._records is not None
-        self._enter_pool(pool, record.owner, record.extent_bytes)
-        self._records.restore_pool(pool, journal)
-
-    def restore_extents(self, kept: Mapping[str, Held], pools: Iterable[str]) -> None:
-        """Call after `restore_pool`, on pools that have had no extents. Takes ownership of the descriptors."""
-        self.memory.restore(kept)
-        for name in pools:
-            self._pools[name].restore()
-
-    def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
-        """Restore a worker that may have mapped all memory of its rank. Until engines have attached again, it asks for
-        memory in the name of its session. Call it after the extents are restored. Takes ownership of the pidfd."""
-        assert self._records is not None
-        self._records.restore_worker(record, pidfd)
-        rows, place = self._budget.rows(record.pool), self._pools[record.pool].pool.place_of(record.rank)
-        for number in range(self._budget.num_sound_rows(record.pool)):
-            self._budget.record_mapping(record.client, rows[number].extents[place])
-        self._budget.attach(record.pool, record.session_id, record.wanted_slots)
-        self._claims.setdefault(record.pool, set()).add(record.session_id)
-        self._pools[record.pool].want()
+    def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
+        """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
+        have attached again, it asks for memory in the name of its session."""
+        assert self.records is not None
+        memory = self._enter_pool(pool, found.record)
+        for number, row in enumerate(found.rows):
+            extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
+            described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
+            self._budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
+            for extent, taken in extents:
+                self.memory.restore(extent, taken, number)
+        memory.restore()
+        self.records.restore_pool(pool, found.record, found.journal)
+        for record, pidfd in found.workers:
+            self.records.add_worker(record, pidfd)
+            place = pool.place_of(record.rank)
+            for row in found.rows:
+                self._budget.record_mapping(record.client, row.extents[place])
+            self._budget.attach(pool.name, record.session_id, record.wanted_slots)
+            self._claims.setdefault(pool.name, set()).add(record.session_id)
+            memory.want()
 
     # -- pools, sessions and workers -----------------------------------------------------------------------
 
     def add_pool(self, pool: NodePool, owner: int) -> None:
-        self._enter_pool(pool, owner, self._budget.extent_bytes)
-        if self._records is not None:
-            self._records.add_pool(pool, owner, self._budget.extent_bytes)
+        record = pool.record(owner, self._budget.extent_bytes)
+        self._enter_pool(pool, record)
+        if self.records is not None:
+            self.records.add_pool(pool, record)
 
-    def _enter_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
-        self._budget.add_pool(pool.name, pool.layout(owner, extent_bytes))
+    def _enter_pool(self, pool: NodePool, record: PoolRecord) -> PoolMemory:
+        self._budget.add_pool(pool.name, record.layout)
         self._budget.want(pool.name, 0)  # until all workers of an engine have attached
         on_smaller = partial(self._on_smaller, pool)
-        self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
+        found = self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
+        return found
 
     def remove_pool(self, pool: NodePool) -> None:
         self._budget.remove_pool(pool.name)
@@ -127,19 +125,19 @@ class PoolMemories:
         self.memory.apply()
         found.dissolve()
         self.memory.apply()
-        if self._records is not None:
-            self._records.remove_pool(pool)
+        if self.records is not None:
+            self.records.remove_pool(pool)
 
-    def add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int) -> None:
-        if record is not None and self._records is not None:
-            self._records.add_worker(record, pidfd)
+    def add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
+        if record is not None and self.records is not None:
+            self.records.add_worker(record, pidfd)
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def end_client(self, client: str) -> None:
         self._budget.record_death(client)
-        if self._records is not None:
-            self._records.remove_worker(client)
+        if self.records is not None:
+            self.records.remove_worker(client)
 
     def end_claims(self, pool: str) -> None:
         for session_id in self._claims.pop(pool, ()):
@@ -171,16 +169,25 @@ class PoolMemories:
 
     # -- deciding, and following ---------------------------------------------------------------------------
 
-    def check_keeper(self) -> None:
-        if self._keeper is not None:
-            self.guarded(self._keeper.check)
+    def check(self) -> None:
+        """Call it about once a second."""
+        if self.records is not None:
+            self.guarded(partial(self.records.check, self.memory))
+        if self.memory.given_up:
+            self.guarded(self._free_given_up)
+
+    def _free_given_up(self) -> None:
+        if self.memory.free_given_up():
+            self.must_decide = True
 
     def follow(self) -> None:
-        """Let the budget decide if it must, and let pools and workers follow."""
+        """Let the budget decide if it must, record that, and let pools and workers follow."""
         for _ in range(_ROUNDS):
             if self.must_decide:
                 self.must_decide = False
                 self.guarded(self.memory.apply)
+                if self.records is not None:
+                    self.guarded(partial(self.records.save, self.memory))
             for pool in list(self._pools.values()):
                 self.guarded(partial(self._follow, pool))
             if not self.must_decide:
@@ -206,10 +213,9 @@ class PoolMemories:
     def _show_figures(self) -> None:
         notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
         failures = [pool.failure for pool in self._pools.values() if pool.failure]
-        if self._records is not None:
-            failures += self._records.problems.values()
-        if self._keeper is not None and self._keeper.notice is not None:
-            failures.append(self._keeper.notice)
+        if self.records is not None:
+            failures += self.records.problems.values()
+            failures += [self.records.notice] if self.records.notice else []
         budget = self._budget
         self.figures = MemoryFigures(
             notices, tuple(failures), budget.allocated_bytes, budget.spare_bytes, budget.recalled_bytes

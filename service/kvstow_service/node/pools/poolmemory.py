@@ -103,7 +103,7 @@ class PoolMemory:
         changed = self._give_back(active)
         self._show(rows)
         for worker in list(self.workers.values()):
-            self._grant(worker, rows)
+            changed |= self._grant(worker, rows)
         if self.notice is not None and self.notice != notice:
             logger.info("%s", self.notice)
         if self.failure is not None and self.failure != failure:
@@ -111,8 +111,10 @@ class PoolMemory:
         return changed
 
     def restore(self) -> None:
-        """Take the rows that have survived a restart whole. Call before the budget decides."""
-        self._take(self._budget.rows(self.pool.name), self._budget.num_sound_rows(self.pool.name))
+        """Take the rows that have survived a restart. Call before the budget decides."""
+        rows = self._budget.rows(self.pool.name)
+        self._take(rows, len(rows))
+        self._show(rows)
 
     def dissolve(self) -> None:
         """Remove the memory of a pool that is gone and has no sessions."""
@@ -180,11 +182,12 @@ class PoolMemory:
 
     # -- handing out ----------------------------------------------------------------------------------------
 
-    def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> None:
+    def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> bool:
         """Send the worker what it lacks. At first also if that is nothing, so that it lets go of what it still has of
-        an earlier service."""
+        an earlier service. Returns True if some of it was given up instead."""
         if worker.has_all and len(worker.rows) == len(self.pool.extents):
-            return
+            return False
+        given_up = False
         grants, fds = list[ExtentGrant](), list[int]()
         for number in range(len(self.pool.extents)):
             if number in worker.rows or rows[number].recalled:
@@ -192,6 +195,11 @@ class PoolMemory:
             row = rows[number]
             extent_id = row.extents[worker.place]
             extent = self._memory.extent(extent_id)
+            if extent is not None and not extent.is_sound:
+                self._budget.give_up(extent_id)
+                self.failure = f"an engine has sealed memory of pool {self.pool.name}, so it is taken back"
+                given_up = True
+                break
             if extent is not None:
                 slots = (row.first_slot, row.num_slots)
                 grants.append(ExtentGrant(extent_id, number, *slots, extent.num_bytes, extent.populated_bytes))
@@ -199,8 +207,9 @@ class PoolMemory:
         for start in range(0, len(grants) if worker.has_all else max(1, len(grants)), MAX_FDS):
             end = start + MAX_FDS
             if not self._send(worker, grants[start:end], fds[start:end], is_all=end >= len(grants)):
-                return
+                return given_up
         worker.has_all = True
+        return given_up
 
     def _send(self, worker: PoolWorker, grants: list[ExtentGrant], fds: list[int], *, is_all: bool) -> bool:
         """Send the extents. Returns False if nothing was sent."""

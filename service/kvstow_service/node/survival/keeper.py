@@ -1,49 +1,55 @@
 """The keeper holds the service's memory while the service restarts.
 
-It holds file descriptors by name, each with a text that it does not read. It serves one service at a time, over a Unix
-socket that only its own uid can reach. It ends some time after the last service has gone. `keeperprocess` is its
-process.
+It holds file descriptors under labels, and decides nothing: what they mean stands in one of them, which it does not
+read. It serves one service at a time, over a Unix socket that only its own uid can reach. It ends some time after the
+last service has gone. `keeperprocess` is its process.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from kvstow_service.node.survival.keepermessages import (
+    BUSY,
     MAX_HELD,
-    MAX_INFO,
-    MAX_NAME,
+    MAX_LABEL,
     MESSAGE_FDS,
     VERSION,
     Garbage,
-    Held,
     receive,
     send,
     take_apart,
 )
 from kvstow_service.node.survival.keeperpeer import KeeperPeer, uid_of
 
-_PAGE_BYTES = 48 << 10  # of names and texts in one answer
 _MAX_CONNECTIONS = 8
+_MAX_FORMER = 256
 
 
 class _Refusal(Exception):
     """A request that is answered with an error. The connection stays open."""
 
+    def __init__(self, sentence: str, reason: str = "refused") -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
 
 class Keeper:
     """Answers requests in `step`. Not locked: one thread uses it.
 
-    Guarantees: what was put is held until it is dropped or replaced, or the keeper ends. A service is accepted only
-    when the previous one has left or its process has ended, so two services never write to the same memory.
+    Guarantees: what was committed is held until it is dropped or replaced, or the keeper ends; what was only put goes
+    with its connection. A service names its life in its hello. Another life is accepted only when the process of the
+    newest one has ended or has left, so two services never write to the same memory. A life that another one has
+    followed never comes back.
     """
 
     def __init__(
@@ -56,10 +62,14 @@ class Keeper:
     ) -> None:
         """Takes ownership of the listening socket. `stays`: let go of everything instead of ending."""
         self._listener, self._keep_timeout, self._stays, self._clock = listener, keep_timeout, stays, clock
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, int] = {}
         self._connections: dict[int, KeeperPeer] = {}
         self._service: KeeperPeer | None = None
-        self._predecessor: int | None = None  # pidfd of a service whose connection ended without a message
+        self._life = ""
+        """Of the newest service."""
+        self._process: int | None = None
+        """Its pidfd, until it has left."""
+        self._former: deque[str] = deque(maxlen=_MAX_FORMER)
         self._alone_since = clock()
         self._refused = 0
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -86,7 +96,7 @@ class Keeper:
         """Let go of everything; idempotent."""
         for connection in list(self._connections.values()):
             self._disconnect(connection)
-        self._forget_predecessor()
+        self._forget_process()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -100,8 +110,8 @@ class Keeper:
             self.ended = why
 
     def _let_go(self) -> None:
-        for held in self._held.values():
-            os.close(held.fd)
+        for fd in self._held.values():
+            os.close(fd)
         self._held.clear()
 
     def _seconds_left(self) -> float | None:
@@ -144,8 +154,6 @@ class Keeper:
         del self._connections[fd]
         if connection is self._service:
             self._service, self._alone_since = None, self._clock()
-            if not connection.has_left:
-                self._predecessor, connection.pidfd = connection.pidfd, None
         connection.close()
 
     def _serve(self, connection: KeeperPeer) -> None:
@@ -158,7 +166,7 @@ class Keeper:
             answer, sent = self._answer(connection, take_apart(data, is_cut), fds)
             send(connection.socket, {"ok": True, **answer}, sent)
         except _Refusal as refusal:
-            self._refuse(connection, str(refusal))
+            self._refuse(connection, refusal)
         except (Garbage, OSError):
             self._refused += 1
             self._disconnect(connection)
@@ -166,10 +174,10 @@ class Keeper:
             for fd in fds:
                 os.close(fd)
 
-    def _refuse(self, connection: KeeperPeer, why: str) -> None:
+    def _refuse(self, connection: KeeperPeer, refusal: _Refusal) -> None:
         self._refused += 1
         try:
-            send(connection.socket, {"ok": False, "error": why}, [])
+            send(connection.socket, {"ok": False, "error": str(refusal), "reason": refusal.reason}, [])
         except OSError:
             self._disconnect(connection)
 
@@ -182,73 +190,87 @@ class Keeper:
             return self._page(request)[0], []
         if verb == "hello":
             return self._welcome(connection, request), []
-        if verb not in ("put", "take", "drop", "leave", "end"):
+        if verb not in ("put", "commit", "take", "drop", "leave", "end"):
             raise Garbage
         if connection is not self._service:
             raise _Refusal("this connection has not said hello")
         if verb == "take":
             return self._page(request)
         if verb == "put":
-            self._put(request, fds)
+            self._put(connection, _strings(request, "labels"), fds)
+        elif verb == "commit":
+            self._commit(connection, replaces=request.get("replaces") is True)
         elif verb == "drop":
-            for name in _strings(request, "names"):
-                if name in self._held:
-                    os.close(self._held.pop(name).fd)
-        elif verb == "leave":
-            connection.has_left = True
+            for label in _strings(request, "labels"):
+                if label in self._held:
+                    os.close(self._held.pop(label))
         else:
-            connection.has_left = True
-            self._end("end")
+            self._forget_process()
+            if verb == "end":
+                self._end("end")
         return {}, []
 
     def _welcome(self, connection: KeeperPeer, request: dict[str, Any]) -> dict[str, Any]:
+        life = request.get("life")
         if request.get("version") != VERSION:
-            raise _Refusal(f"this keeper speaks version {VERSION}, not {request.get('version')}")
+            raise _Refusal(f"this keeper has version {VERSION} of the messages, not {request.get('version')}")
+        if not isinstance(life, str) or not 0 < len(life) <= MAX_LABEL:
+            raise Garbage
+        if connection.pidfd is None:
+            raise _Refusal(
+                "the keeper cannot see when this service ends: the kernel is older than 6.5, and they are in different "
+                "pid namespaces. Run both in one (shareProcessNamespace), use a newer kernel, or let the service start "
+                "its keeper"
+            )
+        if life in self._former:
+            raise _Refusal("another service has taken over since")
+        if life != self._life and self._process is not None and not select.select([self._process], [], [], 0)[0]:
+            raise _Refusal("the process of the service before is still there", BUSY)
+        process = os.dup(connection.pidfd)
+        if life != self._life:
+            self._former.append(self._life)
+            self._life = life
         if self._service is not None and self._service is not connection:
-            raise _Refusal("another service is connected")
-        if self._predecessor is not None and not select.select([self._predecessor], [], [], 0)[0]:
-            raise _Refusal("the process of the service before is still there")
-        self._forget_predecessor()
+            self._disconnect(self._service)  # nothing that it has still sent counts
         self._service = connection
+        self._forget_process()
+        self._process = process
         return {"version": VERSION, "pid": os.getpid(), "held": len(self._held)}
 
-    def _forget_predecessor(self) -> None:
-        if self._predecessor is not None:
-            os.close(self._predecessor)
-            self._predecessor = None
+    def _forget_process(self) -> None:
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
 
-    def _put(self, request: dict[str, Any], fds: list[int]) -> None:
-        names, infos = _strings(request, "names"), _strings(request, "infos")
-        if not len(names) == len(infos) == len(fds) or len(set(names)) < len(names):
-            raise _Refusal(f"{len(names)} names and {len(infos)} texts came with {len(fds)} descriptors")
-        if any(len(name) > MAX_NAME for name in names) or any(len(info) > MAX_INFO for info in infos):
-            raise _Refusal(f"a name is longer than {MAX_NAME} or a text longer than {MAX_INFO} characters")
-        if len(self._held.keys() | set(names)) > MAX_HELD:
+    def _put(self, connection: KeeperPeer, labels: list[str], fds: list[int]) -> None:
+        if len(labels) != len(fds) or len({*labels, *connection.staged}) < len(labels) + len(connection.staged):
+            raise _Refusal(f"{len(labels)} labels came with {len(fds)} descriptors, or twice")
+        if not all(0 < len(label) <= MAX_LABEL and label.isprintable() for label in labels):
+            raise _Refusal(f"a label is empty, not printable, or longer than {MAX_LABEL} characters")
+        if len(connection.staged) + len(labels) > MAX_HELD:
             raise _Refusal(f"a keeper holds at most {MAX_HELD} descriptors")
-        for name, info in zip(names, infos, strict=True):
-            before = self._held.get(name)
-            self._held[name] = Held(fds.pop(0), info)
-            if before is not None:
-                os.close(before.fd)
+        for label in labels:
+            connection.staged[label] = fds.pop(0)
+
+    def _commit(self, connection: KeeperPeer, *, replaces: bool) -> None:
+        """Hold what the connection has put, all at once. `replaces`: and nothing else."""
+        if not replaces and len(self._held.keys() | connection.staged.keys()) > MAX_HELD:
+            raise _Refusal(f"a keeper holds at most {MAX_HELD} descriptors")
+        staged, connection.staged = connection.staged, {}
+        before, self._held = self._held, staged if replaces else self._held | staged
+        for label, fd in before.items():
+            if self._held.get(label) != fd:
+                os.close(fd)
 
     def _page(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """A page of what is held, starting at a given number, and the number at which the next page begins."""
         start = request.get("start")
         if not isinstance(start, int) or isinstance(start, bool) or start < 0:
             raise Garbage
-        items: list[list[str]] = []
-        fds: list[int] = []
-        size = 0
-        for name, held in list(self._held.items())[start : start + MESSAGE_FDS]:
-            size += len(json.dumps([name, held.info]))
-            if size > _PAGE_BYTES and items:
-                break
-            items.append([name, held.info])
-            fds.append(held.fd)
-        end = start + len(items)
+        page = dict(islice(self._held.items(), start, start + MESSAGE_FDS))
+        end = start + len(page)
         more = {"next": end if end < len(self._held) else None, "pid": os.getpid(), "refused": self._refused}
-        left = self._seconds_left()
-        return {"items": items, "seconds_left": left, **more}, fds
+        return {"labels": list(page), "seconds_left": self._seconds_left(), **more}, list(page.values())
 
 
 def _strings(request: dict[str, Any], key: str) -> list[str]:

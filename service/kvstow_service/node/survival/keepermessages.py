@@ -1,4 +1,7 @@
-"""Messages between the service and its keeper: JSON and descriptors, one message per packet."""
+"""Messages between the service and its keeper: JSON and descriptors, one message per packet.
+
+A keeper outlives the services that use it, and so their versions. The messages do not change.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,16 @@ import array
 import json
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 VERSION = 1
 MESSAGE_BYTES = 64 << 10
 MESSAGE_FDS = 200  # the kernel takes 253
-MAX_NAME, MAX_INFO, MAX_HELD = 128, 2048, 8192
+MAX_LABEL, MAX_HELD = 128, 8192
+BUSY = "busy"
+"""Why a hello is refused while the process of the service before lives."""
 
 _MAGIC = b"KVK1"
-
-
-class Held(NamedTuple):
-    """A descriptor, and what the service says about it. The keeper does not read that."""
-
-    fd: int
-    info: str
 
 
 class Garbage(Exception):

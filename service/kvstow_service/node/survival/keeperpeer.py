@@ -11,16 +11,19 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class KeeperPeer:
-    """One connection, and the pidfd of the process that made it. The pidfd is None if the kernel cannot say which
-    process that is."""
+    """One connection, the pidfd of the process that made it, and what it has put and not yet committed. The pidfd is
+    None if the kernel cannot say which process that is."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.pidfd = _pidfd_of(connected)
-        self.has_left = False
+        self.staged: dict[str, int] = {}
 
     def close(self) -> None:
         self.socket.close()
+        for fd in self.staged.values():
+            os.close(fd)
+        self.staged.clear()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

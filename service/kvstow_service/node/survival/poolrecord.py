@@ -1,4 +1,4 @@
-"""What the journal of a pool says about the pool itself."""
+"""What a restarted service has to know about a pool."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from kvstow.attach.identity import PoolIdentity
 from kvstow.attach.jsonobject import JsonObject
+from kvstow.memory.rows import PoolLayout, RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,11 @@ class PoolRecord:
     owner: int
     identity: PoolIdentity
     extent_bytes: int
+
+    @property
+    def layout(self) -> PoolLayout:
+        """How the pool's slots lie in extents."""
+        return PoolLayout(self.owner, tuple(map(RankLayout, self.identity.stored_slot_bytes)), self.extent_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 from kvstow.attach.hello import Hello
-from kvstow.attach.jsonobject import parse_object
+from kvstow.attach.jsonobject import JsonObject
 from kvstow.attach.peer import Peer, pid_of
 from kvstow.attach.ticket import digest_of
 
@@ -17,8 +17,8 @@ _MAX_TEXT = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """`number` is the session's number in its pool, whose journal names it. `client` is the worker's name in the books
-    of memory. `token_digest` is that of the session's token, which only the engine knows. `has_pidfd`: whether the
-    descriptor stored with this text shows the end of the process."""
+    of memory. `token_digest` is that of the session's token, which only the engine knows. `has_pidfd`: whether the end
+    of the process can be seen, by a descriptor that the keeper has."""
 
     session_id: str
     client: str
@@ -36,13 +36,13 @@ class WorkerRecord:
     gid: int
     has_pidfd: bool
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Raises `ProtocolError` or `InvalidRequestError`."""
-        value = parse_object(text.encode(), "record of a worker")
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Raises `InvalidRequestError`, which names the field."""
+        value = JsonObject(dict(content), "record of a worker")
         return cls(
             session_id=value.text("session_id"),
             client=value.text("client"),

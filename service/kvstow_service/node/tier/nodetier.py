@@ -58,8 +58,6 @@ class NodeTier:
         """`post`: has the attach server's thread call something."""
         self.view = HostedTiers(choice)
         """What operators see of it."""
-        self.closing_pools: set[str] = set()
-        """Names of pools that were deleted, and whose memory the transfers may still have."""
         self._store = choice.store
         self._lock = Lock()
         """Of what `enter` makes and `drop_pool` removes, until `close`."""
@@ -117,17 +115,9 @@ class NodeTier:
         with self._lock:
             found = None if self._is_closed else self._pools.pop(pool.name, None)
             if found is not None:
-                self.closing_pools.add(pool.name)
-                self._begin_end(found, partial(self._dropped, pool, then))  # a `close` that comes now waits for it
+                self._begin_end(found, then)  # a `close` that comes now waits for it
                 return
         then()
-
-    def _dropped(self, pool: NodePool, then: Callable[[], object]) -> None:
-        try:
-            then()
-        finally:
-            with self._lock:
-                self.closing_pools.discard(pool.name)
 
     def _enter(self, session: NodeSession) -> None:
         namespace = session.control.namespace
