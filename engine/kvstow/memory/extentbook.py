@@ -12,7 +12,8 @@ from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 @dataclass(slots=True)
 class BookedExtent:
     """`owner`: the last one that had it; `pool` and `row`: where it is, if it is not spare; `recalled`: its pool has
-    lost it; `is_given_up`: it cannot be handed out again; `maps`: by client, how often it was handed out and not given back."""
+    lost it; `is_given_up`: it cannot be handed out again; `maps`: by client, how often it was handed out and not
+    given back."""
 
     num_bytes: int
     numa_node: int | None

@@ -57,7 +57,7 @@ class NodeHost:
     under the pool's lock, and everything about memory is left to the `MemoryThread`. All other methods may be called
     from any thread.
 
-    A pool begins with its first session, and ends in `_close_pool` alone. Whether it is in use is asked of the sessions.
+    A pool begins with its first session, and ends in `_close_pool` alone. The sessions say whether it is in use.
 
     There are two kinds of locks, taken in this order: the host's own, which guards which pools and sessions exist, then
     a pool's. Both are held for microseconds, and neither is held during a system call.
@@ -214,7 +214,8 @@ class NodeHost:
         """The caller holds the lock."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        owner = SHARED_OWNER if identity.uid is None else identity.uid
+        owner = identity.uid
+        assert owner is not None, "the kernel has told it"
         self._memory.require_room(pool.record(owner, self._memory.extent_bytes).layout)
         self._memory.add_pool(pool, owner)
         self._pools[name] = pool

@@ -217,7 +217,7 @@ class HostBench:
             NodeMemory(self.budget, Populator(limits)),
             self.post,
             on_smaller=lambda pool: self.host.follow_pool(pool),
-            on_empty=lambda pool: self.host.drop_if_unused(pool),
+            on_empty=lambda pool: self.host.close_if_unused(pool),
         )
         self.host = NodeHost(self.memory, settings=self.settings, clock=self.clock)
         self.posted: deque[Callable[[], object]] = deque()

@@ -39,7 +39,6 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
         extent_bytes=EXTENT_BYTES,
         populate_pause=0,
         state=state,
-        keep_on_stop="keep" in words,
         tier=tier_of(words),
         keep_timeout=None if "elsewhere" in words else timeouts[0] if timeouts else 600.0,
     )
@@ -144,8 +143,9 @@ def forget_transfers() -> None:
     """From now on, only engines are recorded."""
     add_worker = NodeRecords.add_worker
 
-    def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int) -> None:
+    def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int | None) -> None:
         if record.engine == ENGINE:
+            assert pidfd is not None
             os.close(pidfd)
         else:
             add_worker(records, record, pidfd)
@@ -202,6 +202,9 @@ def main() -> None:
         for _ in sys.stdin:
             print(json.dumps(shown(node)), flush=True)
         signal.pause()
+    except SystemExit:
+        if "keep" not in sys.argv[4:]:
+            node.give_back()
     finally:
         node.close()
 

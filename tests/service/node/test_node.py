@@ -101,7 +101,7 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
             NodeDirectory(node).detach("s", kill=False)
         told.append(str(refused.value))
 
-    monkeypatch.setattr("kvstow_service.node.noderecovery.NodeRecovery.run", recover)
+    monkeypatch.setattr("kvstow_service.node.node.recover_node", recover)
     settings = NodeSettings(
         memory_bytes=EXTENT, attach_socket=tmp_path / "other.sock", extent_bytes=EXTENT, state=tmp_path / "state"
     )

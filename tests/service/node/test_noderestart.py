@@ -17,7 +17,7 @@ import pytest
 from tests.service.node import rawengine, restartclient
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
-from tests.service.node.survival.test_survival import end_keeper
+from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import KeeperError
@@ -222,7 +222,7 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
 def test_sigterm_gives_everything_back(start_node: StartNode, attach: Attach, state: Path) -> None:
     node = start_node()
     attach().store_until_found(KEYS)
-    assert KeeperClient.look(state).infos
+    assert KeeperClient.look(state).labels
     assert node.stop() == 0
     with pytest.raises(KeeperError):
         KeeperClient.look(state)
@@ -234,7 +234,7 @@ def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attac
     engine = attach()
     engine.store_until_found(KEYS)
     assert node.stop() == 0
-    assert KeeperClient.look(state).infos
+    assert KeeperClient.look(state).labels
     again = start_node()
     engine = attach(engine.welcome.token)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
@@ -256,13 +256,7 @@ def test_the_keeper_is_killed_beside_a_service(
         engine = attach(engine.welcome.token)
     os.kill(KeeperClient.look(state).pid, 9)
 
-    def is_kept() -> bool:
-        try:
-            return any(name.startswith("worker-") for name in KeeperClient.look(state).infos)
-        except KeeperError:
-            return False
-
-    eventually(is_kept)
+    eventually(lambda: kinds_held(state)["worker"], "another keeper")
     node.kill()
     start_node()
     engine = attach(engine.welcome.token)
@@ -328,7 +322,7 @@ def test_the_keeper_runs_in_a_container_of_its_own(
     eventually(lambda: engine.show()["loads"] > before + 20)
     assert not engine.has_memory_besides(again.process.pid), "what it has mapped is what the service has"
     assert again.stop() == 0
-    assert KeeperClient.look(state).infos == {}, "it waits for the next service, and holds nothing"
+    assert KeeperClient.look(state).labels == set(), "it waits for the next service, and holds nothing"
     keeper.terminate()
     assert keeper.wait(30) == 0
 

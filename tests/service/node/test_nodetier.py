@@ -307,7 +307,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
     node.host.delete_pool(pool.name)
     eventually(lambda: node.memory.figures.spare_bytes == node.memory.total_bytes, "the pool's memory")
     assert node.memory.faults == 0
-    eventually(lambda: not node_tier(node).closing_pools, "the pool's name")
+    eventually(lambda: not node.host._closing, "the pool's name")
 
 
 def test_after_a_reset_nothing_is_put_or_fetched(make_node: MakeNode, engines: Engines, store: ControlledStore) -> None:
@@ -349,7 +349,7 @@ def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
     leave(engine)
     eventually(lambda: not node.host.sessions(), "the end of the session")
     node.host.delete_pool(only_pool(node).name)
-    eventually(lambda: not node_tier(node).closing_pools, "the pool's name")
+    eventually(lambda: not node.host._closing, "the pool's name")
     engine = engines(node, ONE_RANK)
     engine.wait_for(lambda: tier_of(node).fleet is not None)
     assert [one.pool for one in shown(node).tiers()] == [before.pool]
@@ -459,7 +459,7 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
     else:
         node_tier(node).drop_pool(pool, has_ended.set)
         assert has_ended.wait(30)
-        eventually(lambda: not node_tier(node).closing_pools, "the pool's name")
+        eventually(lambda: not node.host._closing, "the pool's name")
     assert pool_tier.has_ended.wait(30)
     eventually(lambda: pool.facade.stats().faults.errors["host"] == 1, "the count of errors")
     eventually(lambda: not [session for session in pool.attached() if not session.is_engine], "the tier's sessions")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.service.node import restartclient
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
-from tests.service.node.survival.test_survival import end_keeper
+from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival.keeperclient import KeeperClient
@@ -118,14 +118,7 @@ class Soak:
 
     def wait_for_keeper(self) -> None:
         """Until another one holds everything: a service that is killed before that takes the memory with it."""
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                if any(name.startswith("journal-") for name in KeeperClient.look(self.state).infos):
-                    return
-            except KeeperError:
-                time.sleep(0.01)
-        raise AssertionError("there is no other keeper")
+        self.eventually(lambda: kinds_held(self.state)["journal"], "another keeper")
 
     def replace_client(self) -> None:
         gone = self.clients.pop(self.chance.randrange(len(self.clients)))
@@ -148,8 +141,8 @@ class Soak:
         (pool,) = self.node.show()["pools"].values()
         assert (pool["quarantined"], pool["is_waiting"]) == (0, False)
         assert pool["blocks"] + pool["free"] == pool["usable"], "no slot is leased, filling or lost"
-        names = sorted(name.partition("-")[0] for name in KeeperClient.look(self.state).infos)
-        assert names == ["extent"] * EXTENTS + ["journal"], "no worker is left at the keeper"
+        held = {"extent": EXTENTS, "journal": 1, "roster": 1}
+        eventually(lambda: kinds_held(self.state) == held, "the last worker at the keeper")
         assert self.node.stop() == 0
         with pytest.raises(KeeperError):
             KeeperClient.look(self.state)

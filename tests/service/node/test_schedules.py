@@ -312,7 +312,7 @@ class Schedule:
 
     def delete_pools(self) -> None:
         for pool in self.bench.host.pools():
-            if not pool.num_sessions:
+            if not self.bench.host.has_sessions(pool):
                 self.bench.host.delete_pool(pool.name)
 
     def pick(self) -> Client | None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.service.node.rawengine import HELLO, POOL, RawEngine, key_of
 from tests.service.node.realservice import RealService
-from tests.service.node.survival.test_survival import end_keeper
+from tests.service.node.keepers import end_keeper
 
 from kvstow.attach.calls import BeginStore, Hold, StoreBegun
 

@@ -18,7 +18,7 @@ _VOID, _VALID, _IN_RECOVERY = b"\0", b"\1", b"\2"
 
 
 class Roster:
-    """A JSON document in a memfd, which the keeper has, too. So each word here counts at once, whatever the keeper does.
+    """A JSON document in a memfd that the keeper has, too. So what is written counts at once, whatever the keeper does.
 
     It is void when the service that writes it has no keeper: that keeper may lack descriptors by now, or have some for
     too long. The start that reads it marks it first. The next one that finds the mark does not read it, so nothing that

@@ -76,7 +76,6 @@ def test_engines_that_hash_differently_are_told_what_to_do(bench: HostBench) -> 
         bench.attach(replace(HELLO, namespace=replace(NAMESPACE, hash_probe="third")), require_sharing=True)
     assert refused.value.reason == "sharing_off"
     assert len(bench.host.sessions()) == 1
-    assert second.pool.num_sessions == 1
 
 
 def test_users_share_nothing(bench: HostBench) -> None:

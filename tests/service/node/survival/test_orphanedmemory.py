@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.node.survival.test_survival import end_keeper
+from tests.service.node.keepers import end_keeper
 
 from kvstow.memory.extents import Extent
 from kvstow_service.node.survival import orphanedmemory
