@@ -1,6 +1,7 @@
 """An engine of two ranks that stores and loads at random, over services that come and go, and verifies what it loads.
 
-`python restartclient.py SOCKET SEED`. For each line that it reads it prints what it has done. It ends with its input.
+`python restartclient.py SOCKET SEED [DTYPE]`. For each line that it reads it prints what it has done. It ends with its
+input. Engines with another `DTYPE` have a pool of their own, and other bytes for the same keys.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ RANKS = 2
 BLOCKS = 64
 CHAINS = [[hashlib.sha256(b"%d-%d" % (chain, depth)).digest() for depth in range(12)] for chain in range(24)]
 
+DTYPE = "uint8" if len(sys.argv) < 4 else sys.argv[3]
 POOL = PoolIdentity(
-    (SLOT_BYTES,) * RANKS, (RegionIdentity("layer.0", SLOT_BYTES),), "uint8", (GroupIdentity("full", 16, 16),)
+    (SLOT_BYTES,) * RANKS, (RegionIdentity("layer.0", SLOT_BYTES),), DTYPE, (GroupIdentity("full", 16, 16),)
 )
 NAMESPACE = NamespaceIdentity("model", weights_id="w", weights_source="configured", hash_probe="p")
 
 
 def content_of(key: bytes, rank: int) -> NDArray[np.uint8]:
-    return np.frombuffer(hashlib.sha256(key + bytes([rank])).digest() * (SLOT_BYTES // 32), np.uint8)
+    digest = hashlib.sha256(key + bytes([rank]) + DTYPE.encode()).digest()
+    return np.frombuffer(digest * (SLOT_BYTES // 32), np.uint8)
 
 
 class Rank:

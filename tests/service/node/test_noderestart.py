@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from tests.service.node import rawengine, restartclient
+from tests.service.node.keepers import end_keeper, kinds_held
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
-from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import KeeperError

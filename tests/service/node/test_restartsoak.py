@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from tests.service.node import restartclient
-from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.keepers import end_keeper, kinds_held
+from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival.keeperclient import KeeperClient

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.node.keepers import end_keeper
 from tests.service.node.rawengine import HELLO, POOL, RawEngine, key_of
 from tests.service.node.realservice import RealService
-from tests.service.node.keepers import end_keeper
 
 from kvstow.attach.calls import BeginStore, Hold, StoreBegun
 

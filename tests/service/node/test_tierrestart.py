@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from tests.service.conftest import Eventually
+from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
-from tests.service.node.keepers import end_keeper
 
 from kvstow.attach.calls import Lookup
 from kvstow.attach.identity import FleetWeights

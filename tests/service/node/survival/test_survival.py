@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 from tests.service.node import survivor
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival import survivingmemory
 from kvstow_service.node.survival.keeperclient import KeeperClient
-from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 
 pytestmark = pytest.mark.process
 
