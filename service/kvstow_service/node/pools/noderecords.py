@@ -30,7 +30,10 @@ from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 _WAIT_SECONDS = 5.0
 """How long a start waits for a keeper, and for the process of the service before to end."""
-_RETRY_SECONDS = 0.01
+_LEAST_SECONDS, _RETRY_SECONDS = 1.0, 0.01
+"""For each answer to a hello of a start; and between two of them."""
+_JOIN_SECONDS = 0.1
+"""For the answer to a hello, once for each connection. One that takes longer is heard by a later check."""
 
 logger = logging.getLogger("kvstow.keeper")
 
@@ -77,20 +80,23 @@ class NodeRecords:
         before does not end."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
+            left = deadline - time.monotonic()
+            busy = None
             try:
-                if self._hears_welcome(max(0.0, deadline - time.monotonic())):
+                if self._hears_welcome(max(_LEAST_SECONDS, left)):
                     assert self._client is not None
                     return self._client.take_all()
                 self._say("it does not answer")
                 return {}
             except KeeperBusyError as error:
-                self._part(str(error))
-                if time.monotonic() >= deadline:
-                    raise
+                busy = error
+                self._hang_up()
             except KeeperError as error:
                 self._part(str(error))
-                if time.monotonic() >= deadline:
-                    return {}
+            if left <= 0:
+                if busy is not None:
+                    raise busy
+                return {}
             time.sleep(_RETRY_SECONDS)
 
     def check(self, memory: NodeMemory) -> None:
@@ -102,7 +108,7 @@ class NodeRecords:
                 return
             self._part("it has ended")
         try:
-            if not self._hears_welcome(0.0):
+            if not self._hears_welcome(_JOIN_SECONDS if self._client is None else 0.0):
                 return
         except KeeperError as error:
             self._part(str(error))

@@ -1,39 +1,39 @@
-"""A service with real memory, a journal and a keeper is killed at random points; the next one has memory and index."""
+"""What the service records is at the keeper, or nothing of it counts."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstow_service.node.survival.survivingmemory import SurvivingMemory
-from tests.service.node import survivor
+from tests.service.node.conftest import NAMESPACE, POOL
+from tests.service.node.keepers import end_keeper, kinds_held
 
-from kvstow.errors import KeeperError
-from kvstow_service.node.survival import survivingmemory
+from kvstow.attach.hello import Hello
+from kvstow.attach.peer import Peer
+from kvstow.config import HugePages
+from kvstow.errors import KeeperBusyError, KeeperError
+from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.nodememory import NodeMemory
+from kvstow.memory.populator import Populator
+from kvstow_service.node.pools import noderecords
+from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
+from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.survivors import Survivors, read_survivors
+from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 pytestmark = pytest.mark.process
 
-
-def end_keeper(folder: Path, number: int = signal.SIGTERM) -> None:
-    try:
-        pid = KeeperClient.look(folder).pid
-    except KeeperError:
-        return
-    pidfd = os.pidfd_open(pid)
-    os.kill(pid, number)
-    assert select.select([pidfd], [], [], 30)[0]
-    os.close(pidfd)
+EXTENT = 2 << 20
+HUGE_PAGES: HugePages = "advised"
 
 
 @pytest.fixture
@@ -45,94 +45,292 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 class Service:
-    def __init__(self, folder: Path, environ: dict[str, str], seed: int, order: str = "") -> None:
-        command = [sys.executable, survivor.__file__, str(folder), str(seed), order]
-        self._process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    """The memory of a node with one pool, and its records. Uses no thread."""
 
-    def read(self) -> list[int]:
-        """The numbers of its next line."""
-        assert self._process.stdout is not None
-        return [int(word) for word in self._process.stdout.readline().split()]
+    def __init__(self, folder: Path, keep_timeout: float | None = 600.0) -> None:
+        self.records = NodeRecords(folder, keep_timeout, 64 * EXTENT)
+        self.memory = NodeMemory(MemoryBudget(4 * EXTENT, EXTENT), Populator(MemoryLimits()))
+        self.pool = NodePool("a", POOL, "m", PoolSettings())
+        self.found = self.take()
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def take(self) -> Survivors:
+        return read_survivors(self.records.open(), HUGE_PAGES)
 
+    def fill(self) -> None:
+        """All its memory is in rows of a pool, and a worker has it."""
+        record = self.pool.record(os.geteuid(), EXTENT)
+        self.memory.budget.add_pool("a", record.layout)
+        self.memory.budget.attach("a", "s")
+        self.records.add_pool(self.pool, record)
+        self.records.add_worker(worker_record(), os.pidfd_open(os.getpid()))
+        self.memory.apply()
+        self.records.save(self.memory)
 
-def test_memory_and_index_survive_kills_at_random_points(folder: Path, child_environ: dict[str, str]) -> None:
-    """Each service verifies every recovered block by its bytes, then stores and evicts until it is killed. It prints
-    how many blocks it has recovered, how many of those were wrong and the bytes of all memory, then its blocks now."""
-    chance = random.Random(1)
-    last = 0
-    for seed in range(6):
-        service = Service(folder, child_environ, seed)
-        recovered, wrong, num_bytes = service.read()
-        assert wrong == 0
-        assert num_bytes <= survivor.TOTAL_BYTES, "there is never a second pool"
-        assert recovered >= last - survivor.MOST_AT_ONCE, "but for the operation that was cut off"
-        for _ in range(chance.randrange(5, 60)):
-            (last,) = service.read()
-        service.kill()
-        last -= survivor.MOST_AT_ONCE  # it may have evicted since its last line
-    assert last > 0
+    def begin(self) -> None:
+        self.memory.apply()
+        self.records.join(self.memory)
 
-
-@pytest.mark.parametrize(("order", "wrong"), [("late", 0), ("early", survivor.MOST_AT_ONCE)])
-def test_a_block_is_journaled_only_when_every_rank_has_its_bytes(
-    folder: Path, child_environ: dict[str, str], order: str, wrong: int
-) -> None:
-    """A service that journals it before is found out by the bytes that the next one reads."""
-    killed = Service(folder, child_environ, 0, order)
-    killed.read()
-    assert killed.read() == [survivor.MOST_AT_ONCE]
-    killed.kill()
-    following = Service(folder, child_environ, 1)
-    assert following.read()[:2] == [survivor.MOST_AT_ONCE + wrong, wrong]
-    following.kill()
+    def close(self) -> None:
+        """As if it were killed, although its process lives."""
+        self.records.leave()
+        self.records.close([self.pool])
+        self.memory.close()
 
 
-def test_a_keeper_that_is_killed_beside_the_service_loses_nothing(folder: Path) -> None:
-    memory = SurvivingMemory(folder, 600)
-    fd = os.memfd_create("kvstow-extent")
-    memory.put({"extent-1": (fd, "a"), "extent-2": (fd, "b")})
-    end_keeper(folder, signal.SIGKILL)
-    memory.drop(["extent-2"])
-    assert KeeperClient.look(folder).infos == {"extent-1": "a"}
-    end_keeper(folder, signal.SIGKILL)
-    memory.check()
-    assert KeeperClient.look(folder).infos == {"extent-1": "a"}
-    assert (memory.restarts, memory.notice) == (2, None)
-    memory.check()
-    assert memory.restarts == 2
-    memory.end()
-    os.close(fd)
+def worker_record() -> WorkerRecord:
+    hello = Hello(role="worker", engine="e", host="h", pid=1, token="t")
+    peer = Peer(os.getpid(), os.geteuid(), os.getegid(), 0)
+    names = {"session_id": "s", "client": "s/0", "pool": "a", "namespace": NAMESPACE.model}
+    record = WorkerRecord.of(hello, peer, number=1, wanted_slots=None, **names)
+    peer.pidfd = None
+    return record
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Service]]:
+    services: list[Service] = []
+
+    def start(keep_timeout: float | None = 600.0) -> Service:
+        services.append(Service(folder, keep_timeout))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.close()
+        for pool in service.found.pools:
+            pool.journal.close()
+            for worker in pool.workers:
+                if worker.pidfd is not None:
+                    os.close(worker.pidfd)
+        for extent in service.found.extents.values():
+            extent.extent.close()
+        for fd in service.found.given_up:
+            os.close(fd)
+
+
+Start = Callable[..., Service]
+
+
+def is_cold(found: Survivors) -> bool:
+    return not found.extents and not found.pools
+
+
+def test_the_next_service_finds_what_was_recorded(start: Start, folder: Path) -> None:
+    first = start()
+    first.begin()
+    first.fill()
+    assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
+    first.close()
+    found = start().found
+    (pool,) = found.pools
+    assert [(row.first_slot, row.num_slots, row.extents) for row in pool.rows] == [(0, 512, (1, 2)), (512, 512, (3, 4))]
+    assert pool.workers[0].record == worker_record()
+    assert (sorted(found.extents), found.given_up) == ([1, 2, 3, 4], [])
+    assert pool.record == first.pool.record(os.geteuid(), EXTENT)
+
+
+def test_a_keeper_that_is_killed_beside_the_service_loses_nothing(start: Start, folder: Path) -> None:
+    service = start()
+    service.begin()
+    service.fill()
+    for joins in (2, 3):
+        end_keeper(folder, signal.SIGKILL)
+        service.records.check(service.memory)
+        assert (service.records.joins, service.records.notice) == (joins, None)
+        assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
+    service.close()
+    assert len(start().found.extents) == 4
 
 
 @pytest.mark.parametrize(
     "error", [BlockingIOError(errno.EAGAIN, "no processes left"), subprocess.TimeoutExpired("no processes left", 10)]
 )
 def test_without_a_keeper_the_service_goes_on_and_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(*_: object, **options: object) -> None:
         raise error
 
-    memory = SurvivingMemory(folder, 600)
+    service = start()
+    service.begin()
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", refuse)
         end_keeper(folder, signal.SIGKILL)
-        memory.check()
-        fd = os.memfd_create("kvstow-extent")
-        memory.put({"extent-1": (fd, "")})
-        assert "no processes left" in str(memory.notice)
-        with pytest.raises(KeeperError, match="no processes left"):
-            memory.take_all()
-    memory.check()
-    assert memory.notice is None
-    assert KeeperClient.look(folder).infos == {"extent-1": ""}
-    memory.leave()
-    memory.end()
-    os.close(fd)
+        service.records.check(service.memory)
+        service.fill()
+        assert "no processes left" in str(service.records.notice)
+    service.records.check(service.memory)
+    assert service.records.notice is None
+    assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
+
+
+@pytest.fixture
+def stopped(folder: Path) -> Iterator[Callable[[], Callable[[], None]]]:
+    """Stops the keeper. What it returns lets the keeper go on."""
+    pids: list[int] = []
+
+    def stop() -> Callable[[], None]:
+        pids.append(KeeperClient.look(folder).pid)
+        os.kill(pids[-1], signal.SIGSTOP)
+        return lambda: os.kill(pids[-1], signal.SIGCONT)
+
+    yield stop
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+Stopped = Callable[[], Callable[[], None]]
+
+
+def in_a_process_that_ends(act: Callable[[], object]) -> None:
+    """As if the service that acts were killed then."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
+    start: Start, folder: Path, stopped: Stopped
+) -> None:
+    """It stalls, the service changes its memory, and ends before the keeper goes on."""
+
+    def act() -> None:
+        service = start()
+        service.begin()
+        go_on = stopped()
+        impatient(service.records._client)
+        service.fill()
+        assert "does not answer" in str(service.records.notice)
+        go_on()
+
+    in_a_process_that_ends(act)
+    after = start()
+    assert is_cold(after.found)
+    assert len(after.found.given_up) == 4
+
+
+def impatient(client: Any) -> Any:
+    client._socket.settimeout(0.01)
+    return client._socket
+
+
+def test_a_service_comes_back_to_a_keeper_that_has_stalled(
+    start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    service.begin()
+    go_on = stopped()
+    impatient(service.records._client)
+    service.fill()
+    for _ in range(3):
+        service.records.check(service.memory)  # does not wait
+    assert service.records.notice is not None
+    go_on()
+
+    def is_back() -> bool:
+        service.records.check(service.memory)
+        return service.records.notice is None
+
+    eventually(is_back)
+    service.close()
+    assert len(start().found.extents) == 4
+
+
+def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it_later(
+    start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start()
+    first.begin()
+    first.fill()
+    first.close()
+    go_on = stopped()
+    monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(noderecords, "_LEAST_SECONDS", 0.05)
+    second = start()
+    assert is_cold(second.found)
+    second.begin()
+    assert second.records.notice is not None
+    go_on()
+
+    def has_joined() -> bool:
+        second.records.check(second.memory)
+        return second.records.joins == 1
+
+    eventually(has_joined)
+    assert kinds_held(folder) == {"extent": 4, "roster": 1}, "nothing of the first one"
+
+
+def test_a_start_that_dies_in_recovery_is_followed_by_a_cold_one(start: Start, folder: Path) -> None:
+    first = start()
+    first.begin()
+    first.fill()
+    first.close()
+
+    def recover() -> None:
+        assert len(start().found.extents) == 4
+
+    in_a_process_that_ends(recover)
+    last = start()
+    assert is_cold(last.found)
+    assert len(last.found.given_up) == 4
+
+
+def test_a_service_waits_for_the_process_before_it_and_then_says_so(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start()
+    first.begin()
+    first.fill()
+    monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(noderecords, "_LEAST_SECONDS", 60.0)
+    with pytest.raises(KeeperBusyError, match="the process of the service before is still there"):
+        NodeRecords(folder, 600.0, EXTENT).open()
+    first.close()
+    assert len(start().found.extents) == 4, "waiting is no start that has failed"
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_extents", "num_pools", "num_given_up"),
+    [
+        ("extent-1", 0, 1, 3),
+        ("extent-3", 2, 1, 1),
+        ("journal", 0, 0, 4),
+        ("worker", 0, 0, 4),
+        ("roster", 0, 0, 4),
+    ],
+)
+def test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it(
+    start: Start, lost: str, num_extents: int, num_pools: int, num_given_up: int
+) -> None:
+    first = start()
+    first.begin()
+    first.fill()
+    assert first.records._client is not None
+    first.records._client.drop([label for label in (*first.records._held, "roster") if label.startswith(lost)])
+    first.close()
+    found = start().found
+    assert (len(found.extents), len(found.pools), len(found.given_up)) == (num_extents, num_pools, num_given_up)
+
+
+def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow_service.node.survival.roster._COPY_BYTES", 500)
+
+    def act() -> None:
+        service = start()
+        service.begin()
+        service.fill()
+        assert "what there is to record takes" in str(service.records.notice)
+
+    in_a_process_that_ends(act)
+    assert is_cold(start().found)
 
 
 @pytest.fixture
@@ -150,61 +348,32 @@ def start_elsewhere(folder: Path, child_environ: dict[str, str]) -> Iterator[Cal
         keeper.wait()
 
 
-def found_by(memory: SurvivingMemory) -> bool:
-    memory.check()
-    return memory.notice is None
-
-
-def test_a_service_waits_for_a_keeper_that_others_start_and_starts_none(
-    folder: Path, start_elsewhere: Callable[[], subprocess.Popen[bytes]], eventually: Any
+def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
+    start: Start,
+    folder: Path,
+    start_elsewhere: Callable[[], subprocess.Popen[bytes]],
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        connecting = threads.submit(SurvivingMemory, folder, None)
-        eventually(folder.exists)
-        assert not connecting.done()
-        keeper = start_elsewhere()
-        memory = connecting.result(60)
-    assert KeeperClient.look(folder).pid == keeper.pid, "`kvstow keeper` becomes the keeper"
-    fd = os.memfd_create("kvstow-extent")
-    memory.put({"extent-1": (fd, "a")})
-    keeper.kill()
-    keeper.wait()
-    memory.check()
-    memory.check()
-    assert "there is no keeper" in str(memory.notice)
+    monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
+    service = start(None)
+    service.begin()
+    assert f"no keeper answers in {folder}" in str(service.records.notice)
     with pytest.raises(KeeperError, match="no keeper answers"):
         KeeperClient.look(folder)
+    for joins in (1, 2):
+        keeper = start_elsewhere()
 
-    keeper = start_elsewhere()
-    eventually(lambda: found_by(memory))
-    listing = KeeperClient.look(folder)
-    assert (listing.pid, listing.infos) == (keeper.pid, {"extent-1": "a"})
-    memory.end()
-    os.close(fd)
-    assert KeeperClient.look(folder).infos == {}
+        def has_joined(joins: int = joins) -> bool:
+            service.records.check(service.memory)
+            return service.records.joins == joins
+
+        eventually(has_joined)
+        assert KeeperClient.look(folder).pid == keeper.pid, "`kvstow keeper` becomes the keeper"
+        assert kinds_held(folder) == {"extent": 4, "roster": 1}
+        if joins == 1:
+            keeper.kill()
+            keeper.wait()
+    service.records.end()
+    assert not kinds_held(folder)
     assert keeper.poll() is None, "it waits for the next service"
-
-
-def test_a_keeper_that_does_not_come_is_an_error_that_names_the_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(survivingmemory, "_WAIT_SECONDS", 0)
-    with pytest.raises(KeeperError, match=f"no keeper answers in {folder}"):
-        SurvivingMemory(folder, None)
-
-
-def test_what_was_left_on_purpose_is_there_for_the_next_service(folder: Path) -> None:
-    first = SurvivingMemory(folder, 600)
-    fd = os.memfd_create("kvstow-extent")
-    first.put({"extent-1": (fd, "a")})
-    os.close(fd)
-    first.leave()
-    second = SurvivingMemory(folder, 600)
-    taken = second.take_all()
-    assert {name: held.info for name, held in taken.items()} == {"extent-1": "a"}
-    end_keeper(folder, signal.SIGKILL)
-    second.check()
-    assert KeeperClient.look(folder).infos == {"extent-1": "a"}, "what was taken is put again"
-    second.end()
-    for held in taken.values():
-        os.close(held.fd)
