@@ -130,12 +130,14 @@ class KeeperClient:
         return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])
 
     def leave(self) -> None:
-        """Let the next service come at once, although this process still runs."""
+        """Let the next service come at once, although this process still runs. Closes the connection."""
         self._request({"do": "leave"})
+        self.close()
 
     def end(self) -> None:
-        """Have the keeper let go of everything and end."""
+        """Have the keeper let go of everything and end. Closes the connection."""
         self._request({"do": "end"})
+        self.close()
 
     def close(self) -> None:
         """Idempotent. The keeper goes on, and accepts the next service once this process has ended."""

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from kvstow.errors import KeeperError
+from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.survival import keeperpeer, statefolder
 from kvstow_service.node.survival.keeper import Keeper
 from kvstow_service.node.survival.keeperclient import KeeperClient
-from kvstow_service.node.survival.keepermessages import MAX_HELD, MAX_INFO, MAX_NAME, Held, receive, send, take_apart
+from kvstow_service.node.survival.keepermessages import MAX_HELD, MAX_LABEL, receive, send, take_apart
 
 KEEP_TIMEOUT = 600.0
 
@@ -68,9 +68,22 @@ def running(folder: Path, clock: FakeClock) -> Iterator[Running]:
     running.close()
 
 
+def connect(folder: Path, life: str = "first") -> KeeperClient:
+    """A service that is welcome."""
+    client = KeeperClient(folder)
+    try:
+        client.say_hello(life)
+        assert client.has_news(5.0)
+        client.hear_welcome()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
 @pytest.fixture
 def client(running: Running, folder: Path) -> Iterator[KeeperClient]:
-    client = KeeperClient.connect(folder)
+    client = connect(folder)
     yield client
     client.close()
 
@@ -85,18 +98,18 @@ def memfd(content: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-def put(client: KeeperClient, name: str, content: bytes, info: str = "") -> None:
+def put(client: KeeperClient, label: str, content: bytes, *, replaces: bool = False) -> None:
     with memfd(content) as fd:
-        client.put({name: Held(fd, info)})
+        client.put({label: fd}, replaces=replaces)
 
 
-def contents(client: KeeperClient) -> dict[str, tuple[bytes, str]]:
+def contents(client: KeeperClient) -> dict[str, bytes]:
     taken = client.take_all()
     try:
-        return {name: (os.pread(held.fd, 100, 0), held.info) for name, held in taken.items()}
+        return {label: os.pread(fd, 100, 0) for label, fd in taken.items()}
     finally:
-        for held in taken.values():
-            os.close(held.fd)
+        for fd in taken.values():
+            os.close(fd)
 
 
 def descriptors() -> list[str]:
@@ -104,69 +117,112 @@ def descriptors() -> list[str]:
 
 
 def test_it_holds_what_was_put_until_it_is_dropped(client: KeeperClient) -> None:
-    put(client, "extent-1", b"one", "pool a")
+    put(client, "extent-1", b"one")
     put(client, "journal", b"index")
-    assert contents(client) == {"extent-1": (b"one", "pool a"), "journal": (b"index", "")}
+    assert contents(client) == {"extent-1": b"one", "journal": b"index"}
     client.drop(["extent-1", "unknown"])
-    assert contents(client) == {"journal": (b"index", "")}
+    assert contents(client) == {"journal": b"index"}
 
 
-def test_a_name_that_is_put_again_stands_for_the_new_one(client: KeeperClient) -> None:
+def test_a_label_that_is_put_again_stands_for_the_new_one(client: KeeperClient) -> None:
     put(client, "extent-1", b"old")
     before = len(descriptors())
-    put(client, "extent-1", b"new", "moved")
-    assert contents(client) == {"extent-1": (b"new", "moved")}
+    put(client, "extent-1", b"new")
+    assert contents(client) == {"extent-1": b"new"}
     assert len(descriptors()) == before
 
 
 def test_the_descriptors_it_gives_are_closed_in_programs_that_the_service_starts(client: KeeperClient) -> None:
     put(client, "extent-1", b"")
-    (held,) = client.take_all().values()
-    assert not os.get_inheritable(held.fd)
-    os.close(held.fd)
+    (fd,) = client.take_all().values()
+    assert not os.get_inheritable(fd)
+    os.close(fd)
 
 
 def test_more_than_one_message_holds(client: KeeperClient) -> None:
     with memfd(b"same") as fd:
-        many = {f"extent-{number}": Held(fd, "ü" * 300) for number in range(450)}
+        many = {f"extent-{number}": fd for number in range(450)}
         client.put(many)
-    assert contents(client) == {name: (b"same", held.info) for name, held in many.items()}
-    assert client.list_held().infos == {name: held.info for name, held in many.items()}
+    assert contents(client) == dict.fromkeys(many, b"same")
+    assert client.list_held().labels == many.keys()
     client.drop(many)
     assert contents(client) == {}
 
 
+def test_what_was_put_counts_all_at_once(client: KeeperClient, folder: Path) -> None:
+    put(client, "extent-1", b"one")
+    before = len(descriptors())
+    with memfd(b"two") as fd:
+        client._request({"do": "put", "labels": ["extent-1", "extent-2"]}, [fd, fd])
+    assert contents(client) == {"extent-1": b"one"}
+    client.close()
+    client = connect(folder)
+    assert contents(client) == {"extent-1": b"one"}, "nor after the connection has ended before the commit"
+    client.close()
+    assert len(descriptors()) <= before
+
+
+def test_everything_is_replaced_at_once(client: KeeperClient) -> None:
+    put(client, "extent-1", b"one")
+    put(client, "extent-2", b"two")
+    before = len(descriptors())
+    put(client, "extent-2", b"new", replaces=True)
+    assert contents(client) == {"extent-2": b"new"}
+    assert len(descriptors()) == before - 1
+
+
 def test_a_service_that_comes_again_has_everything_back(running: Running, folder: Path) -> None:
-    first = KeeperClient.connect(folder)
+    first = connect(folder)
     put(first, "extent-1", b"one")
     first.leave()
-    second = KeeperClient.connect(folder)
-    assert contents(second) == {"extent-1": (b"one", "")}
+    second = connect(folder, "second")
+    assert contents(second) == {"extent-1": b"one"}
     second.close()
 
 
 def test_a_second_service_is_refused_while_the_first_is_connected(client: KeeperClient, folder: Path) -> None:
-    with pytest.raises(KeeperError, match="another service is connected"):
-        KeeperClient.connect(folder)
+    with pytest.raises(KeeperBusyError, match="still there"):
+        connect(folder, "second")
     assert contents(client) == {}
 
 
 def test_a_service_is_refused_while_the_process_before_it_lives(running: Running, folder: Path) -> None:
-    KeeperClient.connect(folder).close()  # without a word, as if killed; but this process lives
-    with pytest.raises(KeeperError, match="still there"):
-        KeeperClient.connect(folder)
+    connect(folder).close()  # without a word, as if killed; but this process lives
+    with pytest.raises(KeeperBusyError, match="still there"):
+        connect(folder, "second")
+
+
+def test_a_service_that_has_lost_its_connection_comes_back(client: KeeperClient, folder: Path) -> None:
+    """What it has still sent on the old one does not count."""
+    put(client, "extent-1", b"one")
+    again = connect(folder)
+    with pytest.raises(KeeperError):
+        put(client, "extent-2", b"late")
+    assert contents(again) == {"extent-1": b"one"}
+    again.close()
+
+
+def test_a_life_that_another_one_has_followed_does_not_come_back(running: Running, folder: Path) -> None:
+    first = connect(folder)
+    first.leave()
+    second = connect(folder, "second")
+    put(second, "extent-1", b"one")
+    second.leave()
+    with pytest.raises(KeeperError, match="another service has taken over"):
+        connect(folder, "first")
+    assert KeeperClient.look(folder).labels == {"extent-1"}
 
 
 def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(
     running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeperpeer, "_SO_PEERPIDFD", 9999)
-    KeeperClient.connect(folder).close()
-    with pytest.raises(KeeperError, match="still there"):
-        KeeperClient.connect(folder)
+    connect(folder).close()
+    with pytest.raises(KeeperBusyError, match="still there"):
+        connect(folder, "second")
 
 
-def test_where_nothing_tells_of_a_death_the_end_of_the_connection_counts(
+def test_a_service_whose_death_nothing_tells_of_is_refused(
     running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(pid: int) -> int:
@@ -174,24 +230,24 @@ def test_where_nothing_tells_of_a_death_the_end_of_the_connection_counts(
 
     monkeypatch.setattr(keeperpeer, "_SO_PEERPIDFD", 9999)
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    KeeperClient.connect(folder).close()
-    KeeperClient.connect(folder).close()
+    with pytest.raises(KeeperError, match=r"older than 6\.5.*Run both in one"):
+        connect(folder)
 
 
 def test_anybody_of_its_uid_may_look(client: KeeperClient, folder: Path) -> None:
-    put(client, "extent-1", b"one", "pool a")
+    put(client, "extent-1", b"one")
     listing = KeeperClient.look(folder)
-    assert (listing.infos, listing.pid, listing.seconds_left) == ({"extent-1": "pool a"}, os.getpid(), None)
+    assert (listing.labels, listing.pid, listing.seconds_left) == ({"extent-1"}, os.getpid(), None)
 
 
 def test_who_only_looks_may_do_nothing_else(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
-    viewer = KeeperClient(folder, 5.0)
+    viewer = KeeperClient(folder)
     for call in (viewer.take_all, viewer.end, lambda: viewer.drop(["extent-1"]), viewer.leave):
         with pytest.raises(KeeperError, match="has not said hello"):
             call()
     viewer.close()
-    assert contents(client) == {"extent-1": (b"one", "")}
+    assert contents(client) == {"extent-1": b"one"}
 
 
 def step_until(keeper: Keeper, condition: Callable[[], object]) -> None:
@@ -203,7 +259,7 @@ def step_until(keeper: Keeper, condition: Callable[[], object]) -> None:
 
 
 def test_it_ends_a_while_after_its_last_service(running: Running, folder: Path, clock: FakeClock) -> None:
-    client = KeeperClient.connect(folder)
+    client = connect(folder)
     running.stop()
     clock.advance(10 * KEEP_TIMEOUT)
     assert running.keeper.step(0), "there is a service"
@@ -224,7 +280,7 @@ def test_it_ends_when_no_service_ever_comes(running: Running, clock: FakeClock) 
 
 
 def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock: FakeClock) -> None:
-    viewer = KeeperClient(folder, 5.0)
+    viewer = KeeperClient(folder)
     clock.advance(KEEP_TIMEOUT - 100)
     assert viewer.list_held().seconds_left == 100
     running.stop()
@@ -235,7 +291,7 @@ def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock:
 
 def test_it_ends_when_it_is_told_and_lets_go_of_everything(running: Running, folder: Path) -> None:
     before = len(descriptors())
-    client = KeeperClient.connect(folder)
+    client = connect(folder)
     put(client, "extent-1", b"one")
     client.end()
     running.close()
@@ -254,7 +310,7 @@ def staying(folder: Path, clock: FakeClock) -> Iterator[Running]:
 def test_a_keeper_that_stays_lets_go_a_while_after_its_last_service(
     staying: Running, folder: Path, clock: FakeClock
 ) -> None:
-    client = KeeperClient.connect(folder)
+    client = connect(folder)
     put(client, "extent-1", b"one")
     client.leave()
     staying.stop()
@@ -272,20 +328,20 @@ def test_a_keeper_that_stays_lets_go_when_it_is_told_and_serves_the_next_service
     staying: Running, folder: Path
 ) -> None:
     for _ in range(2):
-        client = KeeperClient.connect(folder)
+        client = connect(folder)
         assert contents(client) == {}
         put(client, "extent-1", b"one")
         client.end()
 
 
 def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> None:
-    client = KeeperClient.connect(folder)
+    client = connect(folder)
     running.close()
     with pytest.raises(KeeperError, match="gone"):
         client.list_held()
     client.close()
     with pytest.raises(KeeperError, match="no keeper answers"):
-        KeeperClient.connect(folder)
+        connect(folder)
 
 
 def exchange(folder: Path, *messages: bytes, fds: tuple[int, ...] = ()) -> bytes:
@@ -303,9 +359,6 @@ def exchange(folder: Path, *messages: bytes, fds: tuple[int, ...] = ()) -> bytes
     return data
 
 
-HELLO = b'KVK1{"do":"hello","version":1}'
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -315,6 +368,8 @@ HELLO = b'KVK1{"do":"hello","version":1}'
         b"KVK1" + b"[" * 20_000,
         b'KVK1{"do":"burn"}',
         b"KVK1{}",
+        b'KVK1{"do":"hello","version":1}',
+        b'KVK1{"do":"hello","version":1,"life":""}',
         b'KVK1{"do":"list"}',
         b'KVK1{"do":"list","start":-1}',
         b'KVK1{"do":"list","start":true}',
@@ -332,34 +387,33 @@ def test_garbage_closes_the_connection_that_sent_it_and_is_counted(
     with memfd(b"") as fd:
         assert exchange(folder, message, fds=(fd, fd)) == b""
     assert client.list_held().refused == 1
-    assert contents(client) == {"extent-1": (b"one", "")}
+    assert contents(client) == {"extent-1": b"one"}
     assert len(descriptors()) == before, "descriptors that came with it are closed"
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        {"do": "put", "names": ["a"], "infos": [""]},
-        {"do": "put", "names": ["a", "a"], "infos": ["", ""]},
-        {"do": "put", "names": ["a", "b"], "infos": ["", ""]},
-        {"do": "put", "names": ["a"], "infos": []},
-        {"do": "put", "names": ["a" * (MAX_NAME + 1)], "infos": [""]},
-        {"do": "put", "names": ["a"], "infos": ["x" * (MAX_INFO + 1)]},
-        {"do": "hello", "version": 99},
+        {"do": "put", "labels": []},
+        {"do": "put", "labels": ["a", "a"]},
+        {"do": "put", "labels": ["a", "b"]},
+        {"do": "put", "labels": ["a" * (MAX_LABEL + 1)]},
+        {"do": "put", "labels": [""]},
+        {"do": "put", "labels": ["a\ud800"]},
+        {"do": "hello", "version": 99, "life": "first"},
     ],
 )
 def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
     client: KeeperClient, request_: dict[str, Any]
 ) -> None:
     before = len(descriptors())
-    fds = [] if request_.get("names") == ["a"] and request_.get("infos") == [""] else [0]
-    with pytest.raises(KeeperError, match=r"names|longer|version"):
-        client._request(request_, fds)
-    assert client.list_held().infos == {}
+    with pytest.raises(KeeperError, match=r"labels came|printable|version"):
+        client._request(request_, [0])
+    assert client.list_held().labels == set()
     assert len(descriptors()) == before
 
 
-@pytest.mark.parametrize("request_", [{"names": [1], "infos": [""]}, {"names": "a", "infos": [""]}, {}])
+@pytest.mark.parametrize("request_", [{"labels": [1]}, {"labels": "a"}, {}])
 def test_a_service_that_sends_garbage_is_cut_off(client: KeeperClient, request_: dict[str, Any]) -> None:
     with pytest.raises(KeeperError, match="gone"):
         client._request({"do": "put", **request_}, [0])
@@ -374,14 +428,9 @@ def test_it_holds_no_more_than_its_limit(client: KeeperClient, monkeypatch: pyte
         put(client, "c", b"")
 
 
-def test_names_that_are_too_long_do_not_reach_it(client: KeeperClient) -> None:
-    with pytest.raises(KeeperError, match="longer"):
-        put(client, "a" * (MAX_NAME + 1), b"")
-
-
 def test_random_bytes_do_not_end_it(client: KeeperClient, folder: Path) -> None:
     chance = random.Random(4)
-    template = json.dumps({"do": "put", "names": ["a"], "infos": ["b"], "start": 0}).encode()
+    template = json.dumps({"do": "put", "labels": ["a"], "start": 0}).encode()
     for _ in range(300):
         message = bytearray(b"KVK1" + template)
         for _ in range(chance.randrange(4)):
@@ -472,9 +521,9 @@ def test_a_long_path_works(tmp_path: Path, clock: FakeClock) -> None:
     folder = statefolder.require_state_folder(tmp_path / ("x" * 120))
     running = Running(folder, clock)
     try:
-        client = KeeperClient.connect(folder)
+        client = connect(folder)
         put(client, "extent-1", b"one")
-        assert contents(client) == {"extent-1": (b"one", "")}
+        assert contents(client) == {"extent-1": b"one"}
         client.close()
     finally:
         running.close()

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.service.node.survival.test_keeper import connect
 
-from kvstow.errors import KeeperError
+from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keeperclient import KeeperClient
-from kvstow_service.node.survival.keepermessages import Held
+from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
 from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING, main
 
 pytestmark = pytest.mark.process
@@ -24,12 +24,17 @@ pytestmark = pytest.mark.process
 SERVICE = """
     import os, sys, time
     from pathlib import Path
-    from kvstow_service.node.survival.keeperclient import Held, KeeperClient
+    from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
+    from kvstow_service.node.survival.statefolder import require_state_folder
 
-    client = KeeperClient.start(Path(sys.argv[1]), float(sys.argv[2]))
+    folder = require_state_folder(Path(sys.argv[1]))
+    start_keeper(folder, float(sys.argv[2]))
+    client = KeeperClient(folder)
+    client.say_hello(str(os.getpid()))
+    client.hear_welcome()
     fd = os.memfd_create("kvstow-extent")
     os.write(fd, b"kv of the first service")
-    client.put({"extent-1": Held(fd, "pool a")})
+    client.put({"extent-1": fd})
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -75,13 +80,19 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert wait_for_end(pid)
 
 
+def start(folder: Path) -> KeeperClient:
+    """A service at the keeper that is running, or at a new one."""
+    start_keeper(statefolder.require_state_folder(folder), 600)
+    return connect(folder, str(os.urandom(4)))
+
+
 def first_bytes(client: KeeperClient) -> dict[str, bytes]:
     taken = client.take_all()
     try:
-        return {name: os.pread(held.fd, 100, 0) for name, held in taken.items()}
+        return {label: os.pread(fd, 100, 0) for label, fd in taken.items()}
     finally:
-        for held in taken.values():
-            os.close(held.fd)
+        for fd in taken.values():
+            os.close(fd)
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
@@ -91,7 +102,7 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     service = Service(folder, child_environ, 600)
     keeper = KeeperClient.look(folder).pid
     service.kill(send)
-    client = KeeperClient.start(folder, 600)
+    client = start(folder)
     assert client.list_held().pid == keeper, "it is the same one"
     assert first_bytes(client) == {"extent-1": b"kv of the first service"}
     client.end()
@@ -104,10 +115,10 @@ def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
 ) -> None:
     service = Service(folder, child_environ, 600)
     service.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(KeeperError, match="another service is connected"):
-        KeeperClient.start(folder, 600, timeout=0.5)
+    with pytest.raises(KeeperBusyError, match="still there"):
+        start(folder)
     service.kill()
-    KeeperClient.start(folder, 600).close()
+    start(folder).close()
 
 
 def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_environ: dict[str, str]) -> None:
@@ -116,16 +127,16 @@ def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_enviro
     service.kill()
     assert wait_for_end(keeper)
     with pytest.raises(KeeperError, match="no keeper answers"):
-        KeeperClient.connect(folder)
+        KeeperClient(folder)
 
 
 def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
-    client = KeeperClient.start(folder, 600)
+    client = start(folder)
     command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600"]
     result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
     assert result.returncode == ALREADY_RUNNING
     assert "has a keeper already" in result.stderr
-    assert client.list_held().infos == {}
+    assert client.list_held().labels == set()
     client.close()
 
 
@@ -135,40 +146,17 @@ def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ
     assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
 
 
-def test_a_keeper_that_is_about_to_end_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the lock still when the next service looks for one."""
-    folder.mkdir(mode=0o700)
-    ending = statefolder.try_lock(folder)
-    assert ending is not None
-    tried: list[KeeperError] = []
-    connect = KeeperClient.connect
-
-    def connect_late(folder: Path) -> KeeperClient:
-        try:
-            return connect(folder)
-        except KeeperError as error:
-            if not tried:
-                os.close(ending)
-            tried.append(error)
-            raise
-
-    monkeypatch.setattr(KeeperClient, "connect", connect_late)
-    client = KeeperClient.start(folder, 600, timeout=60)
-    assert "no keeper answers" in str(tried[0])
-    client.end()
-
-
 def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(folder: Path) -> None:
-    client = KeeperClient.start(folder, 600)
+    client = start(folder)
     pid = client.list_held().pid
     os.kill(pid, signal.SIGKILL)
     assert wait_for_end(pid)
     with pytest.raises(KeeperError, match="gone"):
         client.list_held()
     client.close()
-    again = KeeperClient.start(folder, 600)
+    again = start(folder)
     fd = os.memfd_create("kvstow-extent")
-    again.put({"extent-1": Held(fd, "")})
+    again.put({"extent-1": fd})
     os.close(fd)
     assert again.list_held().pid != pid
     assert first_bytes(again) == {"extent-1": b""}
@@ -176,10 +164,10 @@ def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(folder: 
 
 
 def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
-    client = KeeperClient.start(folder, 600)
+    client = start(folder)
     pid = client.list_held().pid
     fd = os.memfd_create("kvstow-extent")
-    client.put({f"extent-{number}": Held(fd, "x" * 200) for number in range(1000)})
+    client.put({f"extent-{number}": fd for number in range(1000)})
     os.close(fd)
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     assert int(status["VmRSS"].split()[0]) < 24 << 10, "KiB"
@@ -190,7 +178,7 @@ def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
 
 
 def test_it_leads_a_session_of_its_own_and_holds_no_pipe_of_its_service(folder: Path) -> None:
-    client = KeeperClient.start(folder, 600)
+    client = start(folder)
     pid = client.list_held().pid
     assert os.getsid(pid) == pid != os.getsid(0)
     assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in range(3)] == [os.devnull] * 3
@@ -202,7 +190,7 @@ def test_a_folder_that_it_cannot_use_is_told_at_the_start(tmp_path: Path) -> Non
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / statefolder.LOCK).mkdir()
     with pytest.raises(KeeperError, match=r"does not start: .*Is a directory"):
-        KeeperClient.start(tmp_path / "state", 600)
+        start_keeper(tmp_path / "state", 600)
 
 
 def test_wrong_arguments_are_answered_by_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

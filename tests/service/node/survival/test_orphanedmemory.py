@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from tests.service.node.keepers import end_keeper
+from tests.service.node.survival.test_keeperprocess import start
 
 from kvstow.memory.extents import Extent
 from kvstow_service.node.survival import orphanedmemory
-from kvstow_service.node.survival.keeperclient import KeeperClient
-from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.orphanedmemory import OrphanedMemory, find_orphaned_memory, running_services
 
 pytestmark = pytest.mark.process
@@ -49,8 +48,8 @@ def test_memory_of_a_running_service_is_no_orphan_whoever_else_has_it(extent: Ex
 
 
 def test_a_keeper_without_a_service_is_named(tmp_path: Path, extent: Extent) -> None:
-    client = KeeperClient.start(tmp_path / "state", 600)
-    client.put({"extent-1": Held(extent.fd, "")})
+    client = start(tmp_path / "state")
+    client.put({"extent-1": extent.fd})
     pid = client.list_held().pid
     try:
         assert pid not in found(os.getpid())
