@@ -5,12 +5,21 @@ import fcntl
 import mmap
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvstow.errors import ForeignMemoryError, PinError
-from kvstow.memfd import SEALS, create_memfd, identify_memfd, populated_prefix, require_memfd
+from kvstow.memfd import (
+    SEALS,
+    create_memfd,
+    identify_memfd,
+    is_unsealed,
+    populated_prefix,
+    require_memfd,
+    seal_writes,
+)
 
 MIB = 1 << 20
 NAME = "kvstow-test"
@@ -23,13 +32,34 @@ def fd() -> Iterator[int]:
     os.close(fd)
 
 
-def test_its_size_is_fixed_and_nobody_can_change_the_seals(fd: int) -> None:
+def test_its_size_is_fixed(fd: int) -> None:
     for size in (0, 2 * MIB):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
-    with pytest.raises(PermissionError):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+
+
+def test_the_kernel_says_when_no_process_maps_it_any_more(fd: int) -> None:
+    """Another process, by a mapping alone."""
+    code = "import mmap, sys, os; fd = int(sys.argv[1]); m = mmap.mmap(fd, 0); os.close(fd); print(flush=True); input()"
+    command = [sys.executable, "-c", code, str(fd)]
+    mapper = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert mapper.stdout is not None
+    mapper.stdout.readline()
+    assert (seal_writes(fd), is_unsealed(fd)) == (False, True)
+    mapper.communicate(b"\n")
+    assert (seal_writes(fd), is_unsealed(fd)) == (True, False)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, MIB)
+
+
+@pytest.mark.parametrize("seal", [fcntl.F_SEAL_WRITE, 0x10, fcntl.F_SEAL_SEAL])
+def test_seals_that_a_client_adds_are_seen(fd: int, seal: int) -> None:
+    assert is_unsealed(fd)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
+    assert not is_unsealed(fd)
+    with pytest.raises(ForeignMemoryError, match="the seals"):
+        require_memfd(fd, NAME, MIB)
 
 
 def test_it_is_closed_in_other_programs_and_only_its_uid_may_open_it(fd: int) -> None:

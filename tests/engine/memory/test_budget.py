@@ -267,25 +267,18 @@ def test_a_lower_total_takes_memory_from_pools_and_closes_it() -> None:
 def test_a_restart_restores_rows_and_numbers_go_on() -> None:
     budget = MemoryBudget(4 * GIB)
     budget.add_pool("a", layout(2 * MIB, 2 * MIB, owner=7))
-    for extent, rank in ((11, 0), (12, 1)):
-        budget.restore(extent, GIB, 0, 7, Give(extent, "a", rank, 0, 0, 512))
-    budget.restore(13, GIB, None, None)
+    budget.restore_row("a", 0, 512, [(11, GIB, 0), (12, GIB, 1)])
+    budget.restore_spare(13, GIB, None, None)
     budget.check_integrity()
     assert settle(budget) == [Create(14, GIB, None)]
     assert budget.rows("a")[0].extents == (11, 12)
     budget.attach("a", "s")
     assert [step.row for step in settle(budget) if isinstance(step, Give)] == [1, 1]
     with pytest.raises(ConflictError, match="twice"):
-        budget.restore(11, GIB, 0, 7)
-    for place in (
-        Give(99, "a", 0, 0, 0, 512),
-        Give(99, "a", 2, 4, 512, 512),
-        Give(99, "a", 0, 4, 512, 513),
-        Give(99, "a", 0, 4, 512, 9),
-        Give(99, "a", 0, 1, 512, 511),
-    ):
-        with pytest.raises(ConflictError, match="no place"):
-            budget.restore(99, GIB, 0, 7, place)
+        budget.restore_spare(11, GIB, 0, 7)
+    for first_slot, num_slots, sizes in ((0, 512, [GIB, GIB]), (1024, 513, [GIB, GIB]), (1024, 512, [GIB])):
+        with pytest.raises(ConflictError, match="are no row of pool a"):
+            budget.restore_row("a", first_slot, num_slots, [(90 + n, size, 0) for n, size in enumerate(sizes)])
     budget.check_integrity()
     assert set(budget.rows("a")) == {0, 1}
 
@@ -293,41 +286,41 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
 def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
     budget = MemoryBudget(4 * GIB, 2 * GIB)
     budget.add_pool("a", layout(2 * MIB, extent=GIB))
-    budget.restore(1, GIB, None, 1000, Give(1, "a", 0, 0, 0, 512))
+    budget.restore_row("a", 0, 512, [(1, GIB, None)])
     budget.attach("a", "s")
     settle(budget)
     assert [row.num_slots for row in budget.rows("a").values()] == [512] * 4
 
 
-def test_a_row_that_a_restart_has_in_part_is_taken_back() -> None:
-    budget = MemoryBudget(4 * GIB)
-    budget.add_pool("a", layout(2 * MIB, 2 * MIB))
-    budget.restore(5, GIB, None, 1000, Give(5, "a", 1, 0, 0, 512))
-    budget.record_mapping("engine", 5)
-    assert Recall("a", 0, (5,)) in settle(budget)
+def test_the_row_of_an_extent_that_is_given_up_is_taken_back_with_those_above_it() -> None:
+    budget = filled("a", total=4 * GIB)
+    budget.record_mapping("engine", 2)
+    budget.give_up(2)
+    assert settle(budget) == [
+        *(Recall("a", 3, (4,)), Recall("a", 2, (3,)), Recall("a", 1, (2,))),
+        *(TakeBack(3, "a"), TakeBack(4, "a")),
+    ]
     budget.record_death("engine")
-    assert settle(budget) == [TakeBack(5, "a")]
-
-
-def test_rows_above_one_that_a_restart_has_lost_are_taken_back() -> None:
-    budget = MemoryBudget(4 * GIB)
-    budget.add_pool("a", layout(2 * MIB))
-    for extent, row in ((1, 0), (3, 2), (4, 3)):
-        budget.restore(extent, GIB, None, 1000, Give(extent, "a", 0, row, 512 * row, 512))
-    budget.record_mapping("engine", 3)
     steps = settle(budget)
-    assert steps[:3] == [Recall("a", 3, (4,)), Recall("a", 2, (3,)), TakeBack(4, "a")]
-    budget.attach("a", "s")
-    assert not any(isinstance(step, Give) for step in settle(budget)), "slots would have two places"
-    budget.record_death("engine")
-    assert [step.first_slot for step in settle(budget) if isinstance(step, Give)] == [512, 1024, 1536]
+    assert steps[:2] == [TakeBack(2, "a"), Close(2)], "nobody gets it again"
+    assert [step.row for step in steps if isinstance(step, Give)] == [1, 2, 3]
+    budget.check_integrity()
+
+
+def test_memory_that_is_given_up_counts_until_it_is_closed() -> None:
+    budget = MemoryBudget(4 * GIB)
+    budget.given_up_bytes = 3 * GIB
+    assert settle(budget) == [Create(1, GIB, None)]
+    assert budget.allocated_bytes == 4 * GIB
+    budget.given_up_bytes = 0
+    assert len(settle(budget)) == 3
 
 
 def test_more_than_the_budget_may_be_restored_and_goes_down() -> None:
     budget = MemoryBudget(GIB)
     budget.add_pool("a", layout(2 * MIB))
     for extent in (1, 2):
-        budget.restore(extent, GIB, None, 1000, Give(extent, "a", 0, extent - 1, 512 * (extent - 1), 512))
+        budget.restore_row("a", 512 * (extent - 1), 512, [(extent, GIB, None)])
     budget.record_mapping("engine", 2)
     assert settle(budget) == [Recall("a", 1, (2,))]
     budget.record_death("engine")

@@ -50,6 +50,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
 
     yield make
     for node in nodes:
+        node.give_back()
         node.close()
         node.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -96,7 +97,7 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
 ) -> None:
     told: list[str] = []
 
-    def recover(recovery: Any) -> None:
+    def recover(*_: object) -> None:
         with pytest.raises(ConflictError) as refused:
             NodeDirectory(node).detach("s", kill=False)
         told.append(str(refused.value))
@@ -113,6 +114,7 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
         assert [sentence.startswith("no session can be detached yet") for sentence in told] == [True]
         assert not node.detach("s")
     finally:
+        node.give_back()
         node.close()
 
 

@@ -379,7 +379,6 @@ def test_every_setting_of_the_node_reaches_it() -> None:
         "trust_eof": "3s",
         "state": "/var/lib/kvstow",
         "keep_timeout": "1h",
-        "keep_on_stop": True,
         "policy": "arc",
         "transfer_timeout": "9s",
     }
@@ -388,7 +387,7 @@ def test_every_setting_of_the_node_reaches_it() -> None:
     assert (node.attach_socket, node.attach_group) == (Path("/run/x/attach.sock"), 42)
     assert (node.populate_chunk_bytes, node.populate_pause) == (2 * MIB, 0.007)
     assert node.trust_eof == 3.0
-    assert (node.state, node.keep_timeout, node.keep_on_stop) == (Path("/var/lib/kvstow"), 3600.0, True)
+    assert (node.state, node.keep_timeout) == (Path("/var/lib/kvstow"), 3600.0)
     elsewhere = {"memory": "65MiB", "state": "/var/lib/kvstow", "start_keeper": False}
     assert node_settings(load_settings(elsewhere, {}), None).keep_timeout is None
     assert (node.pools.policy, node.pools.transfer_timeout) == ("arc", 9.0)

@@ -335,11 +335,15 @@ class Schedule:
             assert pool.session_statuses() == []
         self.delete_pools()
         self.bench.run()
+        self.close()  # the mappings of the processes, so that nothing counts any more that was closed meanwhile
+        self.bench.memory.pools.check()
+        self.bench.run()
         assert self.bench.budget.spare_bytes == self.bench.budget.total_bytes, "an extent was never given back"
 
     def close(self) -> None:
         for memory in self.maps.values():
             memory.close()
+        self.maps.clear()
 
 
 def run(path: Path, seed: int) -> Schedule:
