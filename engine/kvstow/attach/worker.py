@@ -32,6 +32,10 @@ LEAVING_SECONDS = 0.005
 """The pause between two checks whether the copies of a lost session have ended."""
 IDLE_SECONDS = 60.0
 """How long to rest without a session to join; a ticket ends it early."""
+GRACE_SECONDS = 1.0
+"""How long after the end of a session its ops are let through: the host may have some that it has not submitted yet."""
+FAREWELL_SECONDS = 5.0
+"""The pause between two messages that all copies of a lost session have ended."""
 FAULT_SECONDS = 1.0
 
 _MAX_SETTLED = 16
@@ -47,9 +51,10 @@ class AttachedWorker:
     takes their completions. The host made the data plane and calls it directly for everything else (`begin_step`,
     `launched`, `drive`).
 
-    A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. With the
-    next ticket, the worker refuses ops of the old session, waits for its copies to end, and tells the service so. The
-    memory that it has mapped stays if the service grants the same again, as after a restart with a keeper. It lets go
+    A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
+    later, or with the next ticket, the worker refuses ops of the old session, waits for its copies to end, and tells the
+    service so. For that it needs no ticket: an engine that has no requests takes no step, and would keep the service
+    from reusing what it may still use. The memory that it has mapped stays if the service grants the same again, as after a restart with a keeper. It lets go
     of the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
@@ -85,6 +90,9 @@ class AttachedWorker:
         self._ticket = self._newest = _NO_TICKET
         self._was_attached = self._is_over = False
         """Whether it has joined the session of `_ticket`, and whether that session has ended."""
+        self._clock = clock
+        self._settle_at = 0.0
+        """When to say next that all copies of the session that is over have ended."""
         self._settled: tuple[str, ...] = ()
         """Tokens of the newest sessions whose copies have ended here. They are sent in each session, because a service
         that has received them may be killed before it records them."""
@@ -183,7 +191,9 @@ class AttachedWorker:
             self._take(deque(self._connection.take_pushed()))  # the last messages of a session that has ended
         if self._newest.number > self._ticket.number and not self._leave():
             return LEAVING_SECONDS
-        if self._is_over or not self._ticket.number:
+        if self._is_over:
+            return self._settle()
+        if not self._ticket.number:
             return IDLE_SECONDS
         try:
             self._take(deque(self._connection.poll()))
@@ -243,6 +253,19 @@ class AttachedWorker:
         self._connection.retry_now()
         return True
 
+    def _settle(self) -> float:
+        """The session is over, and there is no ticket yet: say that its copies have ended. Again and again, because
+        nobody answers, and the service that has to know may come later. Returns the seconds until the next time."""
+        left = self._settle_at - self._clock()
+        if left > 0:
+            return left
+        self._gate.shut()
+        if not self._gate.is_quiet():
+            return DETACHED_SECONDS
+        self._say_settled()
+        self._settle_at = self._clock() + FAREWELL_SECONDS
+        return FAREWELL_SECONDS
+
     def _make_hello(self) -> Hello:
         return Hello(
             role="worker",
@@ -263,4 +286,5 @@ class AttachedWorker:
 
     def _end_session(self) -> None:
         self._is_over = True
+        self._settle_at = self._clock() + GRACE_SECONDS
         self._calls.end_session()

@@ -345,9 +345,38 @@ def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node
     assert str(rank.ended(rank.submit(unique_id(1, 9)))).startswith("failed")
 
 
-def test_a_worker_closed_after_its_session_has_ended_says_so_too(
-    engine: AttachedEngine, rank: Rank, node: Node
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.attach.worker.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("kvstow.attach.worker.FAREWELL_SECONDS", 0.01)
+
+
+def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step(
+    no_grace: None, engine: AttachedEngine, rank: Rank, node: Node
 ) -> None:
+    load = rank.submit(unique_id(1, 1))
+    engine.close()
+    wait_until(lambda: rank.worker._gate._number == 0)
+    assert str(rank.ended(rank.submit(unique_id(1, 2)))).startswith("failed")
+    assert node.events("let go") == [], "a copy is under way"
+    rank.device.ticket(load).finish()
+    wait_until(lambda: node.events("over"))
+    assert rank.worker.faults == 0
+
+
+def test_a_service_that_comes_later_hears_it_too(
+    no_grace: None, engine: AttachedEngine, rank: Rank, node: Node
+) -> None:
+    engine.close()
+    wait_until(lambda: node.events("over"))
+    before = node.server.figures().frames["hello"]
+    wait_until(lambda: node.server.figures().frames["hello"] > before + 2)
+
+
+def test_a_worker_closed_after_its_session_has_ended_says_so_too(
+    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.attach.worker.GRACE_SECONDS", 600.0)
     engine.close()
     wait_until(lambda: node.events("lost"))
     wait_until(lambda: not rank.worker.is_attached)
