@@ -179,8 +179,11 @@ class RawWorker:
 class RawEngine:
     """An attached engine. Each call steps all connections until it has its result."""
 
-    def __init__(self, path: Path, hello: Hello = HELLO, settled_tokens: tuple[str, ...] = ()) -> None:
-        """`settled_tokens`: of sessions in which this process has no copies under way any more."""
+    def __init__(
+        self, path: Path, hello: Hello = HELLO, settled_tokens: tuple[str, ...] = (), *, ranks: int = 1000
+    ) -> None:
+        """`settled_tokens`: of sessions in which this process has no copies under way any more. `ranks`: how many of
+        the workers attach."""
         self.path = path
         self.settled: dict[int, str] = {}
         self.scheduler = AttachConnection(path, lambda: hello)
@@ -191,7 +194,7 @@ class RawEngine:
         assert hello.pool is not None
         self.workers = [
             RawWorker(path, self.welcome.token, rank, settled_tokens=settled_tokens, slot_bytes=slot_bytes)
-            for rank, slot_bytes in enumerate(hello.pool.slot_bytes)
+            for rank, slot_bytes in enumerate(hello.pool.slot_bytes[:ranks])
         ]
         self.wait_for(lambda: all(worker.connection.state == "attached" for worker in self.workers))
 

@@ -1,7 +1,8 @@
 """An engine of two ranks that stores and loads at random, over services that come and go, and verifies what it loads.
 
-`python restartclient.py SOCKET SEED [DTYPE]`. For each line that it reads it prints what it has done. It ends with its
-input. Engines with another `DTYPE` have a pool of their own, and other bytes for the same keys.
+`python restartclient.py SOCKET SEED [DTYPE]`. For each line that it reads it prints what it has done. After the line
+`idle` it takes no step until the next line. It ends with its input. Engines with another `DTYPE` have a pool of their
+own, and other bytes for the same keys.
 """
 
 from __future__ import annotations
@@ -159,7 +160,10 @@ def main() -> None:
     while True:
         client.step()
         if select.select([0], [], [], 0.001)[0]:
-            if not os.read(0, 100):
+            words = os.read(0, 100)
+            if words == b"idle\n":
+                words = os.read(0, 100)
+            if not words:
                 break
             done = {"stores": client.stores, "loads": client.loads, "mismatches": client.mismatches}
             print(json.dumps(done | {"faults": sum(rank.worker.faults for rank in client.ranks)}), flush=True)

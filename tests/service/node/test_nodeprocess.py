@@ -19,6 +19,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import trustme
+from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
@@ -268,14 +269,17 @@ class _Visitor(Watcher):
 
 
 def test_a_server_that_ends_by_itself_ends_the_service(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def broken_tick(self: _EmbeddedUvicorn, counter: int) -> bool:
         raise RuntimeError("the loop broke")
 
     monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", broken_tick)
-    assert run_service(Settings(**base)) == 1
+    state = tmp_path / "state"
+    assert run_service(Settings(**base, state=state)) == 1
     assert "stopping: the admin server ended: RuntimeError" in capfd.readouterr().err
+    assert kinds_held(state)["roster"] == 1, "the next service finds what a killed one leaves"
+    end_keeper(state)
 
 
 def test_a_node_whose_thread_fails_ends_the_service(

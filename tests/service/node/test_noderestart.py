@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,61 @@ def test_the_keeper_is_killed_beside_a_service(
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
 
 
+def test_a_service_that_is_killed_while_an_engine_attaches_starts_again(
+    start_node: StartNode, attach: Attach, socket: Path, state: Path, eventually: Any
+) -> None:
+    """Its pool has a worker, and no memory before the other one has attached."""
+    node = start_node()
+    engine = RawEngine(socket, ranks=1)
+    eventually(lambda: kinds_held(state)["worker"] == 1, "the worker at the keeper")
+    node.kill()
+    for _ in range(2):
+        again = start_node()
+        assert pool_of(again.first)["blocks"] == 0
+        assert [kind for kind, _ in again.first["sessions"].values()] == ["lost"]
+        again.kill()
+    again = start_node()
+    attach(engine.welcome.token).store_until_found(KEYS)
+    eventually(lambda: "lost" not in [kind for kind, _ in again.show()["sessions"].values()])
+    engine.close()
+
+
+def test_a_keeper_that_stalls_while_memory_changes_hands_gives_nothing_back(
+    start_node: StartNode,
+    engine_process: Callable[[int], subprocess.Popen[str]],
+    attach: Attach,
+    socket: Path,
+    state: Path,
+    eventually: Any,
+) -> None:
+    node = start_node(4)
+    engine_process(len(KEYS)).kill()
+    eventually(lambda: not node.show()["sessions"])
+    keeper = KeeperClient.look(state).pid
+    os.kill(keeper, signal.SIGSTOP)
+    other = RawEngine(socket, replace(rawengine.HELLO, pool=replace(rawengine.POOL, kv_cache_dtype="fp8")))
+    other.store_until_found(KEYS)
+    other.close()  # otherwise the next service waits for what it maps
+    node.kill()
+    os.kill(keeper, signal.SIGCONT)
+    again = start_node(4)
+    assert again.first["pools"] == {}
+    engine = attach()
+    engine.load(KEYS)  # each byte is compared
+    engine.store_until_found(KEYS[:20])
+    engine.wait_for(lambda: engine.load(KEYS[:20]) == 20)
+
+
+def lose_at_the_keeper(state: Path, label: str) -> None:
+    """While no service runs."""
+    client = KeeperClient(state)
+    client.say_hello("a test")
+    client.hear_welcome()
+    assert label in client.list_held().labels
+    client.drop([label])
+    client.leave()
+
+
 class RealEngine:
     """The client of the package, in a process of its own, which stores, loads and verifies all the time."""
 
@@ -282,6 +338,12 @@ class RealEngine:
         found: dict[str, int] = json.loads(self.process.stdout.readline())
         assert (found["mismatches"], found["faults"]) == (0, 0)
         return found
+
+    def idle(self) -> None:
+        """It takes no step until it is shown."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("idle\n")
+        self.process.stdin.flush()
 
     def has_memory_besides(self, *pids: int) -> bool:
         """That is not also one of these processes'."""
@@ -346,6 +408,43 @@ def test_engines_begin_with_an_empty_cache_when_the_keeper_is_killed_with_the_se
     again.kill()
     pool_of(start_node().first)  # its keeper has everything
     eventually(lambda: engine.show()["loads"] > before + 20)
+
+
+def test_an_engine_that_takes_no_step_does_not_stop_eviction_after_a_restart(
+    start_node: StartNode, real_engine: Callable[[], RealEngine], eventually: Any
+) -> None:
+    node = start_node()
+    engine = real_engine()
+    eventually(lambda: engine.show()["loads"] > 20)
+    engine.idle()
+    node.kill()
+    again = start_node()
+    assert pool_of(again.first)["is_waiting"]
+    eventually(lambda: not pool_of(again.show())["is_waiting"], "the engine's workers")
+    assert again.show()["sessions"] == {}
+    before = engine.show()["loads"]
+    eventually(lambda: engine.show()["loads"] > before + 20)
+
+
+def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(
+    start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any
+) -> None:
+    node = start_node()
+    engine = real_engine()
+    eventually(lambda: engine.show()["loads"] > 20)
+    node.kill()
+    lose_at_the_keeper(state, "roster")
+    again = start_node()
+    assert (again.first["pools"], again.first["allocated"]) == ({}, 8 * EXTENT_BYTES)
+    assert again.first["given_up"], "the engine maps it"
+    again.kill()
+    again = start_node()  # it is given up still
+    assert again.first["allocated"] == 8 * EXTENT_BYTES
+    before = engine.show()["loads"]
+    eventually(lambda: engine.show()["loads"] > before + 20)
+    eventually(lambda: not again.show()["given_up"], "the end of the earlier memory")
+    assert again.show()["allocated"] == 8 * EXTENT_BYTES
+    assert not engine.has_memory_besides(again.process.pid)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 from dataclasses import replace
 
 import pytest
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench
+from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 
 from kvstow.attach.calls import Hold
@@ -65,6 +66,26 @@ def test_a_second_engine_gets_all_that_the_pool_has(bench: HostBench) -> None:
     bench.run()
     assert [grant.number for grant in second.grants[1].values()] == [0, 1]
     assert second.grants[1].keys() == first.grants[1].keys()
+
+
+@pytest.mark.parametrize("seal", [0x10, fcntl.F_SEAL_SEAL])
+def test_memory_that_an_engine_has_sealed_is_handed_out_no_more(bench: HostBench, seal: int) -> None:
+    first = grown(bench, rows=3)
+    sealed = next(extent for extent, grant in first.grants[0].items() if grant.number == 1)
+    found = bench.memory.memory.extent(sealed)
+    assert found is not None
+    fcntl.fcntl(found.fd, fcntl.F_ADD_SEALS, seal)
+    second = bench.attach(ONE_RANK)
+    second.join()
+    bench.run()
+    assert sorted(grant.number for grant in second.grants[0].values()) == [0]
+    first.end()
+    bench.run()
+    assert sealed not in bench.memory.memory.extents()
+    assert sealed not in second.grants[0]
+    second.register()
+    second.report()
+    assert second.store(7).op_id
 
 
 def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> None:
