@@ -190,6 +190,20 @@ MUTANTS = [
         "tests/service/node/test_noderestart.py::test_the_keeper_is_killed_beside_a_service",
     ),
     Mutant(
+        "an_engine_of_another_version_attaches",
+        "engine/kvstow/attach/hello.py",
+        "            if version != VERSION:\n",
+        "            if version < 0:\n",
+        "tests/engine/attach/test_messages.py::test_a_hello_of_another_version_is_refused_with_both_numbers",
+    ),
+    Mutant(
+        "engines_say_whose_they_are",
+        "service/kvstow_service/node/nodehost.py",
+        "replace(hello.pool, uid=peer.uid)",
+        "replace(hello.pool, uid=peer.uid if hello.pool.uid is None else hello.pool.uid)",
+        "tests/service/node/pools/test_sharing.py::test_the_uid_is_the_kernel_s_and_not_the_hello_s",
+    ),
+    Mutant(
         "ops_of_every_session_are_let_through",
         "engine/kvstow/attach/opgate.py",
         "if number_of(op.op_id) == self._number]",
@@ -223,6 +237,28 @@ MUTANTS = [
         '        if direction == "put" and self._replicated:\n            ranks = {LAST_RANK}\n',
         "",
         "tests/engine/control/test_tiertraffic.py::test_replicated_bytes_are_put_once_and_fetched_by_every_rank",
+    ),
+    Mutant(
+        "former_weights_name_those_after_a_reset",
+        "service/kvstow_service/node/tier/nodetier.py",
+        "    if namespace.is_reset:\n",
+        "    if namespace.is_reset and not weights.weights_id:\n",
+        "tests/service/node/test_nodetier.py::test_after_a_reset_nothing_is_put_or_fetched",
+    ),
+    Mutant(
+        "files_of_secrets_are_read_once",
+        "service/kvstow_service/tiers/redislocation.py",
+        "    def _read(self, option: str)",
+        "    @__import__('functools').cache\n    def _read(self, option: str)",
+        "tests/service/tiers/test_redislocation.py::test_a_file_is_read_again_for_each_connection",
+    ),
+    Mutant(
+        "files_of_secrets_may_be_anything",
+        "service/kvstow_service/tiers/redislocation.py",
+        "RegularFile.read(path).content",
+        "b'' if path.exists() else path.read_bytes()",
+        "tests/service/tiers/test_redislocation.py::"
+        "test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start",
     ),
     Mutant(
         "kills_the_service_itself",
