@@ -687,7 +687,7 @@ def path_of(test: str) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 _PLACES = ("vllm", "jax", "tpu")
-_COPIED = ("engine", "api", "service", "tests", "docs", "helm", "README.md", "pyproject.toml", "locks")
+_COPIED = ("engine", "api", "service", "tests", "bench", "docs", "helm", "README.md", "pyproject.toml", "locks")
 _SECONDS = 300.0
 
 
