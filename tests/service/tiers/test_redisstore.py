@@ -316,11 +316,11 @@ def test_an_encrypted_key_is_refused_and_nobody_asked_for_its_password(
         raise ssl.SSLError("bad decrypt")
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load)
-    files = {option: tmp_path / option for option in ("certificate_file", "key_file")}
-    for path in files.values():
-        path.touch()
+    file = tmp_path / "file"
+    file.touch()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        where = RedisLocation("127.0.0.1", listener.getsockname()[1], is_tls=True, **files)
+        port = listener.getsockname()[1]
+        where = RedisLocation("127.0.0.1", port, is_tls=True, certificate_file=file, key_file=file)
         lookups = RedisStore(where).open_lookups()
         with pytest.raises(TierUnavailableError, match="bad decrypt"):
             lookups.exists([name(1)], TIMEOUT)
