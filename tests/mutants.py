@@ -6,13 +6,14 @@ A `Mutant` replaces code. The command applies each in a copy of the checkout, ru
 survived. A `Patched` mutant is a function, class or test that patches the code while its test runs: the test itself
 asserts that somebody notices, so it is part of the suite. `test_mutants.py` holds this list to the code.
 
-The tests run with this interpreter, and those of tests/vllm, tests/jax and tests/tpu with those of `.venv-vllm` and so
-on, where they exist.
+The tests run with this interpreter, those of tests/vllm with that of the newest vLLM's environment, and those of
+tests/jax and tests/tpu with those of `.venv-jax` and `.venv-tpu`, where they exist.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -695,8 +696,9 @@ def interpreter(test: str) -> Path | None:
     """None where it has not been made."""
     for place in _PLACES:
         if test.startswith(f"tests/{place}/"):
-            found = ROOT / f".venv-{place}" / "bin" / "python"
-            return found if found.exists() else None
+            names = ".venv-vllm-*" if place == "vllm" else f".venv-{place}"
+            found = ROOT.glob(f"{names}/bin/python")
+            return max(found, key=lambda one: [int(part) for part in re.findall(r"\d+", str(one))], default=None)
     return Path(sys.executable)
 
 
@@ -707,7 +709,8 @@ def run_test(folder: Path, test: str) -> int:
     paths = [str(folder / part) for part in ("engine", "api", "service")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(folder)]), "PYTHONDONTWRITEBYTECODE": "1"}
     marks = next((place for place in _PLACES if test.startswith(f"tests/{place}/")), "not soak")
-    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, test]
+    warnings = ["-W", "default"] if marks == "vllm" else []  # vLLM and its packages give many
+    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *warnings, "-m", marks, test]
     try:
         return subprocess.run(
             command, cwd=folder, env=environ, capture_output=True, check=False, timeout=_SECONDS
