@@ -26,6 +26,7 @@ PLACES = {
     "engine-node": ("mode=engine", "attach.node=true"),
     "engine-sidecar": ("mode=engine", "sidecar=true"),
     "node": ("mode=node",),
+    "node-keeper": ("mode=node", "service.keeper.place=node"),
 }
 OPTIONS = {
     "huge": ("memory.hugePages=reserved",),
@@ -44,7 +45,7 @@ def test_every_combination_is_valid(try_template: TryTemplate, place: str, tmp_p
     rendered: list[dict[str, Any]] = []
     for chosen in product((False, True), repeat=len(OPTIONS)):
         names = [name for name, is_chosen in zip(OPTIONS, chosen, strict=True) if is_chosen]
-        if "tier" in names and place not in ("node", "engine-sidecar", "addon-sidecar"):
+        if "tier" in names and place not in ("node", "node-keeper", "engine-sidecar", "addon-sidecar"):
             continue  # it has no node service
         sets = [one for name in names for one in OPTIONS[name]]
         result = try_template(*NEEDED, *PLACES[place], *sets)
@@ -56,6 +57,7 @@ def test_every_combination_is_valid(try_template: TryTemplate, place: str, tmp_p
             for container in containers_of(workload).values():
                 assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, names
             has_keeper = place in ("node", "engine-sidecar") and "keeperless" not in names
+            has_keeper |= workload["metadata"]["name"].endswith("-keeper")
             assert ("kvstow-keeper" in containers_of(workload)) == has_keeper, names
     (tmp_path / "rendered.yaml").write_text(yaml.safe_dump_all(rendered))
     validate = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))

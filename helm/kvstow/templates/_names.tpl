@@ -38,6 +38,12 @@ kvstow-connection: {{ include "kvstow.fullname" . }}
 {{- end -}}
 {{- end -}}
 
+{{- define "kvstow.keeperSelector" -}}
+app.kubernetes.io/name: {{ include "kvstow.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: keeper
+{{- end -}}
+
 {{- define "kvstow.testSelector" -}}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: test

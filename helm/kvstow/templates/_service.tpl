@@ -130,13 +130,20 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{/* Container of the keeper, which starts before the service and ends after it. It holds the memory that the service's
-container has populated, so it is charged nothing for that. */}}
+{{/* "true" if the keeper has a DaemonSet of its own, "" if it is a sidecar of the service. */}}
+{{- define "kvstow.keeperOnNode" -}}
+{{- if and (eq .Values.mode "node") .Values.service.keeper.enabled (eq .Values.service.keeper.place "node") -}}true{{- end -}}
+{{- end -}}
+
+{{/* Container of the keeper. As a sidecar it starts before the service and ends after it. It holds the memory that the
+service's container has populated, so it is charged nothing for that. */}}
 {{- define "kvstow.keeperContainer" -}}
 name: kvstow-keeper
 image: {{ include "kvstow.image" (dict "root" . "name" "service") }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- if not (include "kvstow.keeperOnNode" .) }}
 restartPolicy: Always
+{{- end }}
 command: [kvstow, keeper]
 args: [--state=/var/lib/kvstow/state, --keep-timeout={{ .Values.service.keeper.timeoutSeconds }}s]
 resources:
@@ -159,9 +166,47 @@ volumeMounts:
   emptyDir: {}
 {{ include "kvstow.socketVolume" . }}
 {{- if .Values.service.keeper.enabled }}
-- name: kvstow-state
-  emptyDir: {}
+{{ include "kvstow.stateVolume" . }}
 {{- end }}
+{{- end -}}
+
+{{- define "kvstow.stateVolume" -}}
+- name: kvstow-state
+  {{- if include "kvstow.keeperOnNode" . }}
+  hostPath:
+    path: {{ .Values.service.keeper.folder }}
+    type: {{ .Values.socket.prepare | ternary "DirectoryOrCreate" "Directory" }}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- end -}}
+
+{{/* Init container that gives folders of the node to the service. This is all that needs privileges: the kubelet makes
+them for root. `name`, `command`, and `volumes`: the mount path of each. */}}
+{{- define "kvstow.folderContainer" -}}
+name: {{ .name }}
+image: {{ include "kvstow.image" (dict "root" .root "name" "service") }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+command: [sh, -c, {{ .command | quote }}]
+resources:
+  {{- include "kvstow.keeperResources" .root | nindent 2 }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  runAsNonRoot: false
+  runAsUser: 0
+  runAsGroup: 0
+  capabilities:
+    drop: [ALL]
+    add: [CHOWN, FOWNER]
+volumeMounts:
+  {{- range $volume, $path := .volumes }}
+  - {name: {{ $volume }}, mountPath: {{ $path }}}
+  {{- end }}
+{{- end -}}
+
+{{- define "kvstow.makeState" -}}
+mkdir -p /var/lib/kvstow/state && chown {{ int .Values.pod.user }} /var/lib/kvstow/state && chmod 0700 /var/lib/kvstow/state
 {{- end -}}
 
 {{/* Pods of mode addon are the user's, so each container states what the pod may not. */}}

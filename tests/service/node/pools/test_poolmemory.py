@@ -85,7 +85,7 @@ def test_memory_that_an_engine_has_sealed_is_handed_out_no_more(bench: HostBench
     assert sealed not in second.grants[0]
     second.register()
     second.report()
-    assert second.store(7).op_id
+    assert second.store(1000).op_id
 
 
 def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> None:
