@@ -39,6 +39,11 @@ SERVICE_CASES = [
 Find = Callable[..., dict[str, Any]]
 
 
+def suffix_of(case: str) -> str:
+    """Of the service's workload, where the keeper has one of its own."""
+    return "kvstow" if case == "node-keeper" else ""
+
+
 def connection(find: Find, *sets: str, **given: Any) -> dict[str, Any]:
     manifest = find("ConfigMap", *sets, suffix="-connection", **given)
     return dict(json.loads(manifest["data"]["kv-transfer-config.json"]))
@@ -153,10 +158,17 @@ def settings_of(container: dict[str, Any]) -> Settings:
 
 @pytest.mark.parametrize(("case", "kind"), SERVICE_CASES)
 def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None:
-    settings = settings_of(containers_of(find(kind, values=CHART / "ci" / f"{case}-values.yaml"))["kvstow"])
+    values = CHART / "ci" / f"{case}-values.yaml"
+    settings = settings_of(containers_of(find(kind, values=values, suffix=suffix_of(case)))["kvstow"])
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
-    sizes = {"node-full": 8 << 30, "node-hugepages": 513 << 20, "node-prepared": 1 << 40, "engine-sidecar": 64 << 30}
+    sizes = {
+        "node-full": 8 << 30,
+        "node-keeper": 8 << 30,
+        "node-hugepages": 513 << 20,
+        "node-prepared": 1 << 40,
+        "engine-sidecar": 64 << 30,
+    }
     others = {"engine-sidecar-full": 512 << 30, "engine-sidecar-tier": 64 << 30, "node-tier": 64 << 30}
     assert settings.memory == {**sizes, **others}.get(case, 512 << 20)
     assert (settings.policy == "arc") == case.endswith("-full")
@@ -170,8 +182,13 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None
 
 @pytest.mark.parametrize(("case", "kind"), SERVICE_CASES)
 def test_service_and_keeper_meet_in_a_folder_that_both_mount(find: Find, case: str, kind: str) -> None:
-    workload = find(kind, values=CHART / "ci" / f"{case}-values.yaml")
+    values = CHART / "ci" / f"{case}-values.yaml"
+    workload = find(kind, values=values, suffix=suffix_of(case))
     containers = containers_of(workload)
+    beside = find(kind, values=values, suffix="-keeper") if case == "node-keeper" else None
+    if beside is not None:
+        assert "kvstow-keeper" not in containers
+        containers |= {"kvstow-keeper": containers_of(beside)["kvstow-keeper"]}
     settings = settings_of(containers["kvstow"])
     if case == "node-prepared":
         assert (settings.state, settings.start_keeper, "kvstow-keeper" in containers) == (None, True, False)
@@ -193,6 +210,13 @@ def test_service_and_keeper_meet_in_a_folder_that_both_mount(find: Find, case: s
     # The folder itself belongs to root or to everybody: the keeper makes one of its own in it.
     assert [Path(folder) for folder in folders] == [settings.state.parent] * 2
     pod = workload["spec"]["template"]["spec"]
+    if beside is not None:
+        volumes = [one["spec"]["template"]["spec"]["volumes"] for one in (workload, beside)]
+        (folder,) = {v["hostPath"]["path"] for found in volumes for v in found if v["name"] == "kvstow-state"}
+        assert folder == "/var/lib/inference/kvstow"
+        assert beside["spec"]["updateStrategy"] == {"type": "OnDelete"}
+        assert "restartPolicy" not in keeper
+        return
     starts_first = [container["name"] for container in pod["initContainers"]]
     assert starts_first.index("kvstow-keeper") < [*starts_first, "kvstow"].index("kvstow")
     assert keeper["restartPolicy"] == "Always"

@@ -110,7 +110,7 @@ def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str)
 
     keeper.kill()
     keeper = service.start("kvstow-keeper")
-    until(lambda: "another keeper holds everything" in service.log("kvstow"), "a keeper that holds everything")
+    until(lambda: "a keeper holds everything again" in service.log("kvstow"), "a keeper that holds everything")
     assert serving.stop() == 0, service.log("kvstow")
     serving, admin = start_service(service)
     assert admin.num_blocks() == before

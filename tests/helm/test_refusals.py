@@ -78,6 +78,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             "value socket.folder",
         ),
         ([*NODE, "service.args={--no-keep-on-stop}"], "use the value service.keeper.keepOnStop"),
+        (["service.keeper.place=node"], "service.keeper.place: node has no effect in mode addon"),
         (
             [*NODE, "service.args={--log-level debug}"],
             'service.args: "--log-level debug" is one argument, which names no flag: write --flag=value, or make the '
