@@ -50,6 +50,9 @@ OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
 RANK_MEMORY = "service/kvstow_service/node/pools/rankmemory.py"
 MEMFD = "engine/kvstow/memfd.py"
+RECORDS = "service/kvstow_service/node/pools/noderecords.py"
+SURVIVORS = "service/kvstow_service/node/survival/survivors.py"
+SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
 ADMISSION = "api/kvstow_api/admission.py"
 HEADER = "service/kvstow_service/tiers/objectheader.py"
@@ -181,28 +184,100 @@ MUTANTS = [
         "tests/service/node/attach/test_attachfuzz.py::test_descriptors_of_a_client_never_enter_the_service",
     ),
     Mutant(
-        "the_next_keeper_gets_a_closed_journal",
-        "service/kvstow_service/node/pools/noderecords.py",
-        "        pool.begin_journal(journal)\n        self._keeper.put(",
-        "        if not any(pool.index.namespaces) and journal.namespaces():\n"
-        "            pool.begin_journal(journal)\n"
-        "            return\n"
-        "        pool.begin_journal(journal)\n        self._keeper.put(",
-        "tests/service/node/test_noderestart.py::test_the_keeper_is_killed_beside_a_service",
+        "what_a_lost_keeper_has_still_counts",
+        RECORDS,
+        "            self._roster.void()\n",
+        "            pass\n",
+        f"{SURVIVAL}::test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it",
     ),
     Mutant(
-        "an_engine_of_another_version_attaches",
-        "engine/kvstow/attach/hello.py",
-        "            if version != VERSION:\n",
-        "            if version < 0:\n",
-        "tests/engine/attach/test_messages.py::test_a_hello_of_another_version_is_refused_with_both_numbers",
+        "a_start_that_died_is_tried_again",
+        "service/kvstow_service/node/survival/roster.py",
+        "        os.pwrite(fd, _IN_RECOVERY, 0)\n",
+        "",
+        f"{SURVIVAL}::test_a_start_that_dies_in_recovery_is_followed_by_a_cold_one",
     ),
     Mutant(
-        "engines_say_whose_they_are",
-        "service/kvstow_service/node/nodehost.py",
-        "replace(hello.pool, uid=peer.uid)",
-        "replace(hello.pool, uid=peer.uid if hello.pool.uid is None else hello.pool.uid)",
-        "tests/service/node/pools/test_sharing.py::test_the_uid_is_the_kernel_s_and_not_the_hello_s",
+        "the_roster_names_what_the_keeper_lacks",
+        RECORDS,
+        "            if new := {label: fd for label, fd in fds.items() if label not in self._held}:\n",
+        "            self._roster.write(self._content(memory))\n"
+        "            if new := {label: fd for label, fd in fds.items() if label not in self._held}:\n",
+        f"{SURVIVAL}::test_the_roster_never_names_what_the_keeper_lacks",
+    ),
+    Mutant(
+        "memory_is_handed_out_before_it_is_recorded",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "                    self.guarded(partial(self.records.save, self.memory))\n",
+        "                    pass\n",
+        "tests/service/node/pools/test_poolmemory.py::test_nothing_is_handed_out_before_it_is_recorded",
+    ),
+    Mutant(
+        "rows_above_a_lost_one_are_used",
+        SURVIVORS,
+        "            if first_slot != end or not record.layout.has_row(num_slots, sizes):\n                break\n",
+        "            if not record.layout.has_row(num_slots, sizes):\n                continue\n",
+        f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
+    ),
+    Mutant(
+        "a_pool_is_used_although_a_worker_of_it_cannot_be_seen",
+        SURVIVORS,
+        "        if missing or label not in self._kept:\n",
+        "        workers = [one for one in workers if one not in missing]\n"
+        "        missing = []\n"
+        "        if missing or label not in self._kept:\n",
+        f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
+    ),
+    Mutant(
+        "two_services_have_the_memory",
+        "service/kvstow_service/node/survival/keeper.py",
+        "        if life != self._life and self._process is not None and not",
+        "        if life == self._life and self._process is not None and not",
+        "tests/service/node/survival/test_keeper.py::test_a_service_is_refused_while_the_process_before_it_lives",
+    ),
+    Mutant(
+        "a_former_life_comes_back",
+        "service/kvstow_service/node/survival/keeper.py",
+        "        if life in self._former:\n",
+        "        if life in ():\n",
+        "tests/service/node/survival/test_keeper.py::test_a_life_that_another_one_has_followed_does_not_come_back",
+    ),
+    Mutant(
+        "memory_is_closed_while_a_process_maps_it",
+        "engine/kvstow/memory/extents.py",
+        "            is_unused = seal_writes(self.fd)\n",
+        "            is_unused = True\n",
+        "tests/engine/memory/test_nodememory.py",
+    ),
+    Mutant(
+        "memory_that_is_given_up_does_not_count",
+        "engine/kvstow/memory/budget.py",
+        "        return self._book.allocated_bytes + self.given_up_bytes\n",
+        "        return self._book.allocated_bytes\n",
+        "tests/engine/memory/test_budget.py::test_memory_that_is_given_up_counts_until_it_is_closed",
+    ),
+    Mutant(
+        "memory_that_an_engine_has_sealed_is_handed_out",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "            if extent is not None and not extent.is_sound:\n",
+        "            if extent is not None and extent.is_closed:\n",
+        "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
+    ),
+    Mutant(
+        "workers_of_an_idle_engine_say_nothing",
+        "engine/kvstow/attach/worker.py",
+        "            return self._settle()\n",
+        "            return IDLE_SECONDS\n",
+        "tests/service/node/test_attachedworker.py::"
+        "test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step",
+    ),
+    Mutant(
+        "a_worker_says_that_its_copies_have_ended_while_some_are_under_way",
+        "engine/kvstow/attach/worker.py",
+        "        if not self._gate.is_quiet():\n            return DETACHED_SECONDS\n",
+        "",
+        "tests/service/node/test_attachedworker.py::"
+        "test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step",
     ),
     Mutant(
         "ops_of_every_session_are_let_through",

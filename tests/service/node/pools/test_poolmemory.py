@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,11 @@ from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, Ho
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 
 from kvstow.attach.calls import Hold
+from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents
 from kvstow.errors import LeaseError
+from kvstow.memory.nodememory import NodeMemory
+from kvstow_service.node.pools.noderecords import NodeRecords
 
 
 def granted(engine: Engine) -> list[GrantedExtents]:
@@ -66,6 +70,40 @@ def test_a_second_engine_gets_all_that_the_pool_has(bench: HostBench) -> None:
     bench.run()
     assert [grant.number for grant in second.grants[1].values()] == [0, 1]
     assert second.grants[1].keys() == first.grants[1].keys()
+
+
+class Recorder(NodeRecords):
+    """Knows what was recorded last."""
+
+    def __init__(self) -> None:
+        self.problems, self.notice, self.joins, self._most_bytes = {}, None, 1, 64 * EXTENT
+        self._pools, self._workers, self._roster, self._client = {}, {}, None, None
+        self.recorded: set[int] = set()
+        self.workers: set[str] = set()
+
+    def save(self, memory: NodeMemory) -> None:
+        self.recorded = {number for number, extent in memory.budget.extents().items() if not extent.is_spare}
+        self.workers = set(self._workers)
+
+    def check(self, memory: NodeMemory) -> None:
+        """There is no keeper."""
+
+
+def test_nothing_is_handed_out_before_it_is_recorded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = bench.memory.pools.records = Recorder()
+    push, sent = Engine.push, list[int]()
+
+    def checked(engine: Engine, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        if isinstance(message, GrantedExtents):
+            assert engine.client(rank or 0) in recorder.workers
+            assert {grant.extent_id for grant in message.extents} <= recorder.recorded
+            sent.extend(grant.extent_id for grant in message.extents)
+        push(engine, message, rank=rank, fds=fds)
+
+    monkeypatch.setattr(Engine, "push", checked)
+    grown(bench, rows=3)
+    assert len(sent) >= 3
+    recorder.close(bench.host.pools())
 
 
 @pytest.mark.parametrize("seal", [0x10, fcntl.F_SEAL_SEAL])

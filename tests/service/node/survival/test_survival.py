@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.roster import Roster
 from kvstow_service.node.survival.survivors import Survivors, read_survivors
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
@@ -293,6 +294,48 @@ def test_a_service_waits_for_the_process_before_it_and_then_says_so(
         NodeRecords(folder, 600.0, EXTENT).open()
     first.close()
     assert len(start().found.extents) == 4, "waiting is no start that has failed"
+
+
+def named(service: Service) -> set[str]:
+    """The extents that the roster names."""
+    assert service.records._roster is not None
+    fd = os.dup(service.records._roster.fd)
+    try:
+        content = Roster.read(fd)
+        os.pwrite(fd, b"\1", 0)  # it is no start that reads it
+    finally:
+        os.close(fd)
+    return {f"extent-{number}" for number in content["extents"]}
+
+
+def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growing: the keeper, then the roster. Shrinking: the roster, then the keeper."""
+    service = start()
+    service.begin()
+    seen: list[tuple[str, set[str]]] = []
+    client = service.records._client
+    assert client is not None
+    put, drop = client.put, client.drop
+
+    def note_put(fds: dict[str, int], **options: bool) -> None:
+        seen.append(("put", named(service)))
+        put(fds, **options)
+
+    def note_drop(labels: Collection[str]) -> None:
+        seen.append(("drop", named(service)))
+        drop(labels)
+
+    monkeypatch.setattr(client, "put", note_put)
+    monkeypatch.setattr(client, "drop", note_drop)
+    service.memory.budget.set_total(3 * EXTENT)
+    service.memory.apply()
+    service.records.save(service.memory)
+    service.memory.budget.set_total(4 * EXTENT)
+    service.memory.apply()
+    service.records.save(service.memory)
+    three = {"extent-1", "extent-2", "extent-3"}
+    assert seen == [("drop", three), ("put", three)]
+    assert named(service) == {*three, "extent-5"}
 
 
 @pytest.mark.parametrize(

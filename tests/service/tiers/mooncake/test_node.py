@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from tests.service.conftest import Eventually
+from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode, is_connected, put_blocks
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
-from tests.service.node.keepers import end_keeper
 from tests.service.tiers.mooncake.cluster import Cluster
 
 from kvstow.attach.identity import FleetWeights
