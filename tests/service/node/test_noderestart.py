@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -476,3 +477,70 @@ def test_no_service_comes_within_the_timeout_of_the_keeper(
     os.close(pidfd)
     assert keeper not in [one.pid for one in find_orphaned_memory(())]
     assert start_node().first["pools"] == {}
+
+
+# -- the matrix of docs/node.md -----------------------------------------------------------------------------
+
+KEEPER_LABELS = {
+    "has lost the memory of some rows": ("extent-3",),
+    "has lost the index of a pool, or the pidfd of a worker that lives": ("journal", "worker"),
+}
+
+
+def matrix() -> Iterator[Any]:
+    """What happens to the keeper, how the service ends, and what the documentation says of the cache. Ends by SIGTERM
+    differ little, so most of them are left to `make soak`."""
+    text = (Path(__file__).parents[3] / "docs" / "node.md").read_text()
+    head, _, *rows = text[text.index("| the keeper | ") :].partition("\n\n")[0].splitlines()
+    _, *ends = (cell.strip() for cell in head.strip("|").split("|"))
+    for row in rows:
+        keeper, *outcomes = (cell.strip() for cell in row.strip("|").split("|"))
+        for end, outcome in zip(ends, outcomes, strict=True):
+            is_rare = "killed" not in end and keeper != "lives"
+            yield pytest.param(keeper, end, outcome, marks=pytest.mark.soak if is_rare else ())
+
+
+@pytest.mark.parametrize(("keeper", "end", "outcome"), list(matrix()))
+def test_each_cell_of_the_matrix_in_the_documentation(
+    start_node: StartNode,
+    engine_process: Callable[[int], subprocess.Popen[str]],
+    attach: Attach,
+    state: Path,
+    eventually: Any,
+    keeper: str,
+    end: str,
+    outcome: str,
+) -> None:
+    node = start_node(8, *["keep"] * ("keep" in end))
+    engine_process(len(KEYS))
+    pid = KeeperClient.look(state).pid
+    match keeper:
+        case "was killed earlier, and another one has come":
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: kinds_held(state)["roster"], "another keeper")
+        case "stopped answering before that, so that the service went on without it":
+            os.kill(pid, signal.SIGSTOP)
+            attach()
+            eventually(lambda: "there is no keeper" in str(node.show()["problems"]))
+
+    assert (node.kill() if "killed" in end else node.stop()) in (None, 0)
+
+    with suppress(ProcessLookupError):
+        match keeper:
+            case "is killed with the service":
+                os.kill(pid, signal.SIGKILL)
+            case "does not answer when the next service starts":
+                os.kill(pid, signal.SIGSTOP)
+            case "stopped answering before that, so that the service went on without it":
+                os.kill(pid, signal.SIGCONT)
+    for label in KEEPER_LABELS.get(keeper, ()) if end != "SIGTERM" else ():
+        lose_at_the_keeper(state, next(one for one in KeeperClient.look(state).labels if one.startswith(label)))
+    try:
+        again = start_node()
+        blocks = sum(pool["blocks"] for pool in again.first["pools"].values())
+        expected = {"stays": [len(KEYS)], "empty": [0], "the rows below stay": range(1, len(KEYS))}
+        assert blocks in expected[outcome]
+        assert again.first["faults"] == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
