@@ -52,10 +52,10 @@ class AttachedWorker:
     `launched`, `drive`).
 
     A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
-    later, or with the next ticket, the worker refuses ops of the old session, waits for its copies to end, and tells the
-    service so. For that it needs no ticket: an engine that has no requests takes no step, and would keep the service
-    from reusing what it may still use. The memory that it has mapped stays if the service grants the same again, as after a restart with a keeper. It lets go
-    of the rest.
+    later, or with the next ticket, the worker refuses ops of the old session, waits for its copies to end, and says so
+    to the service. For that it needs no ticket: an engine that has no requests takes no step, and would keep the
+    service from reusing what it may still use. The memory that it has mapped stays if the service grants the same
+    again, as after a restart with a keeper. It lets go of the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from logging import INFO
-from operator import itemgetter
+from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.control.attachedsession import AttachedSession
@@ -66,9 +66,7 @@ def recover(
     num_blocks = 0
     for tag, blocks in found.blocks.items():
         if tag in names:
-            items = [item for item in blocks.items() if item[1] < limit]
-            _restore(pool, names[tag], tag, items)
-            num_blocks += len(items)
+            num_blocks += _restore(pool, names[tag], tag, blocks, limit)
     with pool.lock:
         pool.last_session_id = max([0, *found.filling, *(one.number for one in earlier)])
         for one in earlier:
@@ -92,9 +90,9 @@ def recover(
 def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], alive: set[int], limit: int) -> list[int]:
     """Note in the journal what is not recovered. Returns the slots without a block that any session may still read. The
     caller holds the lock."""
-    blocks = [(tag in names, slot) for tag, of_tag in found.blocks.items() for slot in of_tag.values()]
-    nameless = [slot for is_named, slot in blocks if not is_named and slot < limit]
-    lost = [slot for _, slot in blocks if slot >= limit]
+    nameless = [slot for tag, blocks in found.blocks.items() if tag not in names for slot in blocks.values()]
+    nameless = [slot for slot in nameless if slot < limit]
+    lost = [slot for blocks in found.blocks.values() for slot in blocks.values() if slot >= limit]
     for number, slots in found.filling.items():
         lost += [slot for slot in slots if slot >= limit or number not in (*alive, ANY_SESSION)]
     orphans = [slot for slot in found.filling.get(ANY_SESSION, ()) if slot < limit]
@@ -109,18 +107,27 @@ def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], ali
     return nameless + orphans
 
 
-def _restore(pool: SharedPool, name: str, tag: int, items: Sequence[tuple[bytes, int]]) -> None:
-    """Make the blocks of a namespace visible, in the order in which they were stored."""
+def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int], limit: int) -> int:
+    """Make the blocks of a namespace visible, in the order in which they were stored, and return their number. No
+    object is made for each of a million blocks but its key."""
     with pool.lock:
         namespace = pool.index.namespaces.restore(name, tag)
-    for start in range(0, len(items), pool.slice_slots):
-        keys, slots = zip(*sorted(items[start : start + pool.slice_slots], key=itemgetter(1)), strict=True)
+    all_keys, all_slots = list(blocks), list(blocks.values())
+    if max(all_slots, default=0) >= limit:
+        all_keys = [key for key, slot in blocks.items() if slot < limit]
+        all_slots = [slot for slot in all_slots if slot < limit]
+    for start in range(0, len(all_keys), pool.slice_slots):
+        keys, slots = all_keys[start : start + pool.slice_slots], all_slots[start : start + pool.slice_slots]
+        if any(map(gt, slots, slots[1:])):
+            order = sorted(range(len(slots)), key=slots.__getitem__)
+            keys, slots = [keys[index] for index in order], [slots[index] for index in order]
         with pool.lock:
             pool.slots.take(slots)
             namespace.pending_stores.start(keys, slots)
             pool.index.publish(namespace, keys, slots, pool.clock())
     with pool.lock:
         pool.index.namespaces.leave(namespace)
+    return len(all_keys)
 
 
 def _restore_session(pool: SharedPool, earlier: EarlierSession, filling: Sequence[int]) -> AttachedSession:
