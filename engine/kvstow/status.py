@@ -136,7 +136,7 @@ class MemoryStatus:
     service uses any more; null where that is not measured.
 
     `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
-    `keeper_restarts`: keepers that were started in place of one that was gone.
+    `keeper_restarts`: how often a keeper has taken the place of one that was gone, or has come back.
     """
 
     target_bytes: int

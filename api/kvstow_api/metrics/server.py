@@ -68,7 +68,7 @@ def memory_families(directory: Directory, orphaned_bytes: int | None) -> Iterato
     )
     yield counter(
         "kvstow_node_keeper_restarts",
-        "Keepers that were started in place of one that was gone",
+        "How often a keeper has taken the place of one that was gone, or has come back",
         [],
         scalar(memory.keeper_restarts) if has_keeper else [],
     )

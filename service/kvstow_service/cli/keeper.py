@@ -24,8 +24,8 @@ from kvstow_service.node.survival.keeperclient import keeper_command
 def keeper(state: str, keep_timeout: str) -> None:
     """Hold the memory of the node service while that restarts.
 
-    For `kvstow serve --no-start-keeper`, which waits for this command and starts no keeper of its own: the memory then
-    survives the service's container. Runs until SIGTERM, and serves one service after the other.
+    For `kvstow serve --no-start-keeper`, which finds this process by the folder and starts no keeper of its own: the
+    memory then survives the service's container or pod. Runs until SIGTERM, and serves one service after the other.
     """
     with reporting_failures():
         seconds = parse_duration(keep_timeout, "--keep-timeout")

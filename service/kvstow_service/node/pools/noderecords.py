@@ -95,7 +95,9 @@ class NodeRecords:
                 self._part(str(error))
             if left <= 0:
                 if busy is not None:
-                    raise busy
+                    raise KeeperBusyError(
+                        f"{busy}: it has the state folder {self._folder}; stop it, or choose another --state"
+                    ) from busy
                 return {}
             time.sleep(_RETRY_SECONDS)
 

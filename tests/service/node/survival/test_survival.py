@@ -130,6 +130,22 @@ def test_the_next_service_finds_what_was_recorded(start: Start, folder: Path) ->
     assert pool.record == first.pool.record(os.geteuid(), EXTENT)
 
 
+def test_spare_memory_keeps_its_last_owner_and_rows_of_a_pool_that_is_gone_do_not_come_back(start: Start) -> None:
+    first = start()
+    first.begin()
+    first.fill()
+    first.memory.budget.record_mapping("s/0", 3)
+    first.memory.budget.detach("a", "s")
+    first.memory.budget.remove_pool("a")
+    first.memory.apply()
+    first.records.remove_pool(first.pool)
+    first.records.save(first.memory)
+    first.close()
+    found = start().found
+    assert {number: one.owner for number, one in found.extents.items()} == dict.fromkeys((1, 2, 4), os.geteuid())
+    assert (found.pools, len(found.given_up)) == ([], 1), "a process maps the other one still"
+
+
 def test_a_keeper_that_is_killed_beside_the_service_loses_nothing(start: Start, folder: Path) -> None:
     service = start()
     service.begin()
