@@ -133,10 +133,17 @@ class Machine:
                 self.kill_service()
 
     def stall_service(self) -> None:
-        """A successor does not start beside it. One that comes after its end does."""
+        """A successor does not start beside it, also at another socket. One that comes after its end does."""
         assert self.node is not None
         with self.stopped(self.node.process):
             self.rest()
+            if self.chance.random() < 0.3:
+                socket = self.socket if self.chance.random() < 0.5 else self.socket.parent.parent / "other.sock"
+                successor = self.begin_start(socket)
+                _, said = successor.communicate(timeout=60)
+                assert successor.returncode
+                assert b"ConflictError" in said or b"KeeperBusyError" in said, said
+                self.done["successors refused"] += 1
         self.rest()
 
     def stall_engine(self) -> None:
@@ -153,10 +160,14 @@ class Machine:
         gone.kill()
         self.add_engine(gone.dtype)
 
+    def begin_start(self, socket: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, noderunner.__file__, str(socket), str(self.state), str(EXTENTS), "elsewhere"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.environ, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe)
+
     def kill_a_start(self) -> None:
         self.kill_service()
-        command = [sys.executable, noderunner.__file__, str(self.socket), str(self.state), str(EXTENTS), "elsewhere"]
-        process = subprocess.Popen(command, env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        process = self.begin_start(self.socket)
         time.sleep(0.2 + 0.6 * self.chance.random())
         process.kill()
         process.communicate()
