@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from kvstow.attach.identity import PoolIdentity
-from kvstow.attach.jsonobject import JsonObject
 from kvstow.memory.rows import PoolLayout, RankLayout
 
 
@@ -25,24 +22,3 @@ class PoolRecord:
     def layout(self) -> PoolLayout:
         """How the pool's slots lie in extents."""
         return PoolLayout(self.owner, tuple(map(RankLayout, self.identity.stored_slot_bytes)), self.extent_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "model": self.model,
-            "owner": self.owner,
-            "identity": self.identity.to_json(),
-            "extent_bytes": self.extent_bytes,
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Raises `InvalidRequestError`, which names the field."""
-        value = JsonObject(dict(content), "record of a pool")
-        return cls(
-            value.text("name"),
-            value.text("model"),
-            value.whole("owner"),
-            PoolIdentity.from_json(value.child("identity")),
-            value.whole("extent_bytes"),
-        )

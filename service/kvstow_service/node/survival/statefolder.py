@@ -44,14 +44,6 @@ def try_lock(folder: Path) -> int | None:
     return fd
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether there is a keeper."""
-    fd = try_lock(folder)
-    if fd is not None:
-        os.close(fd)
-    return fd is None
-
-
 def listen(folder: Path) -> socket.socket:
     """The keeper's socket, for this uid only. The caller holds the lock, so an existing socket has no owner."""
     (folder / SOCKET).unlink(missing_ok=True)

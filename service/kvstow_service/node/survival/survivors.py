@@ -6,10 +6,10 @@ import logging
 import os
 import select
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from kvstow.attach.identity import NamespaceIdentity
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.jsonobject import JsonObject
 from kvstow.config import HugePages
 from kvstow.control.indexjournal import IndexJournal
@@ -56,13 +56,13 @@ def roster_content(
         },
         "pools": [
             {
-                **record.to_json(),
-                "journal": identify_memfd(journal.fd),
+                "record": {**asdict(record), "identity": record.identity.to_json()},
+                "journal": journal_label(journal),
                 "rows": [[row.first_slot, row.num_slots, row.extents] for _, row in sorted(budget.rows(name).items())],
             }
             for name, (record, journal) in pools.items()
         ],
-        "workers": [worker.to_json() for worker in workers],
+        "workers": [asdict(worker) for worker in workers],
     }
 
 
@@ -131,10 +131,10 @@ class _Reader:
             self._read_extent(int(number), *described)
         workers: dict[str, list[WorkerRecord]] = {}
         for described in content["workers"]:
-            record = WorkerRecord.from_json(described)
+            record = WorkerRecord(**described)
             workers.setdefault(record.pool, []).append(record)
         for described in content["pools"]:
-            self._read_pool(described, workers.get(described["name"], []))
+            self._read_pool(described, workers.get(described["record"]["name"], []))
 
     def _read_extent(
         self, number: int, num_bytes: int, node: int | None, owner: int | None, identity: list[int], is_spare: bool
@@ -152,8 +152,9 @@ class _Reader:
             self._spare.add(number)
 
     def _read_pool(self, described: Mapping[str, Any], workers: list[WorkerRecord]) -> None:
-        record = PoolRecord.from_json(described)
-        label = f"journal-{described['journal'][1]}"
+        identity = JsonObject(described["record"]["identity"], "identity of a pool")
+        record = PoolRecord(**{**described["record"], "identity": PoolIdentity.from_json(identity)})
+        label = described["journal"]
         missing = [one for one in workers if one.has_pidfd and worker_label(one.client) not in self._kept]
         if missing or label not in self._kept:
             why = f"the worker {missing[0].client}" if missing else "its journal"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 from kvstow.attach.hello import Hello
-from kvstow.attach.jsonobject import JsonObject
 from kvstow.attach.peer import Peer, pid_of
 from kvstow.attach.ticket import digest_of
 
@@ -35,31 +33,6 @@ class WorkerRecord:
     uid: int
     gid: int
     has_pidfd: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Raises `InvalidRequestError`, which names the field."""
-        value = JsonObject(dict(content), "record of a worker")
-        return cls(
-            session_id=value.text("session_id"),
-            client=value.text("client"),
-            token_digest=value.text("token_digest"),
-            number=value.whole("number"),
-            pool=value.text("pool"),
-            namespace=value.text("namespace"),
-            rank=value.whole("rank"),
-            wanted_slots=value.optional_whole("wanted_slots"),
-            engine=value.text("engine"),
-            host=value.text("host"),
-            pid=value.whole("pid"),
-            device=value.text("device", ""),
-            uid=value.whole("uid"),
-            gid=value.whole("gid"),
-            has_pidfd=value.flag("has_pidfd"),
-        )
 
     @classmethod
     def of(
