@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvstow.config import PoolConfig
+from kvstow.control.launchorder import LaunchOrder
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
 from kvstow.memory.hostpool import HostPool
@@ -76,6 +77,7 @@ class JaxRank:
             self.pool.close()
             raise
         self.plane = DataPlane(self.number, self.pool, self.device, launcher=self.device)
+        self.order = LaunchOrder(1)
         self.plane.start()
         self.wait_until(lambda: self.pool.pinned_slots == self.num_slots)
 
@@ -102,12 +104,25 @@ class JaxRank:
 
     def submit(self, direction: Any, blocks: Sequence[int], slots: Sequence[int]) -> Op:
         op = Op(next(self.op_ids), direction, tuple(blocks), tuple(slots))
-        self.plane.submit(StepPlan((op,)))
+        self.turn(op)
         return op
 
+    def turn(self, *ops: Op) -> None:
+        """A step of the host: it launches the loads that are staged, and then these ops."""
+        self.collect()
+        self.order.expect(ops)
+        self.plane.submit(StepPlan(ops, self.order.take()))
+
     def collect(self) -> None:
-        for completion in self.plane.take_completions():
+        completions = self.plane.take_completions()
+        self.order.note(0, self.plane.take_staged(), completions)
+        for completion in completions:
             self.completed.setdefault(completion.op_id, []).append(completion)
+
+    def has_staged(self, *ops: Op) -> bool:
+        """Whether all pieces of these loads are in staging memory."""
+        tickets = [self.device._loads._expected[op.op_id] for op in ops]
+        return all(ticket.num_staged == ticket.num_pieces for ticket in tickets)
 
     def marks(self, op: Op) -> list[str]:
         self.collect()
@@ -119,7 +134,7 @@ class JaxRank:
     def finish(self, *ops: Op) -> list[Completion]:
         """The final completions of these ops. The host makes turns meanwhile."""
 
-        self.wait_until(lambda: all(self.has_ended(op) for op in ops), self.plane.drive)
+        self.wait_until(lambda: all(self.has_ended(op) for op in ops), self.turn)
         return [self.completed[op.op_id][-1] for op in ops]
 
     def done(self, *ops: Op) -> None:

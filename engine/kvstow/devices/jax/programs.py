@@ -2,7 +2,7 @@
 
 A program is compiled for a number of blocks (a bucket). Smaller ops are padded: a padded gather reads a block twice, a
 padded scatter has indices beyond the last block, which are dropped. So a device has at most 16 programs, all compiled
-before the first op. They run on one device and exchange nothing with others, so hosts may launch them in any order.
+before the first op. They run on one device and exchange nothing with others.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ class DevicePrograms:
         self._scatters: dict[int, jax.stages.Compiled] = {}
 
     @property
+    def sharding(self) -> SingleDeviceSharding:
+        return SingleDeviceSharding(self.device)
+
+    @property
     def width(self) -> int:
         """Elements of one block."""
         return sum(self._kv.page_elements)
@@ -81,7 +85,9 @@ class DevicePrograms:
         rows: jax.Array
         if self.reuses_rows:
             indices = _padded(blocks, bucket, self._kv.num_blocks)
-            rows = self._gathers[bucket](shards, indices, self._new_rows(bucket) if reused is None else reused)
+            # Memory that is not JAX's own: the gather makes a copy of it, which is.
+            new = np.zeros((bucket, self.width), self._kv.dtype) if reused is None else reused
+            rows = self._gathers[bucket](shards, indices, new)
         else:
             rows = self._gathers[bucket](shards, _padded(blocks, bucket, blocks[0]), None)
         return rows
@@ -102,14 +108,9 @@ class DevicePrograms:
     def _compile_scatter(self, bucket: int) -> None:
         self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), row_by_row=self._on_cpu).compile()
 
-    def _new_rows(self, bucket: int) -> jax.Array:
-        """Memory that is not JAX's own: the gather makes a copy of it, which is."""
-        rows = np.zeros((bucket, self.width), self._kv.dtype)
-        return jax.device_put(rows, SingleDeviceSharding(self.device))
-
     def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self.device))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
         shards = [argument(part, self._kv.dtype) for part in self._kv.parts]
         return shards, argument((bucket,), np.dtype(np.int32)), argument((bucket, self.width), self._kv.dtype)
