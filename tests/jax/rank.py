@@ -104,20 +104,21 @@ class JaxRank:
 
     def submit(self, direction: Any, blocks: Sequence[int], slots: Sequence[int]) -> Op:
         op = Op(next(self.op_ids), direction, tuple(blocks), tuple(slots))
-        self.turn(op)
+        self.order.expect((op,))
+        self.plane.submit(StepPlan((op,)))
         return op
 
-    def turn(self, *ops: Op) -> None:
-        """A step of the host: it launches the loads that are staged, and then these ops."""
+    def turn(self) -> None:
+        """The host launches the loads that are staged."""
         self.collect()
-        self.order.expect(ops)
-        self.plane.submit(StepPlan(ops, self.order.take()))
+        self.plane.submit(StepPlan(launches=self.order.take()))
 
-    def collect(self) -> None:
+    def collect(self) -> list[Completion]:
         completions = self.plane.take_completions()
         self.order.note(0, self.plane.take_staged(), completions)
         for completion in completions:
             self.completed.setdefault(completion.op_id, []).append(completion)
+        return completions
 
     def has_staged(self, *ops: Op) -> bool:
         """Whether all pieces of these loads are in staging memory."""

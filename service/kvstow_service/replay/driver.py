@@ -182,9 +182,8 @@ class ReplayDriver:
         return has_moved
 
     def _submit_step(self) -> None:
-        if self._plan:
-            self._workers.submit(self._plan)
-            self._plan.clear()
+        self._workers.submit(self._plan)
+        self._plan.clear()
 
     def _collect(self) -> bool:
         """Whether any op became final or freed its blocks, on all ranks."""

@@ -22,7 +22,7 @@ from kvstow_service.replay.rankworkers import RankWorker
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01
-_TURN = 0.0005  # between the turns that a rank on JAX gets
+_TURN = 0.0005  # between two looks at what the ranks on JAX have staged
 
 
 class ReportingWorker(RankWorker, Protocol):
@@ -36,7 +36,7 @@ class ReportingWorker(RankWorker, Protocol):
 @dataclass(frozen=True, slots=True)
 class Session:
     """What a replay needs, with all slots usable. Owned by the context manager that gave it. `wait`: how the driver
-    waits, where the ranks need turns of its thread meanwhile. `ranks`: those of the workers that have memory."""
+    waits, where the ranks have other news than completions. `ranks`: those of the workers that have memory."""
 
     engine: OffloadEngine
     workers: Sequence[ReportingWorker]
@@ -94,12 +94,10 @@ def local_session(
 
 
 def _wait(workers: Sequence[DataPlane], seconds: float) -> None:
-    """Give the ranks turns until one of them has news."""
+    """Wait until one of the ranks has news."""
     deadline = time.monotonic() + seconds
-    while True:
-        for worker in workers:
-            worker.drive()
-        if any(worker.wait_completions(_TURN) for worker in workers) or time.monotonic() >= deadline:
+    while not any(worker.has_staged or worker.wait_completions(_TURN) for worker in workers):
+        if time.monotonic() >= deadline:
             return
 
 

@@ -219,9 +219,9 @@ class Loads:
             self._give_back(piece.buffers)
             return
         ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
-        ticket.num_staged += 1
         ticket.staged.append(piece)
-        self.news.append(StagedLoad(ticket.op_id, ticket.num_staged))
+        self.news.append(StagedLoad(ticket.op_id, ticket.num_staged + 1))
+        ticket.num_staged += 1  # last: the host's thread looks at it
 
     def _has_ended(self, ticket: LoadTicket) -> bool:
         while ticket.error is not None and ticket.staged:

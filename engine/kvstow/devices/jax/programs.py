@@ -63,8 +63,8 @@ class DevicePrograms:
         """Compiles nothing; `compile_all` does."""
         self.device = device
         self._kv, self._buckets = kv, buckets
-        self._on_cpu = device.platform == "cpu"
         self.reuses_rows = copies_rows(kv)
+        self._compiler_options = {"xla_disable_hlo_passes": _float_pass(kv.dtype)} if self.reuses_rows else None
         self._gathers: dict[int, jax.stages.Compiled] = {}
         self._scatters: dict[int, jax.stages.Compiled] = {}
 
@@ -103,10 +103,14 @@ class DevicePrograms:
 
     def _compile_gather(self, bucket: int) -> None:
         shards, indices, rows = self._arguments(bucket)
-        self._gathers[bucket] = _GATHER.lower(shards, indices, rows if self.reuses_rows else None).compile()
+        self._gathers[bucket] = _GATHER.lower(shards, indices, rows if self.reuses_rows else None).compile(
+            self._compiler_options
+        )
 
     def _compile_scatter(self, bucket: int) -> None:
-        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), row_by_row=self._on_cpu).compile()
+        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), row_by_row=self.reuses_rows).compile(
+            self._compiler_options
+        )
 
     def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -117,9 +121,15 @@ class DevicePrograms:
 
 
 def copies_rows(kv: ShardedKV) -> bool:
-    """Whether programs are loops of copies, which end before the padding: on the CPU, unless XLA converts whole arrays
-    there to copy a page of them (bfloat16 with JAX 0.10, and floats of 8 bits)."""
-    return kv.devices[0].platform == "cpu" and kv.dtype.isbuiltin == 1
+    """Whether programs are loops of copies, which end before the padding: on the CPU."""
+    return kv.devices[0].platform == "cpu"
+
+
+def _float_pass(dtype: np.dtype) -> str:
+    """The pass of XLA that makes floats out of narrower ones and back again: whole arrays, to copy a page of them
+    (bfloat16 with JAX 0.10, floats of 8 bits with all versions so far). The programs here only copy. Integer views of
+    the arrays, made in the program, are copies of them, too."""
+    return f"float-normalization-{dtype.name.replace('bfloat', 'bf').replace('float', 'f').replace('_', '')}"
 
 
 def compile_all(programs: Sequence[DevicePrograms], buckets: Sequence[int], threads: int) -> None:

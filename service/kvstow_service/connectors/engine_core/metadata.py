@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.ticket import SessionTicket
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, TierPlan
 from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankClient, RankSession
@@ -40,19 +40,20 @@ class RankHello(KVConnectorHandshakeMetadata):
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
     answers ranks that have reported with a step. `ticket` is that of the session with the node service. `tier` is None
-    without a fleet tier."""
+    without a fleet tier. `launches` are for ranks on JAX: they come before the plan."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
     tier: TierPlan | None = None
+    launches: tuple[LoadLaunch, ...] = ()
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
     not reach the admin server, and `session` and `tier_client` when they have changed. `ended_loads` is sent if vLLM
-    does not count the ranks itself. `tier_step` is the number of a step that has a `TierPlan`; rank 0 sends it with
+    does not count the ranks itself, and `staged` by ranks on JAX. `tier_step` is the number of a step that has a `TierPlan`; rank 0 sends it with
     each such step."""
 
     completions: tuple[BootCompletions, ...] = ()
@@ -62,6 +63,7 @@ class RankUpdate(NamedTuple):
     ended_loads: tuple[LoadId, ...] = ()
     tier_step: int = 0
     tier_client: RankClient | None = None
+    staged: tuple[StagedLoad, ...] = ()
 
 
 @dataclass
