@@ -159,13 +159,12 @@ def test_a_buffer_is_written_again_only_when_no_program_reads_it(
     in_buffers = len(rank.device._loads._free[rank.device._loads._buckets[0]])
     assert in_buffers < len(loads)
     rank.wait_until(lambda: len(rank.device._loads._launched) == in_buffers, rank.turn)
-    rank.done(rank.store([5], [5]))  # the copy thread has made turns meanwhile
+    rank.done(rank.store([5], [30]))  # the copy thread has made turns meanwhile
     assert not rank.device.has_staged
     witness.ready = True
     rank.done(*loads)
     rank.put(range(24), [content[::-1] for content in contents])
-    rank.put([18], [content[[0]] * 0 for content in contents])
-    assert rank.wrong_elements([block for block in range(24) if block != 18]) == 0
+    assert rank.wrong_elements() == 0
 
 
 def test_a_load_is_written_in_place(make_rank: MakeRank) -> None:
@@ -310,7 +309,8 @@ def test_no_other_thread_gives_jax_work(
     assert called <= _HARMLESS
 
 
-_HARMLESS = {"is_ready", "unsafe_buffer_pointer", "block_until_ready", "is_deleted"}
+_HARMLESS = {"is_ready", "unsafe_buffer_pointer", "block_until_ready", "is_deleted", "tree_leaves", "shape"}
+_HOST_COPIES = set[str]()
 
 
 def test_launches_follow_the_order_of_the_plans(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +402,7 @@ def test_a_store_beyond_the_memory_in_flight_is_waited_for_in_its_step(
     gate = Gate(rank, monkeypatch)
     op = rank.store(range(24), range(24))
     assert gate.has_waited
-    assert len(launched) == 7
+    assert len(launched) == 6
     rank.overwrite(range(24))
     rank.done(op)
     rank.done(rank.load(range(24), range(24)))
@@ -519,7 +519,7 @@ def test_a_store_that_is_dropped_gives_its_memory_back(make_rank: MakeRank, monk
         assert len(dropped.launched) == 1
         del dropped
         small.launch_rest()
-        assert [len(blocks) for _, blocks in launched] == [1, 1, 2, 4, 4]
+        assert [len(blocks) for _, blocks in launched] == [4, 4, 4]
         assert small.gather([4]).launched
     finally:
         small.close()
