@@ -246,7 +246,7 @@ class OpsInFlight:
         if session.owns_memory:
             for entry in self._open.values():
                 if entry.op.direction == "store":
-                    entry.error = entry.error or f"rank {rank} has restarted"
+                    entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"
         loss = "its memory is lost, " if session.owns_memory else ""
         self._pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", session.label, rank, loss, len(pending))
         for op_id, entry in pending:
