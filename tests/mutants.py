@@ -84,7 +84,8 @@ MUTANTS = [
         "stores_that_fail_on_a_rank_are_not_launched_there",
         f"{JAX}/stores.py",
         "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n",
-        "        if (held := self._wait_for_memory(bucket * self._kv.layout.slot_bytes)) is None:\n            return\n",
+        "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n"
+        "        if held is None:\n            return\n",
         "tests/jax/test_device.py::test_a_store_that_fails_here_is_gathered",
     ),
     Mutant(
@@ -92,8 +93,7 @@ MUTANTS = [
         f"{ENGINE_CORE}/workerside.py",
         "        self.refused(step.stores)\n",
         "",
-        "tests/service/connectors/engine_core/test_workerside.py::"
-        "test_ops_for_another_boot_are_refused",
+        "tests/service/connectors/engine_core/test_workerside.py::test_ops_for_another_boot_are_refused",
     ),
     Mutant(
         "stores_that_a_restart_has_disowned_are_done",

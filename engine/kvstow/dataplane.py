@@ -144,10 +144,8 @@ class DataPlane:
 
     def _launch(self, launcher: Launcher, op: Op) -> None:
         try:
-            if op.direction == "store":
-                fence = launcher.gather(op.blocks)
-            else:
-                fence = launcher.expect(op.op_id, len(op.blocks))
+            is_store = op.direction == "store"
+            fence = launcher.gather(op.blocks) if is_store else launcher.expect(op.op_id, len(op.blocks))
         except Exception as error:  # noqa: BLE001 - the failure of one op; the others and the host's step continue
             self._copies.fail(op, error)
             return

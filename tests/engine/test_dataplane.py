@@ -204,7 +204,8 @@ def test_without_a_launcher_nothing_is_staged(make_rank: Callable[[], CpuRank]) 
     plane.launch_refused(StepPlan((Op(1, "store", (1,), (1,)),)))
     assert not plane.launches
     assert not plane.has_staged
-    assert plane.take_staged() == plane.take_completions() == []
+    assert plane.take_staged() == []
+    assert plane.take_completions() == []
 
 
 def test_a_data_plane_stops_its_launcher_before_it_waits_for_ops(make_data_plane: MakeDataPlane) -> None:

@@ -108,7 +108,7 @@ def test_a_load_writes_after_older_steps_and_before_later_ones(make_rank: MakeRa
         op = rank.load([8, 9], [0, 1])
         rank.overwrite([8, 9])  # an older step: the load is not launched yet
         rank.put([8, 9], before)
-        rank.wait_until(lambda: rank.has_staged(op))
+        rank.wait_until(rank.device._loads.news.__len__)
         rank.turn()
         rank.overwrite([9])
         rank.done(op)
@@ -268,9 +268,7 @@ _HARMLESS = {"block_until_ready", "tree_leaves", "shape", "_xla_gc_callback"}
 
 
 @of_both_memories
-def test_no_other_thread_gives_jax_work(
-    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, host_memory: str
-) -> None:
+def test_no_other_thread_gives_jax_work(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, host_memory: str) -> None:
     """In either direction. Whatever gives work begins with a function of JAX that is written in Python."""
     called: set[str] = set()
     threads: set[str] = set()
@@ -293,7 +291,7 @@ def test_no_other_thread_gives_jax_work(
             rank.put(range(24), before)
         assert rank.wrong_elements() == 0
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     assert {"kvstow-copy-0", "kvstow-memcpy"} <= threads
     assert called <= _HARMLESS
 

@@ -101,8 +101,8 @@ class Launcher(Protocol):
     raise `CopyError`, and the loads of `write` fail.
 
     Hosts of one model launch the same programs in the same order. So what is launched depends on the arguments of these
-    calls alone: not on how far the copies are, nor on whether an op has failed here or the device has been stopped. What
-    is not ready is waited for.
+    calls alone: not on how far the copies are, nor on whether an op has failed here or the device has been stopped.
+    What is not ready is waited for.
     """
 
     def gather(self, blocks: Sequence[int]) -> Fence:

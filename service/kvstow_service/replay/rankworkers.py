@@ -46,8 +46,8 @@ class RankWorkers:
 
     def submit(self, ops: Sequence[Op]) -> None:
         """One step of every rank, after what its device was given so far; none if there is nothing to do."""
-        for rank, worker in enumerate(self._launching):
-            self._order.note(rank, worker.take_staged(), ())
+        for rank, launching in enumerate(self._launching):
+            self._order.note(rank, launching.take_staged(), ())
         plan = StepPlan(tuple(ops), self._order.take())
         if not plan.ops and not plan.launches:
             return

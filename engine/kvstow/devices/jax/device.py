@@ -43,8 +43,8 @@ class JaxOptions:
     this much of an op; at least one block. By default 64 MiB; 16 MiB on the CPU, where pieces are gathered while others
     are copied, and are in a cache then. `bytes_in_flight`: what the stores of a rank hold at once, on its devices and
     in pinned memory, and what its loads hold; at least one piece and two of each size. A step whose stores exceed it
-    waits until older ones have been copied. `copy_threads`: how many threads copy between pinned memory and the pool; 3 of 4 CPUs by default,
-    12 at most (one thread reaches a tenth of a fast link).
+    waits until older ones have been copied. `copy_threads`: how many threads copy between pinned memory and the pool;
+    3 of 4 CPUs by default, 12 at most (one thread reaches a tenth of a fast link).
     """
 
     host_memory: HostMemory = "auto"

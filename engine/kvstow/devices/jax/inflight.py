@@ -1,4 +1,4 @@
-"""A bound on the bytes that ops hold outside the pool and the KV cache, and how the host's thread waits for the copies."""
+"""A bound on the bytes that ops hold outside the pool and the KV cache, and how the host's thread waits for copies."""
 
 from __future__ import annotations
 

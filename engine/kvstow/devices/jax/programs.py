@@ -122,7 +122,8 @@ class DevicePrograms:
 
 def copies_rows(kv: ShardedKV) -> bool:
     """Whether programs are loops of copies, which end before the padding: on the CPU."""
-    return kv.devices[0].platform == "cpu"
+    platform: str = kv.devices[0].platform
+    return platform == "cpu"
 
 
 def _float_pass(dtype: np.dtype) -> str:

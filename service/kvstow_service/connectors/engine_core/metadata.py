@@ -53,8 +53,8 @@ class KVStowMetadata(KVConnectorMetadata):
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
     not reach the admin server, and `session` and `tier_client` when they have changed. `ended_loads` is sent if vLLM
-    does not count the ranks itself, and `staged` by ranks on JAX. `tier_step` is the number of a step that has a `TierPlan`; rank 0 sends it with
-    each such step."""
+    does not count the ranks itself, and `staged` by ranks on JAX. `tier_step` is the number of a step that has a
+    `TierPlan`; rank 0 sends it with each such step."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from itertools import chain
 from importlib.metadata import version
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -133,8 +133,8 @@ class TPUOffloadConnector(OffloadConnector):
             for update in updates:
                 self._ended.add(rank, update.ended_loads, self._host.num_ranks)
                 if self._order is not None:
-                    ended = chain.from_iterable(batch.completions for batch in update.completions)
-                    self._order.note(rank, update.staged, ended)
+                    completions = chain.from_iterable(batch.completions for batch in update.completions)
+                    self._order.note(rank, update.staged, completions)
         if ended := self._ended.take_ended():
             if self._fails_requests:
                 nothing, all_ended = set[str](), ended
