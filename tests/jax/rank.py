@@ -109,8 +109,11 @@ class JaxRank:
         return op
 
     def turn(self) -> None:
-        """The host launches the loads that are staged."""
         self.collect()
+        self.launch()
+
+    def launch(self) -> None:
+        """The host launches the loads of which `collect` has heard that they are staged."""
         self.plane.submit(StepPlan(launches=self.order.take()))
 
     def collect(self) -> list[Completion]:

@@ -64,7 +64,7 @@ class Host:
                 ops.append(op)
             elif lease is not None:
                 self.engine.release_lease(lease)
-        self.rank.turn()
+        self.rank.launch()
         self.rank.order.expect(ops)
         self.rank.plane.submit(StepPlan(tuple(ops)))
         loading = {block for op, _ in self.loading.values() for block in op.blocks}
@@ -86,7 +86,7 @@ class Host:
 
     def turn(self) -> None:
         self.collect()
-        self.rank.turn()
+        self.rank.launch()
 
     def finish(self) -> None:
         self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)

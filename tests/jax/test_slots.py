@@ -38,7 +38,7 @@ class Host:
 
     def turn(self) -> None:
         self.engine.complete(0, self.rank.plane.boot_id, self.rank.collect())
-        self.rank.turn()
+        self.rank.launch()
 
     def settle(self) -> None:
         self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
