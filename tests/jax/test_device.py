@@ -284,7 +284,7 @@ def test_no_other_thread_gives_jax_work(make_rank: MakeRank, monkeypatch: pytest
 
     threading.setprofile(note)
     try:
-        rank = make_rank(host_memory=host_memory, layers=[(16, 16, 128)] * 4, copy_threads=2)
+        rank = make_rank(host_memory=host_memory, layers=[(16, 16, 128)] * 4, piece_bytes=2 << 20)
         for _ in range(3):
             before = rank.blocks(range(24))
             rank.done(rank.store(range(24), range(24)))
