@@ -121,16 +121,6 @@ class DataPlane:
                         self._launcher.gather(op.blocks)
                         self._launcher.launch_rest()
 
-    @property
-    def launches(self) -> bool:
-        """Whether the plans have to say when loads are launched: see `LaunchOrder`."""
-        return self._launcher is not None
-
-    @property
-    def has_staged(self) -> bool:
-        """Whether `take_staged` would return anything."""
-        return self._launcher is not None and self._launcher.has_staged
-
     def take_staged(self) -> list[StagedLoad]:
         """The loads of which pieces have been staged since the last call, if there is a launcher."""
         return [] if self._launcher is None else self._launcher.take_staged()

@@ -97,7 +97,7 @@ class Device(Protocol):
 
 class Launcher(Protocol):
     """The part of a device whose programs and transfers must be launched in order with the host's own (JAX). All but
-    `stop` and `has_staged` are for the host's thread, which has made the device: on another, `gather` and `expect`
+    `stop` and `take_staged` are for the host's thread, which has made the device: on another, `gather` and `expect`
     raise `CopyError`, and the loads of `write` fail.
 
     Hosts of one model launch the same programs in the same order. So what is launched depends on the arguments of these
@@ -119,10 +119,6 @@ class Launcher(Protocol):
     def write(self, launches: Sequence[LoadLaunch]) -> None:
         """Launch what writes the blocks of these loads. Waits for those that are not staged. Errors are in the
         tickets."""
-
-    @property
-    def has_staged(self) -> bool:
-        """Whether `take_staged` would return anything."""
 
     def take_staged(self) -> list[StagedLoad]:
         """The loads of which pieces have been staged since the last call."""

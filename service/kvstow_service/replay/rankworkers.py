@@ -1,16 +1,11 @@
-"""The workers of all ranks, as a replay uses them: plans go to every one, completions come from each. Ranks on JAX are
-told when to launch loads."""
+"""The workers of all ranks, as a replay uses them: plans go to every one, completions come from each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvstow.control.launchorder import LaunchOrder
-from kvstow.dataplane import DataPlane
-from kvstow.devices.base import Fence
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow_service.replay.kv import KVCache
 
 
 class RankWorker(Protocol):
@@ -19,7 +14,7 @@ class RankWorker(Protocol):
     @property
     def boot_id(self) -> str: ...
 
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
+    def submit(self, plan: StepPlan) -> None: ...
 
     def take_completions(self) -> list[Completion]: ...
 
@@ -35,34 +30,25 @@ class RankCompletions(NamedTuple):
 class RankWorkers:
     """Knows which ops each rank has not finished. Used by one thread."""
 
-    def __init__(self, workers: Sequence[RankWorker], kv: KVCache) -> None:
-        self._workers, self._kv = workers, kv
+    def __init__(self, workers: Sequence[RankWorker]) -> None:
+        self._workers = workers
         self._outstanding: list[set[int]] = [set() for _ in workers]
-        self._launching = [worker for worker in workers if isinstance(worker, DataPlane) and worker.launches]
-        self._order = LaunchOrder(len(workers))
 
     def __len__(self) -> int:
         return len(self._workers)
 
     def submit(self, ops: Sequence[Op]) -> None:
-        """One step of every rank, after what its device was given so far; none if there is nothing to do."""
-        for rank, launching in enumerate(self._launching):
-            self._order.note(rank, launching.take_staged(), ())
-        plan = StepPlan(tuple(ops), self._order.take())
-        if not plan.ops and not plan.launches:
-            return
-        if self._launching:
-            self._order.expect(plan.ops)
-        for rank, (worker, outstanding) in enumerate(zip(self._workers, self._outstanding, strict=True)):
+        """One step of every rank, after what its device was given so far."""
+        plan = StepPlan(tuple(ops))
+        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
             outstanding.update(op.op_id for op in plan.ops)
-            worker.submit(plan, self._kv.fence(rank))
+            worker.submit(plan)
 
     def take_completions(self) -> Iterator[RankCompletions]:
         """Of each rank that has any."""
         for rank, worker in enumerate(self._workers):
             completions = worker.take_completions()
             if completions:
-                self._order.note(rank, (), completions)
                 self._outstanding[rank].difference_update(one.op_id for one in completions if one.mark != "source_free")
                 yield RankCompletions(rank, worker.boot_id, completions)
 

@@ -152,10 +152,6 @@ class JaxDevice:
             except Exception as error:  # noqa: BLE001 - the failure of these loads; the host's step continues
                 self._loads.fail(launches, error)
 
-    @property
-    def has_staged(self) -> bool:
-        return bool(self._loads.news)
-
     def take_staged(self) -> list[StagedLoad]:
         news = self._loads.news
         return [news.popleft() for _ in range(len(news))]

@@ -118,9 +118,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank
         hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
-        update = RankUpdate(
-            rank.take_completions(), hello, *rank.news(), tier_step=rank.tier_step, tier_client=rank.tier_client()
-        )
+        update = RankUpdate(rank.take_completions(), hello, *rank.news(), timed_step=rank.timed_step)
         return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
@@ -194,8 +192,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
-        tier = host.plan_tier(scheduler_output)
-        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, tier)
+        timed = host.time_step(scheduler_output)
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, timed)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
