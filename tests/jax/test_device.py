@@ -266,7 +266,7 @@ def test_a_host_that_has_changed_its_thread_launches_there(make_rank: MakeRank) 
         rank.device.gather([1])
 
 
-_HARMLESS = {"block_until_ready", "tree_leaves", "shape", "_xla_gc_callback"}
+_HARMLESS = {"block_until_ready", "tree_leaves", "try_to_block", "shape", "_xla_gc_callback"}
 
 
 @of_both_memories
