@@ -30,8 +30,10 @@ from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 _WAIT_SECONDS = 5.0
 """How long a start waits for a keeper, and for the process of the service before to end."""
-_LEAST_SECONDS, _RETRY_SECONDS = 1.0, 0.01
+_LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
 """For each answer to a hello of a start; and between two of them."""
+_RETRY_SECONDS = 1.0
+"""Between two attempts of a service that runs."""
 _JOIN_SECONDS = 0.1
 """For the answer to a hello, once for each connection. One that takes longer is heard by a later check."""
 
@@ -67,6 +69,7 @@ class NodeRecords:
         self._client: KeeperClient | None = None
         """Has said hello."""
         self._is_welcome = False
+        self._retry_at = 0.0
         self._roster: Roster | None = None
         """Set while the keeper has everything."""
         self._held: set[str] = set()
@@ -99,7 +102,7 @@ class NodeRecords:
                         f"{busy}: it has the state folder {self._folder}; stop it, or choose another --state"
                     ) from busy
                 return {}
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
 
     def check(self, memory: NodeMemory) -> None:
         """Replace a keeper that is gone. Call it regularly: other calls notice the loss only when they need the
@@ -109,13 +112,14 @@ class NodeRecords:
             if not self._client.has_news():
                 return
             self._part("it has ended")
+        if time.monotonic() < self._retry_at:
+            return
         try:
-            if not self._hears_welcome(_JOIN_SECONDS if self._client is None else 0.0):
-                return
+            if self._hears_welcome(_JOIN_SECONDS if self._client is None else 0.0):
+                self.join(memory)
         except KeeperError as error:
             self._part(str(error))
-            return
-        self.join(memory)
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def join(self, memory: NodeMemory) -> None:
         """Give the keeper everything, in place of all that it has. Nothing happens before it has said welcome."""

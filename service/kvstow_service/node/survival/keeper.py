@@ -25,6 +25,7 @@ from kvstow_service.node.survival.keepermessages import (
     MESSAGE_FDS,
     VERSION,
     Garbage,
+    is_readable,
     receive,
     send,
     take_apart,
@@ -224,7 +225,7 @@ class Keeper:
             )
         if life in self._former:
             raise _Refusal("another service has taken over since")
-        if life != self._life and self._process is not None and not select.select([self._process], [], [], 0)[0]:
+        if life != self._life and self._process is not None and not is_readable(self._process):
             raise _Refusal("the process of the service before is still there", BUSY)
         process = os.dup(connection.pidfd)
         if life != self._life:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -13,7 +12,16 @@ from typing import Any, NamedTuple
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keepermessages import BUSY, MESSAGE_FDS, VERSION, Garbage, receive, send, take_apart
+from kvstow_service.node.survival.keepermessages import (
+    BUSY,
+    MESSAGE_FDS,
+    VERSION,
+    Garbage,
+    is_readable,
+    receive,
+    send,
+    take_apart,
+)
 from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING
 
 _START_SECONDS = 30.0
@@ -82,7 +90,7 @@ class KeeperClient:
 
     def has_news(self, seconds: float = 0.0) -> bool:
         """Whether the keeper has answered the hello. Afterwards: whether it is gone."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        return is_readable(self._socket.fileno(), seconds)
 
     def hear_welcome(self) -> None:
         """Raises `KeeperBusyError` while the process of the service before lives."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import json
+import select
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,13 @@ def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+
+
+def is_readable(fd: int, seconds: float = 0.0) -> bool:
+    """Whether a socket or a pidfd has news within so many seconds. For any number: there are more than 1,024."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def send(peer: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> None:

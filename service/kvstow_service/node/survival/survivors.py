@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from kvstow.errors import KvstowError
 from kvstow.memfd import MemfdIdentity, identify_memfd
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Extent
+from kvstow_service.node.survival.keepermessages import is_readable
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.roster import Roster
 from kvstow_service.node.survival.workerrecord import WorkerRecord
@@ -192,7 +192,7 @@ class _Reader:
         if not record.has_pidfd:
             return SurvivingWorker(record, None)
         pidfd = self._kept[worker_label(record.client)]
-        return None if select.select([pidfd], [], [], 0)[0] else SurvivingWorker(record, pidfd)
+        return None if is_readable(pidfd) else SurvivingWorker(record, pidfd)
 
     def forget(self) -> None:
         """Use nothing."""

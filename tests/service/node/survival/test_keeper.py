@@ -149,6 +149,22 @@ def test_more_than_one_message_holds(client: KeeperClient) -> None:
     assert contents(client) == {}
 
 
+def test_more_descriptors_than_select_can_watch_are_no_fault(client: KeeperClient, folder: Path) -> None:
+    with memfd(b"same") as fd:
+        client.put({f"extent-{number}": fd for number in range(1100)})
+    client.close()
+    again = connect(folder)  # whose pidfd has a number above 1,024
+    with pytest.raises(KeeperBusyError):
+        connect(folder, "second")
+    taken = again.take_all()
+    late = connect(folder)
+    assert (len(taken), len(late.list_held().labels)) == (1100, 1100)
+    for fd in taken.values():
+        os.close(fd)
+    again.close()
+    late.close()
+
+
 def test_what_was_put_counts_all_at_once(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
     before = len(descriptors())
