@@ -7,15 +7,45 @@ import select
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival.keeperclient import KeeperClient
 
 
+class KeeperListing(NamedTuple):
+    """What a keeper holds. `seconds_left`: how long until it lets go of that; None while a service is connected.
+    `refused` counts the requests and connections that it refused."""
+
+    pid: int
+    labels: frozenset[str]
+    seconds_left: float | None
+    refused: int
+
+
+def look(folder: Path) -> KeeperListing:
+    """What a keeper holds, whichever service put it there. Raises `KeeperError` if there is no keeper."""
+    client = KeeperClient(folder)
+    try:
+        return listing_of(client)
+    finally:
+        client.close()
+
+
+def listing_of(client: KeeperClient) -> KeeperListing:
+    labels = set[str]()
+    start: int | None = 0
+    while start is not None:
+        answer, _ = client._request({"do": "list", "start": start})
+        labels.update(answer["labels"])
+        start = answer["next"]
+    return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])
+
+
 def end_keeper(folder: Path, number: int = signal.SIGTERM) -> None:
     """End the keeper of this state folder, if there is one, and wait for its end."""
     try:
-        pid = KeeperClient.look(folder).pid
+        pid = look(folder).pid
     except KeeperError:
         return
     pidfd = os.pidfd_open(pid)
@@ -27,6 +57,6 @@ def end_keeper(folder: Path, number: int = signal.SIGTERM) -> None:
 def kinds_held(folder: Path) -> Counter[str]:
     """How many descriptors of each kind the keeper holds. Nothing without a keeper."""
     try:
-        return Counter(label.partition("-")[0] for label in KeeperClient.look(folder).labels)
+        return Counter(label.partition("-")[0] for label in look(folder).labels)
     except KeeperError:
         return Counter()

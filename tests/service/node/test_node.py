@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.service.node import rawengine
+from tests.service.node.keepers import look
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 
 from kvstow.attach.calls import Hold
@@ -23,7 +24,6 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.nodedirectory import NodeDirectory
-from kvstow_service.node.survival.keeperclient import KeeperClient
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -229,7 +229,7 @@ def test_a_directory_knows_the_keeper(make_node: MakeNode, tmp_path: Path, event
     node = make_node(state=folder)
     directory = NodeDirectory(node)
     assert (directory.memory().keeper, directory.memory().keeper_restarts) == ("connected", 0)
-    os.kill(KeeperClient.look(folder).pid, signal.SIGKILL)
+    os.kill(look(folder).pid, signal.SIGKILL)
     eventually(lambda: directory.memory().keeper_restarts == 1)
     assert directory.memory().keeper == "connected"
 

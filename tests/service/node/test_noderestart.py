@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.service.node import rawengine, restartclient
-from tests.service.node.keepers import end_keeper, kinds_held
+from tests.service.node.keepers import end_keeper, kinds_held, listing_of, look
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
 
@@ -228,10 +228,10 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
 def test_sigterm_gives_everything_back(start_node: StartNode, attach: Attach, state: Path) -> None:
     node = start_node()
     attach().store_until_found(KEYS)
-    assert KeeperClient.look(state).labels
+    assert look(state).labels
     assert node.stop() == 0
     with pytest.raises(KeeperError):
-        KeeperClient.look(state)
+        look(state)
     assert start_node().first["pools"] == {}
 
 
@@ -240,13 +240,13 @@ def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attac
     engine = attach()
     engine.store_until_found(KEYS)
     assert node.stop() == 0
-    assert KeeperClient.look(state).labels
+    assert look(state).labels
     again = start_node()
     engine = attach(engine.welcome.token)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
     assert again.stop() == 0
     with pytest.raises(KeeperError):
-        KeeperClient.look(state)
+        look(state)
 
 
 @pytest.mark.parametrize("has_recovered", [False, True])
@@ -260,7 +260,7 @@ def test_the_keeper_is_killed_beside_a_service(
         node.kill()
         node = start_node()
         engine = attach(engine.welcome.token)
-    os.kill(KeeperClient.look(state).pid, 9)
+    os.kill(look(state).pid, 9)
 
     eventually(lambda: kinds_held(state)["worker"], "another keeper")
     node.kill()
@@ -299,7 +299,7 @@ def test_a_keeper_that_stalls_while_memory_changes_hands_gives_nothing_back(
     node = start_node(4)
     engine_process(len(KEYS)).kill()
     eventually(lambda: not node.show()["sessions"])
-    keeper = KeeperClient.look(state).pid
+    keeper = look(state).pid
     os.kill(keeper, signal.SIGSTOP)
     other = RawEngine(socket, replace(rawengine.HELLO, pool=replace(rawengine.POOL, kv_cache_dtype="fp8")))
     other.store_until_found(KEYS)
@@ -334,7 +334,7 @@ def lose_at_the_keeper(state: Path, label: str) -> None:
     client = KeeperClient(state)
     client.say_hello("a test")
     client.hear_welcome()
-    assert label in client.list_held().labels
+    assert label in listing_of(client).labels
     client.drop([label])
     client.leave()
 
@@ -396,7 +396,7 @@ def test_the_keeper_runs_in_a_container_of_its_own(
     node = start_node(8, "elsewhere")
     engine = real_engine()
     eventually(lambda: engine.show()["loads"] > 20)
-    assert KeeperClient.look(state).pid == keeper.pid
+    assert look(state).pid == keeper.pid
     node.kill()
     again = start_node(8, "elsewhere")
     assert pool_of(again.first)["blocks"] > 0
@@ -404,7 +404,7 @@ def test_the_keeper_runs_in_a_container_of_its_own(
     eventually(lambda: engine.show()["loads"] > before + 20)
     assert not engine.has_memory_besides(again.process.pid), "what it has mapped is what the service has"
     assert again.stop() == 0
-    assert KeeperClient.look(state).labels == set(), "it waits for the next service, and holds nothing"
+    assert look(state).labels == set(), "it waits for the next service, and holds nothing"
     keeper.terminate()
     assert keeper.wait(30) == 0
 
@@ -489,7 +489,7 @@ def test_no_service_comes_within_the_timeout_of_the_keeper(
     socket: Path, state: Path, child_environ: dict[str, str], start_node: StartNode, eventually: Any
 ) -> None:
     node = start_node(8, "timeout=0.5")
-    keeper = KeeperClient.look(state).pid
+    keeper = look(state).pid
     pidfd = os.pidfd_open(keeper)
     node.kill()
     assert select.select([pidfd], [], [], 30)[0]
@@ -532,7 +532,7 @@ def test_each_cell_of_the_matrix_in_the_documentation(
 ) -> None:
     node = start_node(8, *["keep"] * ("keep" in end))
     engine_process(len(KEYS))
-    pid = KeeperClient.look(state).pid
+    pid = look(state).pid
     match keeper:
         case "was killed earlier, and another one has come":
             os.kill(pid, signal.SIGKILL)
@@ -542,7 +542,10 @@ def test_each_cell_of_the_matrix_in_the_documentation(
             attach()
             eventually(lambda: "there is no keeper" in str(node.show()["problems"]))
 
-    assert (node.kill() if "killed" in end else node.stop()) in (None, 0)
+    if "killed" in end:
+        node.kill()
+    else:
+        assert node.stop() == 0
 
     with suppress(ProcessLookupError):
         match keeper:
@@ -553,7 +556,7 @@ def test_each_cell_of_the_matrix_in_the_documentation(
             case "stopped answering before that, so that the service went on without it":
                 os.kill(pid, signal.SIGCONT)
     for label in KEEPER_LABELS.get(keeper, ()) if end != "SIGTERM" else ():
-        lose_at_the_keeper(state, next(one for one in KeeperClient.look(state).labels if one.startswith(label)))
+        lose_at_the_keeper(state, next(one for one in look(state).labels if one.startswith(label)))
     try:
         again = start_node()
         expected = {"stays": [len(KEYS)], "empty": [0], "the rows below stay": range(1, len(KEYS))}

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 from tests.service.node import restartclient
-from tests.service.node.keepers import end_keeper, kinds_held
+from tests.service.node.keepers import end_keeper, kinds_held, look
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 
 from kvstow.errors import KeeperError
-from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.orphanedmemory import extents_of, find_orphaned_memory
 
 pytestmark = pytest.mark.process
@@ -77,12 +76,12 @@ class Soak:
         return Client(self.socket, self.chance.randrange(1 << 30), self.environ)
 
     def round(self) -> None:
-        self.keepers.add(KeeperClient.look(self.state).pid)
+        self.keepers.add(look(self.state).pid)
         time.sleep(3 * self.chance.random() ** 2)  # until the point at which it is killed
         if self.chance.random() < 0.2:
             self.replace_client()
         if self.chance.random() < 0.2:
-            os.kill(KeeperClient.look(self.state).pid, 9)
+            os.kill(look(self.state).pid, 9)
             time.sleep(2.5 * self.chance.random())
             self.wait_for_keeper()
         self.node.kill()
@@ -145,7 +144,7 @@ class Soak:
         eventually(lambda: kinds_held(self.state) == held, "the last worker at the keeper")
         assert self.node.stop() == 0
         with pytest.raises(KeeperError):
-            KeeperClient.look(self.state)
+            look(self.state)
         mine = {self.node.process.pid, *self.keepers, *(client.process.pid for client in self.clients)}
         assert not [one for one in find_orphaned_memory(()) if one.pid in mine]
         if not self.with_keeper:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival import statefolder
@@ -50,16 +50,6 @@ def start_keeper(folder: Path, keep_timeout: float) -> None:
         raise KeeperError(f"the keeper does not start: {result.stderr.strip()}")
 
 
-class KeeperListing(NamedTuple):
-    """What a keeper holds. `seconds_left`: how long until it lets go of that; None while a service is connected.
-    `refused` counts the requests and connections that it refused."""
-
-    pid: int
-    labels: frozenset[str]
-    seconds_left: float | None
-    refused: int
-
-
 class KeeperClient:
     """A connection over which a service has descriptors held, and gets them back after a restart.
 
@@ -74,15 +64,6 @@ class KeeperClient:
             self._socket = statefolder.connect(folder, _ANSWER_SECONDS)
         except OSError as error:
             raise KeeperError(f"no keeper answers in {folder}: {error.strerror or error}") from error
-
-    @classmethod
-    def look(cls, folder: Path) -> KeeperListing:
-        """What a keeper holds, whichever service put it there. Raises `KeeperError` if there is no keeper."""
-        client = cls(folder)
-        try:
-            return client.list_held()
-        finally:
-            client.close()
 
     def say_hello(self, life: str) -> None:
         """`life` names the service, from its start to its end."""
@@ -127,15 +108,6 @@ class KeeperClient:
                 os.close(fd)
             raise
         return taken
-
-    def list_held(self) -> KeeperListing:
-        labels = set[str]()
-        start: int | None = 0
-        while start is not None:
-            answer, _ = self._request({"do": "list", "start": start})
-            labels.update(answer["labels"])
-            start = answer["next"]
-        return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])
 
     def leave(self) -> None:
         """Let the next service come at once, although this process still runs. Closes the connection."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.node.keepers import listing_of, look
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow.testing.fakes import FakeClock
@@ -144,7 +145,7 @@ def test_more_than_one_message_holds(client: KeeperClient) -> None:
         many = {f"extent-{number}": fd for number in range(450)}
         client.put(many)
     assert contents(client) == dict.fromkeys(many, b"same")
-    assert client.list_held().labels == many.keys()
+    assert listing_of(client).labels == many.keys()
     client.drop(many)
     assert contents(client) == {}
 
@@ -158,7 +159,7 @@ def test_more_descriptors_than_select_can_watch_are_no_fault(client: KeeperClien
         connect(folder, "second")
     taken = again.take_all()
     late = connect(folder)
-    assert (len(taken), len(late.list_held().labels)) == (1100, 1100)
+    assert (len(taken), len(listing_of(late).labels)) == (1100, 1100)
     for fd in taken.values():
         os.close(fd)
     again.close()
@@ -226,7 +227,7 @@ def test_a_life_that_another_one_has_followed_does_not_come_back(running: Runnin
     second.leave()
     with pytest.raises(KeeperError, match="another service has taken over"):
         connect(folder, "first")
-    assert KeeperClient.look(folder).labels == {"extent-1"}
+    assert look(folder).labels == {"extent-1"}
 
 
 def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(
@@ -252,8 +253,9 @@ def test_a_service_whose_death_nothing_tells_of_is_refused(
 
 def test_anybody_of_its_uid_may_look(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
-    listing = KeeperClient.look(folder)
-    assert (listing.labels, listing.pid, listing.seconds_left) == ({"extent-1"}, os.getpid(), None)
+    listing = look(folder)
+    assert listing.labels == {"extent-1"}
+    assert (listing.pid, listing.seconds_left) == (os.getpid(), None)
 
 
 def test_who_only_looks_may_do_nothing_else(client: KeeperClient, folder: Path) -> None:
@@ -298,7 +300,7 @@ def test_it_ends_when_no_service_ever_comes(running: Running, clock: FakeClock) 
 def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock: FakeClock) -> None:
     viewer = KeeperClient(folder)
     clock.advance(KEEP_TIMEOUT - 100)
-    assert viewer.list_held().seconds_left == 100
+    assert listing_of(viewer).seconds_left == 100
     running.stop()
     clock.advance(100)
     assert not running.keeper.step(0)
@@ -354,7 +356,7 @@ def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> No
     client = connect(folder)
     running.close()
     with pytest.raises(KeeperError, match="gone"):
-        client.list_held()
+        listing_of(client)
     client.close()
     with pytest.raises(KeeperError, match="no keeper answers"):
         connect(folder)
@@ -402,7 +404,7 @@ def test_garbage_closes_the_connection_that_sent_it_and_is_counted(
     before = len(descriptors())
     with memfd(b"") as fd:
         assert exchange(folder, message, fds=(fd, fd)) == b""
-    assert client.list_held().refused == 1
+    assert listing_of(client).refused == 1
     assert contents(client) == {"extent-1": b"one"}
     assert len(descriptors()) == before, "descriptors that came with it are closed"
 
@@ -425,7 +427,7 @@ def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
     before = len(descriptors())
     with pytest.raises(KeeperError, match=r"labels came|printable|version"):
         client._request(request_, [0])
-    assert client.list_held().labels == set()
+    assert listing_of(client).labels == set()
     assert len(descriptors()) == before
 
 
@@ -463,7 +465,7 @@ def test_too_many_connections_are_turned_away(client: KeeperClient, folder: Path
     assert exchange(folder, b"KVK1{}") == b""
     for peer in peers:
         peer.close()
-    assert client.list_held().refused >= 1
+    assert listing_of(client).refused >= 1
 
 
 def test_without_a_descriptor_left_a_connection_is_turned_away_at_once(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.service.node.keepers import listing_of, look
 from tests.service.node.survival.test_keeper import connect
 
 from kvstow.errors import KeeperBusyError, KeeperError
@@ -73,7 +74,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "state"
     yield folder
     try:
-        pid = KeeperClient.look(folder).pid
+        pid = look(folder).pid
     except KeeperError:
         return
     os.kill(pid, signal.SIGTERM)
@@ -100,10 +101,10 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     folder: Path, child_environ: dict[str, str], send: Callable[[int, int], None]
 ) -> None:
     service = Service(folder, child_environ, 600)
-    keeper = KeeperClient.look(folder).pid
+    keeper = look(folder).pid
     service.kill(send)
     client = start(folder)
-    assert client.list_held().pid == keeper, "it is the same one"
+    assert listing_of(client).pid == keeper, "it is the same one"
     assert first_bytes(client) == {"extent-1": b"kv of the first service"}
     client.end()
     assert wait_for_end(keeper)
@@ -122,8 +123,8 @@ def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
 
 
 def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_environ: dict[str, str]) -> None:
-    service = Service(folder, child_environ, 0.05)
-    keeper = KeeperClient.look(folder).pid
+    service = Service(folder, child_environ, 1.5)
+    keeper = look(folder).pid
     service.kill()
     assert wait_for_end(keeper)
     with pytest.raises(KeeperError, match="no keeper answers"):
@@ -136,7 +137,7 @@ def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]
     result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
     assert result.returncode == ALREADY_RUNNING
     assert "has a keeper already" in result.stderr
-    assert client.list_held().labels == set()
+    assert listing_of(client).labels == set()
     client.close()
 
 
@@ -148,24 +149,24 @@ def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ
 
 def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(folder: Path) -> None:
     client = start(folder)
-    pid = client.list_held().pid
+    pid = listing_of(client).pid
     os.kill(pid, signal.SIGKILL)
     assert wait_for_end(pid)
     with pytest.raises(KeeperError, match="gone"):
-        client.list_held()
+        listing_of(client)
     client.close()
     again = start(folder)
     fd = os.memfd_create("kvstow-extent")
     again.put({"extent-1": fd})
     os.close(fd)
-    assert again.list_held().pid != pid
+    assert listing_of(again).pid != pid
     assert first_bytes(again) == {"extent-1": b""}
     again.close()
 
 
 def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
     client = start(folder)
-    pid = client.list_held().pid
+    pid = listing_of(client).pid
     fd = os.memfd_create("kvstow-extent")
     client.put({f"extent-{number}": fd for number in range(1000)})
     os.close(fd)
@@ -179,7 +180,7 @@ def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
 
 def test_it_leads_a_session_of_its_own_and_holds_no_pipe_of_its_service(folder: Path) -> None:
     client = start(folder)
-    pid = client.list_held().pid
+    pid = listing_of(client).pid
     assert os.getsid(pid) == pid != os.getsid(0)
     assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in range(3)] == [os.devnull] * 3
     assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.node.keepers import end_keeper
+from tests.service.node.keepers import end_keeper, listing_of
 from tests.service.node.survival.test_keeperprocess import start
 
 from kvstow.memory.extents import Extent
@@ -50,7 +50,7 @@ def test_memory_of_a_running_service_is_no_orphan_whoever_else_has_it(extent: Ex
 def test_a_keeper_without_a_service_is_named(tmp_path: Path, extent: Extent) -> None:
     client = start(tmp_path / "state")
     client.put({"extent-1": extent.fd})
-    pid = client.list_held().pid
+    pid = listing_of(client).pid
     try:
         assert pid not in found(os.getpid())
         client.leave()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.service.node.conftest import NAMESPACE, POOL
-from tests.service.node.keepers import end_keeper, kinds_held
+from tests.service.node.keepers import end_keeper, kinds_held, look
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -26,7 +26,6 @@ from kvstow.memory.populator import Populator
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.roster import Roster
 from kvstow_service.node.survival.survivors import Survivors, read_survivors
 from kvstow_service.node.survival.workerrecord import WorkerRecord
@@ -188,7 +187,7 @@ def stopped(folder: Path) -> Iterator[Callable[[], Callable[[], None]]]:
     pids: list[int] = []
 
     def stop() -> Callable[[], None]:
-        pids.append(KeeperClient.look(folder).pid)
+        pids.append(look(folder).pid)
         os.kill(pids[-1], signal.SIGSTOP)
         return lambda: os.kill(pids[-1], signal.SIGCONT)
 
@@ -420,7 +419,7 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
     service.begin()
     assert f"no keeper answers in {folder}" in str(service.records.notice)
     with pytest.raises(KeeperError, match="no keeper answers"):
-        KeeperClient.look(folder)
+        look(folder)
     for joins in (1, 2):
         keeper = start_elsewhere()
 
@@ -429,7 +428,7 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
             return service.records.joins == joins
 
         eventually(has_joined)
-        assert KeeperClient.look(folder).pid == keeper.pid, "`kvstow keeper` becomes the keeper"
+        assert look(folder).pid == keeper.pid, "`kvstow keeper` becomes the keeper"
         assert kinds_held(folder) == {"extent": 4, "roster": 1}
         if joins == 1:
             keeper.kill()
