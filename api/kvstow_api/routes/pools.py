@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.engine import PoolFacade
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
 from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key

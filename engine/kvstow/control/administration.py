@@ -11,6 +11,7 @@ from typing import Literal
 from kvstow.config import POLICIES
 from kvstow.control import sweeps
 from kvstow.control.pool import Pool
+from kvstow.control.session import sessions_of
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
@@ -289,7 +290,7 @@ class Administrator:
         pool = self._pool
         with pool.lock:
             gate = pool.acceptance
-            pending = sum(len(session.ops) for session in pool.sessions)
+            pending = sum(session.open_transfers for session in sessions_of(pool))
             leases = pool.num_leases
             left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - pool.clock())
             active = gate.drain_mode is not None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from logging import INFO
-from typing import TYPE_CHECKING
 
 from kvstow.control.leases import LeaseBook
+from kvstow.control.pool import Pool
 from kvstow.control.session import Session
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.messages import RankReport
 from kvstow.status import SessionState, SessionStatus
-
-if TYPE_CHECKING:
-    from kvstow.control.sharedpool import SharedPool
 
 
 class AttachedSession(Session):
@@ -31,10 +28,9 @@ class AttachedSession(Session):
     `SharedPool.process_died` has been called for every process that `map_memory` has named.
     """
 
-    pool: SharedPool
     owns_memory = False
 
-    def __init__(self, pool: SharedPool, session_id: int, engine: str, namespace: str) -> None:
+    def __init__(self, pool: Pool, session_id: int, engine: str, namespace: str) -> None:
         super().__init__(pool, namespace)
         self.session_id = session_id
         self.engine = engine
@@ -118,7 +114,9 @@ class AttachedSession(Session):
         with pool.lock:
             if self.is_lost:
                 raise ConflictError(f"{self.label}the session has ended; attach again")
-            joined = pool.join_namespace(pool.fresh_name(self.namespace.name) if namespace is None else namespace)
+            if namespace is None:
+                namespace = pool.index.namespaces.fresh_name(self.namespace.name, pool.desired.engine_id)
+            joined = pool.join_namespace(namespace)
             pool.index.namespaces.leave(self.namespace)
             self.namespace = joined
             self.leases.break_all()

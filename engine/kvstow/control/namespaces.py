@@ -53,6 +53,7 @@ class Namespaces:
         self._unused: dict[int, Namespace] = {}
         """Those without sessions, in the order in which they are evicted."""
         self.only: Namespace | None = None
+        self._last_epoch = 0
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._by_tag.values())
@@ -74,6 +75,11 @@ class Namespaces:
         namespace.num_sessions += 1
         self._unused.pop(namespace.tag, None)
         return namespace
+
+    def fresh_name(self, name: str, life: str) -> str:
+        """The name of a new epoch of a namespace. `life`: an id of this life of the pool."""
+        self._last_epoch += 1
+        return f"{name.partition('@')[0]}@{life}-{self._last_epoch}"
 
     def restore(self, name: str, tag: int) -> Namespace:
         """A namespace with the number that it had before a restart, for a session that then leaves it."""

@@ -22,18 +22,17 @@ from kvstow.results import Settled
 if TYPE_CHECKING:
     from kvstow.control.index import Removal
     from kvstow.control.namespaces import Namespace
-    from kvstow.control.pool import Pool
-    from kvstow.control.session import Session
+    from kvstow.control.pool import Pool, PoolSession
 
 
 class OpsInFlight:
-    """The open ops of a session, by id. Used with the lock of its pool held. O(1), or O(slots of the op) where it ends,
-    unless a method says otherwise."""
+    """The open ops of a session of a pool, by id. Used with the lock of the pool held. O(1), or O(slots of the op)
+    where it ends, unless a method says otherwise."""
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._pool = session, session.pool
+    def __init__(self, pool: Pool, owner: PoolSession) -> None:
+        self.pool, self._owner = pool, owner
         self.tier = TierLedger(self)
-        self._ranks = frozenset(range(session.pool.config.num_ranks))
+        self._ranks = frozenset(range(pool.config.num_ranks))
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
         """Those that are not stuck. Like `_open`, in order of their start."""
@@ -46,10 +45,6 @@ class OpsInFlight:
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken."""
-
-    @property
-    def pool(self) -> Pool:
-        return self._pool
 
     def __len__(self) -> int:
         return len(self._open)
@@ -77,14 +72,14 @@ class OpsInFlight:
         now: float,
     ) -> Op:
         """Start an op with a new id, for every rank to finish."""
-        pool = self._pool
+        pool = self.pool
         pool.last_op_id += 1
         op = Op(pool.last_op_id, direction, blocks, slots)
         if direction == "store":
             pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
         else:
             pending, reading = set(self._ranks), set[int]()
-        entry = OpenOp(op, self._session.namespace, keys, held, request_id, now, pending, reading)
+        entry = OpenOp(op, self._owner.namespace, keys, held, request_id, now, pending, reading)
         self._open[op.op_id] = self._moving[op.op_id] = self._copies[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
@@ -100,14 +95,14 @@ class OpsInFlight:
         now: float,
     ) -> TierOp:
         """Start a put or a fetch with a new id, for these ranks to finish. A put holds its slots."""
-        pool = self._pool
+        pool = self.pool
         pool.last_op_id += 1
         op = TierOp(pool.last_op_id, direction, fingerprint, keys, slots)
         is_put = direction == "put"
         entry = OpenTierOp(
             op=op,
             tier_op=op,
-            namespace=self._session.namespace,
+            namespace=self._owner.namespace,
             keys=keys,
             held=slots if is_put else (),
             request_id="",
@@ -124,7 +119,7 @@ class OpsInFlight:
 
     def complete(self, rank: int, completion: Completion) -> None:
         """Take a completion of `rank`; end the op if it was the last one."""
-        entry, faults = self._open.get(completion.op_id), self._pool.counters.faults
+        entry, faults = self._open.get(completion.op_id), self.pool.counters.faults
         if entry is None:
             faults.stale_completions += 1
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
@@ -137,7 +132,7 @@ class OpsInFlight:
     def _remove_unloadable(self, entry: OpenOp) -> None:
         """At the first failure of a load: the request must not find its keys again and load in a circle."""
         if entry.op.direction == "load":
-            self._pool.remove_blocks(entry.op.slots, "load_failed")
+            self.pool.remove_blocks(entry.op.slots, "load_failed")
 
     def _accept(self, entry: OpenOp, rank: int, completion: Completion) -> None:
         was_reading = bool(entry.reading)
@@ -156,7 +151,7 @@ class OpsInFlight:
             self._settle(entry, "source_free")
 
     def _end(self, entry: OpenOp) -> None:
-        pool, op = self._pool, entry.op
+        pool, op = self.pool, entry.op
         self._forget(entry)
         if isinstance(entry, OpenTierOp):
             self.tier.end(entry)
@@ -170,7 +165,7 @@ class OpsInFlight:
             pool.counters.transfers.of(op.direction).error += 1
             pool.counters.faults.errors[f"{op.direction}_failed"] += 1
             pool.log(
-                *(WARNING, "%s%s %d of %d blocks failed: %s", self._session.label),
+                *(WARNING, "%s%s %d of %d blocks failed: %s", self._owner.label),
                 *(op.direction, op.op_id, len(op.blocks), entry.error),
             )
         else:
@@ -181,7 +176,7 @@ class OpsInFlight:
         if not entry.abandoned:
             self._settle(entry, "failed" if entry.error else "done")
         if entry.stuck:
-            self._session.refresh_acceptance()
+            self._owner.refresh_acceptance()
 
     def _forget(self, entry: OpenOp) -> None:
         op = entry.op
@@ -195,13 +190,13 @@ class OpsInFlight:
             self.num_stuck -= entry.stuck
 
     def _end_load(self, entry: OpenOp) -> None:
-        self._pool.unhold(entry.held)
+        self.pool.unhold(entry.held)
         if entry.error:
-            self._pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.slots)
-            self._pool.counters.fallbacks["load_failed"] += 1
+            self.pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.slots)
+            self.pool.counters.fallbacks["load_failed"] += 1
 
     def _end_store(self, entry: OpenOp) -> None:
-        pool, op = self._pool, entry.op
+        pool, op = self.pool, entry.op
         outcomes = pool.counters.stores
         if entry.abandoned:
             pool.index.end_quarantine(op.slots)
@@ -214,12 +209,12 @@ class OpsInFlight:
             published = self.publish(entry.namespace, entry.keys, op.slots)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)
-            if self._session.on_stored is not None:
-                self._session.on_stored(published.keys)
+            if self._owner.on_stored is not None:
+                self._owner.on_stored(published.keys)
 
     def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> Removal:
         """Make the keys of filled slots visible. Frees the slots of those that were disowned meanwhile."""
-        pool = self._pool
+        pool = self.pool
         published = pool.index.publish(namespace, keys, slots, pool.clock())
         pool.deallocate(published.freed)
         if pool.journal is not None and published.keys:
@@ -241,18 +236,18 @@ class OpsInFlight:
     def fail_rank(self, rank: int) -> None:
         """Fail the ops of a rank that has restarted. O(open ops)."""
         pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
-        session = self._session
-        loss = "its memory is lost, " if session.owns_memory else ""
-        self._pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", session.label, rank, loss, len(pending))
+        owner = self._owner
+        loss = "its memory is lost, " if owner.owns_memory else ""
+        self.pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", owner.label, rank, loss, len(pending))
         for op_id, entry in pending:
-            if session.owns_memory:
+            if owner.owns_memory:
                 self._remove_unloadable(entry)
             self._accept(entry, rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
 
     def dissolve(self) -> list[OpenOp]:
         """Forget all ops and results, because the session has ended. Stores fail, and their slots are quarantined: the
         session's processes may still write them. Returns the ops that were open."""
-        pool, dissolved = self._pool, list(self._open.values())
+        pool, dissolved = self.pool, list(self._open.values())
         for entry in dissolved:
             op = entry.op
             self._forget(entry)
@@ -272,7 +267,7 @@ class OpsInFlight:
         A store or a fetch fails now: its slots are quarantined, because the silent rank may still write them. A load
         keeps waiting, because that rank may still write the host's blocks, and a put, because it may still read its
         slots. Puts and fetches stop no others."""
-        pool = self._pool
+        pool = self.pool
         entry = next(iter(self._moving.values()), None)
         if entry is None or entry.started >= now - pool.config.transfer_timeout:
             return False
@@ -286,7 +281,7 @@ class OpsInFlight:
         pool.log(
             ERROR,
             "%s%s %d is stuck after %g s: %s%s",
-            *(self._session.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
+            *(self._owner.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
             "; loads and stores stop until it ends" if is_copy else "",
         )
         if entry.fills_slots:
@@ -304,7 +299,7 @@ class OpsInFlight:
     def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
         """Ranks that have not completed the op and have nothing under way: the host has not submitted the op to them,
         or has not collected or passed on their completion."""
-        return [rank for rank in sorted(entry.pending) if self._session.ranks.idle_since(rank, entry.started, now)]
+        return [rank for rank in sorted(entry.pending) if self._owner.ranks.idle_since(rank, entry.started, now)]
 
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
         """What keeps the op from ending: ranks that work on it, or the host."""
@@ -314,7 +309,7 @@ class OpsInFlight:
         busy = sorted(entry.pending.difference(idle))
         reasons = [f"ranks {busy} have not finished it"] if busy else []
         if idle:
-            missed = self._session.ranks.uncollected(idle)
+            missed = self._owner.ranks.uncollected(idle)
             fault = f"not collected {missed} completions" if missed else "not submitted it, or lost its answer"
             reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
         return "; ".join(reasons)

@@ -12,28 +12,54 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvstow.config import EngineConfig
-from kvstow.control import snapshots
-from kvstow.control.acceptance import PoolAcceptance
+from kvstow.control.acceptance import PoolAcceptance, SessionAcceptance
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
+from kvstow.control.leases import LeaseBook
 from kvstow.control.namespaces import Namespace
+from kvstow.control.ranks import RankTable
 from kvstow.control.slotjournal import ANY_SESSION, SlotJournal
 from kvstow.control.slots import SlotMap
 from kvstow.control.slottimes import AgeSampler
 from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.errors import IntegrityError, InvalidRequestError
+from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.stats import Counters
 from kvstow.status import Refusal
 
 if TYPE_CHECKING:
     from kvstow.control.recovery import EarlierUses
-    from kvstow.control.session import Session
 
 logger = logging.getLogger("kvstow.engine")
+
+
+class PoolSession(Protocol):
+    """What a pool, and what works on it, knows of a `Session`; its attributes are described there."""
+
+    is_engine: bool
+    owns_memory: bool
+    session_id: int
+    namespace: Namespace
+    ranks: RankTable
+    leases: LeaseBook
+    acceptance: SessionAcceptance
+    is_lost: bool
+    quarantined_slots: list[int]
+    label: str
+    watermark: int | None
+    on_stored: Callable[[Sequence[bytes]], None] | None
+
+    @property
+    def pool(self) -> Pool: ...
+
+    def adapt_to_pool(self) -> None: ...
+
+    def refresh_acceptance(self) -> None: ...
+
+    def mark_stuck(self, now: float) -> bool: ...
 
 
 class Pool:
@@ -51,7 +77,7 @@ class Pool:
         self.lock = Lock()
         self.slots = SlotMap()
         self.index = Index(config.policy)
-        self.sessions: list[Session] = []
+        self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
@@ -212,16 +238,6 @@ class Pool:
     def used_slots(self) -> int:
         """Slots that hold a block, or will. O(1), without the lock."""
         return self.slots.in_service - self.slots.free
-
-    def check_integrity(self) -> None:
-        """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
-        1 s for a million slots: for tests and quiet hours."""
-        with self.lock:
-            defects = snapshots.defects(self)
-            self.integrity_error = "; ".join(defects) or None
-            self.counters.faults.errors["integrity"] += bool(defects)
-        if defects:
-            raise IntegrityError("; ".join(defects))
 
     def lose(self, low: int) -> None:
         """Some rank has lost the contents of its slots from `low` on.

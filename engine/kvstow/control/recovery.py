@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.pool import Pool, PoolSession
 from kvstow.control.slotjournal import ANY_SESSION
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class EarlierUses:
     so these are all that were in use. Until the last of the processes has died, the pool evicts nothing, and the slots
     that become free are kept in quarantine. Used with the pool's lock held."""
 
-    def __init__(self, pool: SharedPool, session: AttachedSession) -> None:
+    def __init__(self, pool: Pool, session: PoolSession) -> None:
         self.session = session
         """Ends with the last process."""
         self._pool = pool

@@ -48,7 +48,7 @@ class Session:
         self.namespace = self.join_namespace(namespace)
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
-        self.ops = OpsInFlight(self)
+        self.ops = OpsInFlight(pool, self)
         self.acceptance = SessionAcceptance(pool.acceptance)
         self.host_error: str | None = None
         self.is_lost = False
@@ -246,7 +246,7 @@ class Session:
         if self.pool.journal is not None:
             check_width(keys, self.pool.journal.max_key_bytes)
         with self.pool.lock:
-            return place_store(self, keys, blocks, request_id)
+            return place_store(self, self.ops, keys, blocks, request_id)
 
     def store_room(self) -> int:
         """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""
@@ -383,3 +383,8 @@ class Session:
             self.pool.counters.faults.errors["host"] += 1
             self.host_error = self.host_error or reason
             self.refresh_acceptance()
+
+
+def sessions_of(pool: Pool) -> list[Session]:
+    """The sessions of a pool. The caller holds the lock."""
+    return [session for session in pool.sessions if isinstance(session, Session)]

@@ -52,7 +52,6 @@ class SharedPool(Pool):
         self._tier_session_id = 0
         self.last_op_id = secrets.randbits(32) << 20
         """What an engine still says of an earlier service's ops must not be taken for a word about these."""
-        self._last_epoch = 0
         self._journaled: dict[int, str] = {}
         """The names of namespaces in the journal."""
 
@@ -144,11 +143,6 @@ class SharedPool(Pool):
     def namespace_label(self, name: str) -> NamespaceLabel:
         """What the journal says of a namespace. The caller holds the lock."""
         return NamespaceLabel(name)
-
-    def fresh_name(self, name: str) -> str:
-        """The name of a new epoch of a namespace. The caller holds the lock."""
-        self._last_epoch += 1
-        return f"{name.partition('@')[0]}@{self.desired.engine_id}-{self._last_epoch}"
 
     # -- memory ---------------------------------------------------------------------------------------------
 

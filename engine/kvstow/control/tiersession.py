@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import Namespace
+from kvstow.control.pool import Pool
 from kvstow.errors import ConflictError
 from kvstow.messages import RankReport
-
-if TYPE_CHECKING:
-    from kvstow.control.sharedpool import SharedPool
 
 _BOOT = "tier"
 """Its ranks are the host's transfers, which restart only with the host."""
@@ -27,7 +23,7 @@ class TierSession(AttachedSession):
 
     is_engine = False
 
-    def __init__(self, pool: SharedPool, session_id: int, namespace: Namespace) -> None:
+    def __init__(self, pool: Pool, session_id: int, namespace: Namespace) -> None:
         self._joins = namespace
         super().__init__(pool, session_id, "fleet tier", namespace.name)
         self.name, self.label = "fleet tier", "fleet tier: "

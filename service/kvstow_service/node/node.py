@@ -233,7 +233,7 @@ class Node:
             if pool.num_sessions or pool.slots.in_service > _MAX_CHECKED_SLOTS:
                 continue
             try:
-                pool.check_integrity()
+                pool.facade.check_integrity()
             except IntegrityError as error:
                 self.integrity_problem = f"the records of pool {pool.name} are inconsistent: {error}"
                 logger.error("%s", self.integrity_problem)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstow.config import EngineConfig
-from kvstow.control import snapshots
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.slotjournal import SlotJournal
 from kvstow.messages import Op
@@ -89,6 +89,6 @@ class Host:
 
     @property
     def counts(self) -> dict[str, int]:
-        self.pool.check_integrity()
-        slots = snapshots.stats(self.pool).pool.slots
+        PoolFacade(self.pool).check_integrity()
+        slots = PoolFacade(self.pool).stats().pool.slots
         return {name: getattr(slots, name) for name in ("free", "filling", "cached", "leased", "quarantined")}

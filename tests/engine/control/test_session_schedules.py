@@ -16,8 +16,9 @@ from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import keymap, snapshots
+from kvstow.control import keymap
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.engine import PoolFacade
 from kvstow.control.keymap import KeyMap
 from kvstow.control.leases import LeaseBook
 from kvstow.control.namespaces import Namespaces
@@ -368,7 +369,7 @@ class Engines(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if self.checks_books and hasattr(self, "engines"):
-            self.pool.check_integrity()
+            PoolFacade(self.pool).check_integrity()
 
     def teardown(self) -> None:
         """Let everything end; nothing may be left behind."""
@@ -387,7 +388,7 @@ class Engines(RuleBasedStateMachine):
             for number in list(engine.alive):
                 engine.die(number)
         self.books_balance()
-        stats = snapshots.stats(self.pool)
+        stats = PoolFacade(self.pool).stats()
         assert (stats.transfers.pending.loads, stats.transfers.pending.stores, stats.pool.leases) == (0, 0, 0)
         assert (stats.pool.slots.leased, stats.pool.slots.filling, stats.pool.slots.quarantined) == (0, 0, 0)
         assert len(self.pool.sessions) == len(self.engines)

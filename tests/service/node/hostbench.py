@@ -248,7 +248,7 @@ class HostBench:
             self.run_memory()
             self.run_posted()
         for pool in self.host.pools():
-            pool.check_integrity()
+            pool.facade.check_integrity()
         self.budget.check_integrity()
 
     def attach(self, hello: Hello = HELLO, uid: int = 1000, **fields: Any) -> Engine:

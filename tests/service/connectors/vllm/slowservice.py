@@ -33,7 +33,7 @@ from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentit
 from kvstow.attach.kinds import Kind
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
 from kvstow_service.node.pools.nodesession import NodeSession
