@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstow.control.tierneeds import Found
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.results import TierSettled
 
@@ -16,7 +15,7 @@ class TierFetches:
         self._traffic = traffic
         self._keys_of: dict[int, tuple[bytes, ...]] = {}
         self._worth: dict[int, float] = {}
-        """How many blocks of tokens one key of each fetch saves computing."""
+        """Of one key of each fetch."""
         self._op_of: dict[bytes, int] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -37,12 +36,13 @@ class TierFetches:
         ops = dict.fromkeys(map(self._op_of.get, keys))
         return [op for op in ops if op is not None]
 
-    def begin(self, fingerprint: str, keys: Sequence[bytes], found: Found, *, whole: bool = False) -> list[int]:
-        """Fetch those of the keys, some of what was `found`, that the pool lacks. `whole`: see `begin_fetch`."""
+    def begin(self, fingerprint: str, keys: Sequence[bytes], worth: float, *, whole: bool = False) -> list[int]:
+        """Fetch those of the keys that the pool lacks. `worth`: how many blocks of tokens one key saves computing;
+        `whole`: see `begin_fetch`."""
         ops = self._traffic.begin_fetch(fingerprint, keys, whole=whole)
         for op in ops:
             self._keys_of[op.op_id] = op.keys
-            self._worth[op.op_id] = found.blocks / len(found.keys)
+            self._worth[op.op_id] = worth
             self._op_of.update(dict.fromkeys(op.keys, op.op_id))
         return [op.op_id for op in ops]
 
