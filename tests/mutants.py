@@ -248,14 +248,14 @@ MUTANTS = [
     # -- the journal -----------------------------------------------------------------------------------------
     Mutant(
         "a_record_counts_in_any_slot",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "salt ^ (0 * rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
     ),
     Mutant(
         "a_record_counts_in_any_journal",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "(rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",

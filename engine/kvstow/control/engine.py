@@ -13,10 +13,9 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.openop import OpenOp, OpenTierOp
-from kvstow.control.pool import Pool
+from kvstow.control.ops import OpenOp, OpenTierOp
+from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
-from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState

@@ -5,25 +5,81 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import inf
+from typing import Literal, NamedTuple
 
 from kvstow.control.session import Session
-from kvstow.control.tierfetches import TierFetches
-from kvstow.control.tierneeds import NOTHING, Found, Needed, Needs
-from kvstow.control.tierputs import TierPuts
-from kvstow.control.tiersettings import TierSettings
-from kvstow.control.tiertraffic import TierTraffic
-from kvstow.control.tierwait import TierWait
+from kvstow.control.tiertraffic import TierFetches, TierPuts, TierTraffic
+from kvstow.errors import ConfigError
 from kvstow.messages import TierOp
-from kvstow.results import TierSettled
+from kvstow.results import Needed, Needs, TierSettled
 from kvstow.tier.breaker import Breaker
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
-from kvstow.tier.lookups import LookupTable
+from kvstow.tier.lookups import Inquiry, LookupTable
 from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient
 from kvstow.tier.tierstatus import TierCounters, TierStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How a session uses the tier. Times are in seconds.
+
+    `deadline`: the longest that a request waits for its fetches; it never waits longer than computing the blocks would
+    take. `lookup_wait`: the longest that it waits to hear what the store has. `prefill_rate`: tokens per second, if the
+    host knows it (`BreakEven`). `replicated`: all ranks hold the same bytes.
+    """
+
+    deadline: float = 2.0
+    lookup_wait: float = 0.02
+    prefill_rate: float | None = None
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "lookup_wait"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "more than 0 seconds")
+        if self.prefill_rate is not None and not 0 < self.prefill_rate < inf:
+            raise ConfigError("prefill_rate", self.prefill_rate, "more than 0 tokens per second")
+
+
+class Found(NamedTuple):
+    """A hit that is longer than the pool's own. `keys`: all that are needed of it; `blocks`: how many blocks of tokens
+    longer it is; `beyond`: how many of the keys the pool's own hit does not need."""
+
+    keys: Sequence[bytes]
+    blocks: int
+    beyond: int
+
+    @property
+    def worth(self) -> float:
+        """How many blocks of tokens one of its keys saves computing."""
+        return self.blocks / len(self.keys)
+
+
+NOTHING = Found((), 0, 0)
+
+
+@dataclass(slots=True)
+class TierWait:
+    """A request that may find more in the tier than in the pool. `first`: how many leading keys the pool has at least.
+    `until`: when it continues with what has arrived. `needs`: None where a hit is a leading run of `keys`. `inquiry`:
+    what the store is asked for it, and `version` that of the table when it was looked at last. `ops`: the fetches that
+    it waits for; those at the end of the list may be over."""
+
+    keys: Sequence[bytes]
+    first: int
+    began: float
+    until: float
+    needs: Needs | None = None
+    state: Literal["asking", "fetching", "over"] = "asking"
+    inquiry: Inquiry | None = None
+    version: int = -1
+    ops: list[int] = field(default_factory=list)
+
 
 logger = logging.getLogger("kvstow.tier")
 

@@ -5,24 +5,75 @@ has finished, because until then some rank may still read or write its slots and
 
 Completions are idempotent: one for an op that is not open, or from a rank that has finished it, is counted and changes
 nothing. Op ids are never reused, so a late completion cannot meet a later op.
+
+The other end of puts and fetches is the store of the fleet tier. A put holds its slots as a load does. Rank 0 writes
+its object when all other ranks have ended their puts, so a look-up that finds rank 0's object may expect the others. A
+fetch fills its slots as a store does: no key is visible before every rank holds its bytes, and what a rank did not get
+is a miss on all of them, with all that follows it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from logging import ERROR, WARNING
 from typing import TYPE_CHECKING
 
-from kvstow.control.openop import OpenOp, OpenTierOp
-from kvstow.control.tierops import TierLedger
-from kvstow.messages import Completion, Direction, Mark, Op, TierDirection, TierOp
-from kvstow.results import Settled
+from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
+from kvstow.results import Settled, TierSettled
+from kvstow.stats import DirectionStats
 
 if TYPE_CHECKING:
     from kvstow.control.index import Removal
     from kvstow.control.namespaces import Namespace
     from kvstow.control.pool import Pool, PoolSession
+
+
+LAST_RANK = 0
+"""The rank whose object a put writes last."""
+
+
+@dataclass(slots=True)
+class OpenOp:
+    """An op that some rank has not finished.
+
+    `held`: slots that a load or a put keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks
+    that may still read the blocks of a store. `abandoned`: a stuck store or fetch that the host no longer waits for;
+    its slots are quarantined until it ends.
+    """
+
+    op: Op | TierOp
+    namespace: Namespace
+    keys: tuple[bytes, ...]
+    held: tuple[int, ...]
+    request_id: str
+    started: float
+    pending: set[int]
+    reading: set[int] = field(default_factory=set)
+    error: str | None = None
+    abandoned: bool = False
+    stuck: bool = False
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+    @property
+    def fills_slots(self) -> bool:
+        """Whether the op writes slots, whose keys are not visible meanwhile."""
+        return self.op.direction in ("store", "fetch")
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenTierOp(OpenOp):
+    """A put or a fetch. `moved`: leading slots that every rank so far has moved. `waits_for_others`: rank 0 has not
+    been given this put yet."""
+
+    tier_op: TierOp
+    moved: int
+    waits_for_others: bool
+    failed: int = 0
+    full: bool = False
+    outage: bool = False
 
 
 class OpsInFlight:
@@ -317,3 +368,99 @@ class OpsInFlight:
     def is_consistent(self) -> bool:
         """Whether exactly the ops that are not stuck may become so. For integrity checks."""
         return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}
+
+
+class TierLedger:
+    """What `OpsInFlight` knows of puts and fetches beside what all ops have. Used with the lock of the pool held."""
+
+    def __init__(self, ops: OpsInFlight) -> None:
+        self._ops = ops
+        self.plans: deque[tuple[int, TierOp]] = deque()
+        """Ranks, each with an op that it has not been given yet."""
+        self.settled: deque[TierSettled] = deque()
+        """Results that the host has not taken."""
+        self.stats: dict[TierDirection, DirectionStats] = {"put": DirectionStats(), "fetch": DirectionStats()}
+
+    def begin(self, entry: OpenTierOp) -> None:
+        """A transfer starts: plan it for its ranks. Rank 0 of a put waits for the others."""
+        ranks = entry.pending - {LAST_RANK} if entry.waits_for_others else entry.pending
+        self.plans.extend((rank, entry.tier_op) for rank in sorted(ranks))
+
+    def take_plans(self) -> list[tuple[int, TierOp]]:
+        """Those since the last call. A rank that has restarted since its op was planned does not get it: its slots hold
+        other bytes now."""
+        plans = [(rank, op) for rank, op in self.plans if self._is_pending(rank, op)]
+        self.plans.clear()
+        return plans
+
+    def _is_pending(self, rank: int, op: TierOp) -> bool:
+        entry = self._ops.get(op.op_id)
+        return entry is not None and rank in entry.pending
+
+    def accept(self, entry: OpenTierOp, completion: Completion) -> None:
+        """Note that a rank has finished its part."""
+        if isinstance(completion, TierCompletion):
+            entry.moved = min(entry.moved, completion.moved)
+            entry.failed = max(entry.failed, completion.failed)
+            entry.full |= completion.full
+            entry.outage |= completion.outage
+        if entry.waits_for_others and entry.pending == {LAST_RANK}:
+            self._go_on(entry)
+
+    def _go_on(self, entry: OpenTierOp) -> None:
+        """Give a put to rank 0, because all others have finished it."""
+        entry.waits_for_others = False
+        if entry.error or not entry.moved:
+            entry.pending.clear()
+            return
+        op, moved = entry.tier_op, entry.moved
+        self.plans.append((LAST_RANK, replace(op, keys=op.keys[:moved], slots=op.slots[:moved])))
+
+    def end(self, entry: OpenTierOp) -> None:
+        """Settle an op that all ranks have finished."""
+        pool, op = self._ops.pool, entry.tier_op
+        moved = 0 if entry.error else entry.moved
+        if op.direction == "put":
+            pool.unhold(entry.held)
+        elif entry.abandoned:
+            pool.index.end_quarantine(op.slots)
+            pool.deallocate(op.slots)
+        else:
+            self._fill(entry, op.keys, op.slots, moved)
+        stats = self.stats[op.direction]
+        if entry.error:
+            stats.error += 1
+        else:
+            stats.count_success(moved, moved * pool.config.slot_bytes, entry.seconds, entry.queue_seconds)
+        if not entry.abandoned:
+            self.settle(entry, moved)
+
+    def _fill(self, entry: OpenOp, keys: Sequence[bytes], slots: Sequence[int], moved: int) -> None:
+        """The leading slots of a fetch are valid on all ranks; the others are not."""
+        pool = self._ops.pool
+        if moved:
+            self._ops.publish(entry.namespace, keys[:moved], slots[:moved])
+        if moved < len(slots):
+            entry.namespace.pending_stores.finish(keys[moved:], slots[moved:])
+            pool.deallocate(slots[moved:])
+
+    def settle(self, entry: OpenTierOp, moved: int) -> None:
+        op = entry.tier_op
+        self.settled.append(
+            TierSettled(
+                op_id=op.op_id,
+                direction=op.direction,
+                keys=op.keys,
+                moved=moved,
+                seconds=entry.seconds,
+                failed=entry.failed,
+                full=entry.full,
+                outage=entry.outage,
+                error=entry.error,
+            )
+        )
+
+    def dissolve(self) -> None:
+        """The session has ended."""
+        self.plans.clear()
+        self.settled.clear()

@@ -7,8 +7,7 @@ from itertools import chain
 
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool, PoolSession
-from kvstow.control.slotjournal import fit
+from kvstow.control.pool import Pool, PoolSession, fit
 from kvstow.messages import Op
 from kvstow.results import StoreGrant
 from kvstow.status import Refusal

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from kvstow.control.acceptance import SessionAcceptance
-from kvstow.control.keyruns import first_of_runs, key_runs, keys_of, runs_below
-from kvstow.control.leases import LeaseBook
-from kvstow.control.namespaces import Namespace
+from kvstow.control.namespaces import Namespace, first_of_runs, key_runs, keys_of, runs_below
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
-from kvstow.control.pool import Pool
+from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranks import RankTable
-from kvstow.control.slotjournal import check_width
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant

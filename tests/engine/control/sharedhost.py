@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
+from kvstow.control.pool import SlotJournal
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.slotjournal import SlotJournal
 from kvstow.messages import Op
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import Content, FakeRank, write_blocks

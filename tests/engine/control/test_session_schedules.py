@@ -16,15 +16,13 @@ from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import keymap
+from kvstow.control import namespaces
+from kvstow.control.administration import Sweep
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
-from kvstow.control.keymap import KeyMap
-from kvstow.control.leases import LeaseBook
-from kvstow.control.namespaces import Namespaces
-from kvstow.control.pool import Pool
+from kvstow.control.namespaces import KeyMap, Namespaces
+from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messages import Mark, Op
 from kvstow.results import Lease, Settled
@@ -56,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("no_log_lines")
 def runs_of_two() -> Iterator[None]:
     """Chains are short: compare the keys of neighbouring slots from two keys on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keymap, "_SHORT", 2)
+        patch.setattr(namespaces, "_SHORT", 2)
         yield
 
 

@@ -7,7 +7,7 @@ from tests.engine.control.sharedhost import Host
 
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
-from kvstow.control.recovery import EarlierSession, recover
+from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import KeyRun
 from kvstow.testing.rank import FakeRank, write_blocks

@@ -21,17 +21,14 @@ from tests.engine.control.test_session_schedules import (
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import placement, recovery
+from kvstow.control import placement, sharedpool
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
-from kvstow.control.namespaces import Namespaces
-from kvstow.control.openop import OpenOp
-from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool
-from kvstow.control.recovery import EarlierSession, EarlierUses, recover
-from kvstow.control.sharedpool import SharedPool
-from kvstow.control.slotjournal import NamespaceLabel
+from kvstow.control.namespaces import NamespaceLabel, Namespaces
+from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.pool import EarlierUses, Pool
+from kvstow.control.sharedpool import EarlierSession, SharedPool, recover
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import Completion
 
@@ -389,12 +386,12 @@ def slots_that_earlier_engines_read_are_freed(patch: pytest.MonkeyPatch) -> None
 
 
 def a_restart_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
-    restore = recovery._restore_session
+    restore = sharedpool._restore_session
 
     def without_slots(pool: SharedPool, earlier: EarlierSession, filling: Sequence[int]) -> AttachedSession:
         return restore(pool, earlier, ())
 
-    patch.setattr(recovery, "_restore_session", without_slots)
+    patch.setattr(sharedpool, "_restore_session", without_slots)
 
 
 def op_ids_begin_again(patch: pytest.MonkeyPatch) -> None:

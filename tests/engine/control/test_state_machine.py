@@ -17,16 +17,13 @@ from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control.acceptance import PoolAcceptance
+from kvstow.control.administration import Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
-from kvstow.control.leases import LeaseBook
-from kvstow.control.openop import OpenOp
-from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool
+from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op

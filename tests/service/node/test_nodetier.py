@@ -19,8 +19,7 @@ from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, Raw
 from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits

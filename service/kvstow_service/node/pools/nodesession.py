@@ -27,7 +27,7 @@ from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.keyruns import runs_without
+from kvstow.control.namespaces import runs_without
 from kvstow.errors import LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, PinError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.poolrows import Row
