@@ -19,7 +19,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
-from kvstow.control.ranks import RankTable
+from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import AgeSampler, SlotMap
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState

@@ -11,7 +11,7 @@ from kvstow.control.namespaces import Namespace, first_of_runs, key_runs, keys_o
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
-from kvstow.control.ranks import RankTable
+from kvstow.control.ranktable import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant

@@ -22,7 +22,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
-from kvstow.control.ranks import RankTable
+from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
