@@ -74,14 +74,14 @@ MUTANTS = [
     Mutant(
         "a_stuck_store_frees_its_slots",
         OPS,
-        "            pool.index.end_quarantine(op.slots)\n            pool.deallocate(op.slots)\n",
-        "            pass\n",
+        "            pool.end_quarantine(op.slots)\n        elif entry.error:\n",
+        "            pass\n        elif entry.error:\n",
         f"{CONTROL}/test_engine.py::test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine",
     ),
     Mutant(
         "a_failed_load_keeps_its_keys",
         OPS,
-        '            self._pool.remove_blocks(entry.op.slots, "load_failed")\n',
+        '            self.pool.remove_blocks(entry.op.slots, "load_failed")\n',
         "            pass\n",
         f"{CONTROL}/test_engine.py::test_a_failed_load_removes_its_keys_at_the_first_failure",
     ),

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvstow.config import POLICIES
+from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult, ProtectionResult
-
-if TYPE_CHECKING:
-    from kvstow.control.namespaces import Namespace
 
 
 class Sweep:
@@ -164,7 +162,7 @@ def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
     return Sweep("purge", len(wanted), pool.config.slot_bytes, work)
 
 
-def drop_namespace(pool: Pool, namespace: Namespace) -> Sweep:
+def sweep_namespace(pool: Pool, namespace: Namespace) -> Sweep:
     """Remove the blocks of a dropped namespace. A held slot is freed when its last lease or load ends."""
     index = pool.index
 

@@ -99,8 +99,7 @@ class AttachedSession(Session):
             pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
         for slots in self._held:
             pool.unhold(slots)
-        pool.index.end_quarantine(self.quarantined_slots)
-        pool.deallocate(self.quarantined_slots)
+        pool.end_quarantine(self.quarantined_slots)
         self._held, self.quarantined_slots = [], []
 
     def held_slots(self) -> Iterator[tuple[int, ...]]:

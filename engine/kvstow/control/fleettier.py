@@ -46,7 +46,7 @@ class TierSettings:
             raise ConfigError("prefill_rate", self.prefill_rate, "more than 0 tokens per second")
 
 
-class Found(NamedTuple):
+class LongerHit(NamedTuple):
     """A hit that is longer than the pool's own. `keys`: all that are needed of it; `blocks`: how many blocks of tokens
     longer it is; `beyond`: how many of the keys the pool's own hit does not need."""
 
@@ -60,7 +60,7 @@ class Found(NamedTuple):
         return self.blocks / len(self.keys)
 
 
-NOTHING = Found((), 0, 0)
+NOTHING = LongerHit((), 0, 0)
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class FleetTier:
         elif remote or wait.ops:
             self._fetch(wait, remote, found)
 
-    def _fetch(self, wait: TierWait, remote: Sequence[bytes], found: Found) -> None:
+    def _fetch(self, wait: TierWait, remote: Sequence[bytes], found: LongerHit) -> None:
         """Fetch `remote`, if that pays for a request that gets what it has `found` then."""
         estimate = self._decide(remote, found, len(remote))
         if not estimate.pays:
@@ -217,7 +217,7 @@ class FleetTier:
             compute = inf if estimate.compute_seconds is None else estimate.compute_seconds
             wait.until = wait.began + min(self._settings.deadline, compute)
 
-    def _decide(self, remote: Sequence[bytes], found: Found, fetched: int) -> Estimate:
+    def _decide(self, remote: Sequence[bytes], found: LongerHit, fetched: int) -> Estimate:
         """Whether to fetch `fetched` blocks. If that does not pay, a few of those that are `remote` are fetched now and
         then to measure the store."""
         queued = self._fetches.num_blocks
@@ -241,7 +241,7 @@ class FleetTier:
 
     # -- what a request can have of the pool, of fetches under way and of the store together --------------------
 
-    def _find(self, wait: TierWait) -> Found | None:
+    def _find(self, wait: TierWait) -> LongerHit | None:
         """What the request can have; None: not known yet, and the store is asked."""
         needs = wait.needs
         found = self._find_leading(wait) if needs is None else self._find_needed(wait, needs)
@@ -249,7 +249,7 @@ class FleetTier:
             self._table.drop(wait.inquiry)
         return found
 
-    def _find_leading(self, wait: TierWait) -> Found | None:
+    def _find_leading(self, wait: TierWait) -> LongerHit | None:
         """The keys from `wait.first` on that the pool, fetches under way and the store have; None: not known yet."""
         inquiry, version = wait.inquiry, self._table.version
         if inquiry is not None and inquiry.is_open and version == wait.version:
@@ -258,9 +258,9 @@ class FleetTier:
         end = self._end_of(wait)
         if end is None:
             return None
-        return Found(wait.keys[wait.first : end], end - wait.first, end - wait.first)
+        return LongerHit(wait.keys[wait.first : end], end - wait.first, end - wait.first)
 
-    def _find_needed(self, wait: TierWait, needs: Needs) -> Found | None:
+    def _find_needed(self, wait: TierWait, needs: Needs) -> LongerHit | None:
         """What a request needs of several groups for the longest hit that the pool, fetches under way and the store
         give together, and how much longer it is than that of the pool alone; None: not known yet. O(keys) when the
         request comes and when the store has answered, and O(keys log keys) where the pool is short of slots."""
@@ -278,7 +278,7 @@ class FleetTier:
         saved = longest.blocks - pool.blocks
         if saved <= 0:
             return NOTHING
-        return Found(longest.keys, saved, len(set(longest.keys).difference(pool.keys)))
+        return LongerHit(longest.keys, saved, len(set(longest.keys).difference(pool.keys)))
 
     def _longest(self, needs: Needs, least: int) -> Needed:
         """The longest hit that the three give together and that the pool has room for; if none is longer than `least`

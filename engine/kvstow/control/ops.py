@@ -18,17 +18,13 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from logging import ERROR, WARNING
-from typing import TYPE_CHECKING
 
+from kvstow.control.index import Removal
+from kvstow.control.namespaces import Namespace
+from kvstow.control.pool import Pool, PoolSession
 from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
 from kvstow.results import Settled, TierSettled
 from kvstow.stats import DirectionStats
-
-if TYPE_CHECKING:
-    from kvstow.control.index import Removal
-    from kvstow.control.namespaces import Namespace
-    from kvstow.control.pool import Pool, PoolSession
-
 
 LAST_RANK = 0
 """The rank whose object a put writes last."""
@@ -250,8 +246,7 @@ class OpsInFlight:
         pool, op = self.pool, entry.op
         outcomes = pool.counters.stores
         if entry.abandoned:
-            pool.index.end_quarantine(op.slots)
-            pool.deallocate(op.slots)
+            pool.end_quarantine(op.slots)
         elif entry.error:
             entry.namespace.pending_stores.finish(entry.keys, op.slots)
             pool.deallocate(op.slots)
@@ -423,8 +418,7 @@ class TierLedger:
         if op.direction == "put":
             pool.unhold(entry.held)
         elif entry.abandoned:
-            pool.index.end_quarantine(op.slots)
-            pool.deallocate(op.slots)
+            pool.end_quarantine(op.slots)
         else:
             self._fill(entry, op.keys, op.slots, moved)
         stats = self.stats[op.direction]

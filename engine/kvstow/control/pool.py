@@ -1,4 +1,5 @@
-"""A pool: one memory layout, and everything whose life is that of the memory.
+"""A pool: one memory layout, and everything whose life is that of the memory; and what it knows of its sessions and its
+journal.
 
 Lock: every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say
 so.
@@ -28,7 +29,7 @@ from kvstow.stats import Counters
 from kvstow.status import BypassStatus, DrainMode, Refusal
 
 SLICE_SLOTS = 1024
-"""Slots per slice. Evicting that many holds the engine's lock for less than a millisecond."""
+"""Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
 
 
 class PoolAcceptance:
@@ -309,6 +310,11 @@ class Pool:
         if self.journal is not None and slots:
             self.journal.clear(slots)
         self.slots.deallocate(slots)
+
+    def end_quarantine(self, slots: Sequence[int]) -> None:
+        """Nobody can write these slots any more."""
+        self.index.end_quarantine(slots)
+        self.deallocate(slots)
 
     def unhold(self, slots: Iterable[int]) -> None:
         self.deallocate(self.index.unhold(list(slots)))

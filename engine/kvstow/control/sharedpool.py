@@ -13,8 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.config import EngineConfig
-from kvstow.control import administration
-from kvstow.control.administration import Administrator, Sweep
+from kvstow.control.administration import Administrator, Sweep, sweep_namespace
 from kvstow.control.attachedsession import AttachedSession, TierSession
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool, SlotJournal
@@ -124,7 +123,7 @@ class SharedPool(Pool):
             self.journal_namespaces()
         if namespace is None:
             raise NotFoundError(f"there is no namespace {name!r}")
-        return administration.drop_namespace(self, namespace)
+        return sweep_namespace(self, namespace)
 
     def join_namespace(self, name: str) -> Namespace:
         namespace = super().join_namespace(name)

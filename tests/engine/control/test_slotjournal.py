@@ -296,7 +296,7 @@ def the_journal_publishes_before_the_bytes_are_whole(patch: pytest.MonkeyPatch) 
     accept = OpsInFlight._accept
 
     def too_early(self: OpsInFlight, entry: OpenOp, rank: int, completion: Completion) -> None:
-        journal = self._pool.journal
+        journal = self.pool.journal
         assert journal is not None
         accept(self, entry, rank, completion)
         if entry.op.direction == "store" and completion.mark == "done" and entry.pending:
@@ -320,7 +320,7 @@ def failed_stores_are_published(patch: pytest.MonkeyPatch) -> None:
     end = OpsInFlight._end_store
 
     def publish(self: OpsInFlight, entry: OpenOp) -> None:
-        journal = self._pool.journal
+        journal = self.pool.journal
         if entry.error and not entry.abandoned and journal is not None:
             journal.publish(entry.op.slots, entry.namespace.tag, entry.keys)
         end(self, entry)
