@@ -186,7 +186,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.offloadmetrics", ["kvstow.control.engine"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
-        ("kvstow.memory.mlock", ["torch"]),
+        ("kvstow.memory.pinning", ["torch"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
         ("kvstow_service.node.survival.keeperprocess", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence, Launcher
-from kvstow.memory.poolstatus import PoolStatus
-from kvstow.memory.slotpool import SlotPool
+from kvstow.memory.slotpool import PoolStatus, SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
     Completion,

@@ -7,24 +7,35 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
-from kvstow.memory.callqueue import CallQueue
-from kvstow.memory.chunks import Chunk, PinnedChunks
-from kvstow.memory.growth import Growth
-from kvstow.memory.hoststeps import HostSteps
-from kvstow.memory.pace import Pace
-from kvstow.memory.pacedregistrar import CallFigures, PacedRegistrar
-from kvstow.memory.pinning import PinProgress, Registrar
-from kvstow.memory.poolmemory import PoolMemory
-from kvstow.memory.poolstatus import PoolState, PoolStatus
+from kvstow.memory.chunks import Chunk, Growth, PinnedChunks, PoolMemory
+from kvstow.memory.hoststeps import CallQueue, HostSteps
+from kvstow.memory.pinning import CallFigures, Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.messages import PoolFigures
+
+PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStatus(PoolFigures):
+    """One view of a pool. `degraded`: a chunk failed; `failed`: an unexpected error. In both, `error_reason` and
+    `error` say why, the pinned slots stay usable, and `retry` or a new target tries again. `numa_bytes`: memory by NUMA
+    node, empty if the kernel does not report it."""
+
+    state: PoolState
+    error_reason: str | None
+    error: str | None
+    numa_bytes: Mapping[int, int]
+
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.errors import PinError
-from kvstow.memory.callqueue import Call, CallQueue
+from kvstow.memory.hoststeps import Call, CallQueue
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -7,8 +7,7 @@ import pytest
 
 from kvstow.errors import CopyError, PinError
 from kvstow.memory import hoststeps
-from kvstow.memory.callqueue import Call, CallQueue
-from kvstow.memory.hoststeps import IDLE_SECONDS, HostSteps
+from kvstow.memory.hoststeps import IDLE_SECONDS, Call, CallQueue, HostSteps
 from kvstow.testing.fakes import FakeClock, Latch
 
 Eventually = Callable[[Callable[[], object]], None]

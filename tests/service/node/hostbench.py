@@ -28,9 +28,9 @@ from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow.messages import Completion, Mark
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import ready_report

@@ -29,7 +29,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pace import FixedPace
+from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.node.attach.sessionhost import SessionLink

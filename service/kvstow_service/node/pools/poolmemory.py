@@ -10,7 +10,7 @@ from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import ConflictError, PinError
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.poolrows import Row
+from kvstow.memory.rows import Row
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
 
