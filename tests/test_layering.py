@@ -85,6 +85,8 @@ FORBIDDEN = {
 ORDER = {
     "engine/kvstow/control": "blockevents policy ranktable slots namespaces index indexjournal pool ops placement "
     "session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
+    "rows budget nodememory",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}

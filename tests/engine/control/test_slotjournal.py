@@ -28,6 +28,7 @@ from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
 from kvstow.control.namespaces import NamespaceLabel, Namespaces
 from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import EarlierUses, Pool
+from kvstow.control.session import sessions_of
 from kvstow.control.sharedpool import EarlierSession, SharedPool, recover
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import Completion
@@ -102,7 +103,7 @@ class JournaledEngines(Engines):
         for engine in [*self.engines, *self.ended]:
             for _, op in engine.queued():
                 assert op.direction == "load" or filling.issuperset(op.slots), "a slot that is written is not begun"
-        held = {slot for session in self.pool.sessions for slots in session.held_slots() for slot in slots}
+        held = {slot for session in sessions_of(self.pool) for slots in session.held_slots() for slot in slots}
         assert in_use >= held, "a slot that is read is empty in the journal"
 
     def books_balance(self) -> None:

@@ -349,7 +349,7 @@ def op_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
     def number_again(self: OpsInFlight, entry: OpenOp) -> None:
         forget(self, entry)
         if not len(self):
-            self._pool.last_op_id = 0
+            self.pool.last_op_id = 0
 
     patch.setattr(OpsInFlight, "_forget", number_again)
 
@@ -364,7 +364,7 @@ def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
     def number_again(self: OpsInFlight, rank: int) -> None:
         fail_rank(self, rank)
         if len(self._ranks) == 1:
-            self._pool.last_op_id = 0
+            self.pool.last_op_id = 0
 
     patch.setattr(OffloadEngine, "complete", believe)
     patch.setattr(OpsInFlight, "fail_rank", number_again)
