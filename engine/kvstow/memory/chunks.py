@@ -12,7 +12,7 @@ from math import gcd
 from typing import Protocol
 
 from kvstow.errors import PinError
-from kvstow.memory.hoststeps import Call, CallQueue
+from kvstow.memory.hoststeps import CallQueue, RegisterCall
 from kvstow.memory.pinning import Pace, PacedRegistrar
 from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 
@@ -123,7 +123,7 @@ def _stride(slot_bytes: int, chunk_bytes: int) -> int:
     return stride
 
 
-class PoolMemory(Protocol):
+class SlotMemory(Protocol):
     """Where the bytes of chunks are. Each step either succeeds or is undone completely. Called by the pinning thread,
     except `register` and `commit`, which may run beside each other: `register` on the host's thread, and `commit` on
     one that populates, after a first time on the pinning thread. `close` follows the end of all. Chunks that follow
@@ -222,7 +222,7 @@ class Growth:
         pinned: PinnedChunks | None,
         plan: Callable[[int, int], list[Chunk]],
         *,
-        memory: PoolMemory,
+        memory: SlotMemory,
         paced: PacedRegistrar,
         pace: Pace,
         is_host_idle: Callable[[], bool],
@@ -299,7 +299,7 @@ class Growth:
         except BaseException:
             self._memory.decommit(_span(chunks))
             raise
-        self.queue.add([Call(partial(self._memory.register, chunk), chunk.num_bytes) for chunk in chunks])
+        self.queue.add([RegisterCall(partial(self._memory.register, chunk), chunk.num_bytes) for chunk in chunks])
 
     def _commit(self, chunks: Sequence[Chunk], *, is_optional: bool) -> list[Chunk]:
         """Commit all of them, or else the first one; which of them it did. None only if `is_optional`: then there are

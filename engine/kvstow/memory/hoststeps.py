@@ -114,7 +114,7 @@ def _deviation(samples: Collection[float]) -> float:
 _CHECK_SECONDS = 0.1  # between two looks whether a thread that had claimed a call was interrupted
 
 
-class Call(NamedTuple):
+class RegisterCall(NamedTuple):
     make: Callable[[], None]
     num_bytes: int
 
@@ -146,7 +146,7 @@ class CallQueue:
         """No further call is begun, for good."""
         self.by_host: deque[MadeCall] = deque()
         """Taken by the pinning thread."""
-        self._calls: list[Call] = []
+        self._calls: list[RegisterCall] = []
         self._wake_at = 0
         self._is_abandoned = False
         self._turn, self._wake = threading.Lock(), threading.Lock()
@@ -166,7 +166,7 @@ class CallQueue:
         """Stopped, failed, or abandoned."""
         return self.is_stopped or self._is_abandoned or self.error is not None
 
-    def add(self, calls: Iterable[Call]) -> None:
+    def add(self, calls: Iterable[RegisterCall]) -> None:
         self._calls.extend(calls)
 
     def claim(self) -> bool:
@@ -383,7 +383,7 @@ class HostSteps:
         after the call: its duration on the host's thread, or None. Raises what the call raised, and `PinError` if the
         host's thread was interrupted during it."""
         queue = CallQueue()
-        queue.add([Call(call, num_bytes)])
+        queue.add([RegisterCall(call, num_bytes)])
         self.offer(queue, seconds)
         try:
             while not queue.is_over:

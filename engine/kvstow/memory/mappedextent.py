@@ -175,7 +175,7 @@ class ExtentChunk(Chunk):
 
 @dataclass(slots=True)
 class ExtentMemory:
-    """The memory of chunks that are parts of extents: the `PoolMemory` of a `MappedPool`, which says who calls what.
+    """The memory of chunks that are parts of extents: the `SlotMemory` of a `MappedPool`, which says who calls what.
     `close` closes the extents."""
 
     registrar: PacedRegistrar
