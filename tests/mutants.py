@@ -148,7 +148,7 @@ MUTANTS = [
     ),
     Mutant(
         "released_extents_are_named_before_the_report",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        if news:\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
         "tests/engine/attach/test_workercalls.py::"
@@ -191,7 +191,7 @@ MUTANTS = [
     ),
     Mutant(
         "ops_of_every_session_are_let_through",
-        "engine/kvstow/attach/opgate.py",
+        "engine/kvstow/attach/worker.py",
         "if number_of(op.op_id) == self._number]",
         "if op is not None]",
         "tests/service/node/test_attachedworker.py",

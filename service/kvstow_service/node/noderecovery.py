@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstow.attach.identity import NamespaceIdentity
-from kvstow.attach.jsonobject import JsonObject
+from kvstow.attach.payloads import JsonObject
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.namespaces import NamespaceLabel
 from kvstow.control.sharedpool import EarlierSession, recover

@@ -15,15 +15,16 @@ from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
+    EventPage,
     Found,
     Hold,
     LoadBegun,
     Lookup,
+    ReadEvents,
     SettledOps,
     StoreBegun,
 )
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer

@@ -22,8 +22,8 @@ from kvstow.attach.extentcalls import (
     RegisteredExtents,
     RevokedExtents,
 )
+from kvstow.attach.hello import SessionTicket, unique_id
 from kvstow.attach.peer import Peer
-from kvstow.attach.ticket import SessionTicket, unique_id
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.memfd import create_memfd

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvstow.attach.ticket import SessionTicket
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence

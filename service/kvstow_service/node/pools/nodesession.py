@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
+    BlockChange,
     Completions,
+    EventPage,
     Found,
     Hold,
     LoadBegun,
     Lookup,
     LookupPrompt,
     Pending,
+    ReadEvents,
     SettledOp,
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.eventcalls import BlockChange, EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
