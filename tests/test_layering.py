@@ -87,6 +87,7 @@ ORDER = {
     "session administration attachedsession engine sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
+    "engine/kvstow/attach": "payloads channel identity peer extentcalls calls hello connection openops engine worker",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}

@@ -481,4 +481,4 @@ class EventPage:
         return cls(cursor, tuple(changes), lost, has_more)
 
 
-_U8, _U64, _HEAD = struct.Struct("<B"), struct.Struct("<Q"), struct.Struct("<Q??I")
+_U8, _HEAD = struct.Struct("<B"), struct.Struct("<Q??I")
