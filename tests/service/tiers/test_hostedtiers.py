@@ -9,7 +9,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_api.hostedtier import TierClient
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
