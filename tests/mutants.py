@@ -48,6 +48,7 @@ class Patched:
 CONTROL = "tests/engine/control"
 OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
+JAX = "engine/kvstow/devices/jax"
 RANK_MEMORY = "service/kvstow_service/node/pools/rankmemory.py"
 MEMFD = "engine/kvstow/memfd.py"
 AUTH = "api/kvstow_api/auth.py"
@@ -57,6 +58,51 @@ ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
 MUTANTS = [
+    # -- ranks on JAX ----------------------------------------------------------------------------------------
+    Mutant(
+        "loads_are_launched_when_this_rank_has_staged_them",
+        f"{JAX}/device.py",
+        "                self._loads.launch(launches)\n",
+        "                self._loads.launch([LoadLaunch(one.op_id, one.num_blocks, one.num_launched, one.num_staged)"
+        " for one in self._loads._tickets if one.num_launched < one.num_staged])\n",
+        "tests/jax/test_processes.py::test_ranks_of_which_one_is_slow_and_repeats_itself",
+    ),
+    Mutant(
+        "loads_are_launched_when_the_first_rank_has_staged_them",
+        "engine/kvstow/control/launchorder.py",
+        "ready = min(load.staged)",
+        "ready = max(load.staged)",
+        f"{CONTROL}/test_launchorder.py::test_a_load_is_launched_when_all_ranks_have_staged_it",
+    ),
+    Mutant(
+        "loads_that_fail_on_a_rank_are_not_launched_there",
+        f"{JAX}/loads.py",
+        "                        self._scatter_nothing(bucket_of(self._buckets, len(pieces[number])), arrays, split)\n",
+        "",
+        "tests/jax/test_device.py::test_a_load_that_fails_here_is_launched_and_writes_nothing",
+    ),
+    Mutant(
+        "stores_that_fail_on_a_rank_are_not_launched_there",
+        f"{JAX}/stores.py",
+        "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n",
+        "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n"
+        "        if held is None:\n            return\n",
+        "tests/jax/test_device.py::test_a_store_that_fails_here_is_gathered",
+    ),
+    Mutant(
+        "stores_for_an_earlier_boot_are_not_launched",
+        f"{ENGINE_CORE}/workerside.py",
+        "        self.refused(step.stores)\n",
+        "",
+        "tests/service/connectors/engine_core/test_workerside.py::test_ops_for_another_boot_are_refused",
+    ),
+    Mutant(
+        "stores_that_a_restart_has_disowned_are_done",
+        OPS,
+        'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
+        "pass",
+        f"{CONTROL}/test_ranks.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+    ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
         "a_failed_store_is_published",
@@ -599,9 +645,9 @@ PATCHED = [
         (
             "gather_after_the_step",
             "gather_rest_after_the_step",
-            "launch_on_the_copy_thread",
+            "upload_on_the_copy_thread",
+            "download_on_the_copy_thread",
             "load_without_witness",
-            "memory_freed_at_upload",
         ),
         "tests/jax/test_mutants.py::test_taking_out_a_safeguard_is_noticed",
     ),

@@ -83,8 +83,8 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents policy ranktable slots namespaces index indexjournal pool ops placement "
-    "session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder policy ranktable slots namespaces index indexjournal pool ops "
+    "placement session administration attachedsession engine sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "payloads channel identity peer extentcalls calls hello connection openops engine worker",
