@@ -101,7 +101,7 @@ MUTANTS = [
         OPS,
         'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
         "pass",
-        f"{CONTROL}/test_ranks.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+        f"{CONTROL}/test_ranktable.py::test_a_store_that_a_restarted_rank_had_finished_fails",
     ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
