@@ -86,8 +86,10 @@ def serving() -> Iterator[Serving]:
             clock: Callable[[], float] = time.monotonic,
             on_lost_line: Callable[[], None] = lambda: None,
         ) -> tuple[AdminServer, AdminSockets]:
-            listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
+            listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", port), secure=tls is not None)
             running.callback(listeners.close)
+            if uds is not None:
+                listeners.listen_unix(uds)
             server = AdminServer(
                 app,
                 listeners.sockets,

@@ -22,6 +22,21 @@ _EFFECTIVE_UID = re.compile(r"^Uid:\s*\d+\s+(\d+)", re.MULTILINE)
 _NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP})
 
 
+def overflow_uid() -> int:
+    """The uid under which the kernel shows all users that have no number in this process's user namespace."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return 65534
+
+
+def credentials_of(connected: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket, as they were when it connected."""
+    size = _CREDENTIALS.size
+    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid, gid
+
+
 class Peer:
     """A process that has connected. `pid` is the number that this process sees, or 0 if the process is not visible.
     `uid` and `gid` are mapped to this process's user namespace. `pidfd` becomes readable when the process has ended and
@@ -82,9 +97,15 @@ class Peer:
 def peer_of(
     connected: socket.socket, *, needs_pidfd: bool = True, open_pidfd: Callable[[int], int] = os.pidfd_open
 ) -> Peer:
-    """The process that connected this socket. Raises `AttachRefusedError` if it has already ended, or if `needs_pidfd`
-    is set and its pidfd is not available."""
-    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    """The process that connected this socket. Raises `AttachRefusedError` if its user has no number here, if it has
+    already ended, or if `needs_pidfd` is set and its pidfd is not available."""
+    pid, uid, gid = credentials_of(connected)
+    if uid == overflow_uid():
+        raise AttachRefusedError(
+            "uid",
+            f"uid {uid} stands for every user that the kernel cannot name in the service's user namespace: run the "
+            "engine as a user that has a number there",
+        )
     try:
         pidfd: int | None = _peer_pidfd(connected)
     except OSError as error:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
@@ -193,11 +192,10 @@ class EmbeddedAdmin:
 
     def _listen(self) -> None:
         """Open every socket that can be opened. Raises `ConflictError` if none can."""
-        options, sockets = self._options, self._sockets
+        sockets = self._sockets
         self._try(self._listen_on_tcp, "has no TCP socket")
-        self._try(lambda: self._rendezvous.publish(sockets, self._token), "cannot be reached by this machine's ranks")
-        if options.uds is not None:
-            self._try(partial(sockets.listen_unix, options.uds), "does not listen on admin_uds")
+        without = "has no Unix socket: this machine's ranks cannot reach it, and changes need a token"
+        self._try(lambda: self._rendezvous.publish(sockets, self._token), without)
         if not sockets.sockets:
             raise ConflictError("no socket can be opened; the log says why")
 
