@@ -55,7 +55,7 @@ class Host:
         for start in range(0, slots, STORE_BLOCKS):
             self.subject.store(self.subject.keys(self.hashes.run(start, min(STORE_BLOCKS, slots - start))))
         engine = self.subject.engine
-        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         running.callback(listeners.close)
         context = ApiHost(
             directory=EmbeddedDirectory(engine, slots), version="bench", mode="bench", agent_token=_AGENT_TOKEN
