@@ -179,7 +179,9 @@ class AuthMiddleware:
             return _unauthorized(scope, reading, has_token, "")
         caller = scope.get("state", {}).get(CALLER)
         if caller is not None:
-            way = f"uid {caller} stands for every user that the kernel cannot name here: call as a user that has a number"
+            way = (
+                f"uid {caller} stands for every user that the kernel cannot name here: call as a user that has a number"
+            )
         elif self._socket is not None:
             way = f"the server's user and root need none on its machine, through {self._socket}"
         else:

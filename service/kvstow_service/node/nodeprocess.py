@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstow.bytesize import format_size
 from kvstow.attach.peer import overflow_uid
+from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow_api.directory import Directory
@@ -160,7 +160,16 @@ def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
         logger.warning("memory is short until shared memory in use is handed over or freed: %s", shortage.message)
 
 
-_PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "admin_socket", "attach_socket", "state"}
+_PATHS = {
+    "token_file",
+    "viewer_token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "admin_socket",
+    "attach_socket",
+    "state",
+}
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
@@ -172,8 +181,8 @@ def _listen_for_changes(sockets: AdminSockets, path: Path, group: int | None, di
     """Open the admin socket. Without it the service still serves its engines, and everything can be read."""
     if os.geteuid() == overflow_uid():
         logger.warning(
-            "this service runs as uid %d, which also stands for every user that the kernel cannot name here: its socket "
-            "takes changes from root alone, and engines of this user cannot attach",
+            "this service runs as uid %d, which also stands for every user that the kernel cannot name here: the admin "
+            "socket takes changes from root alone, and engines of this user cannot attach",
             os.geteuid(),
         )
     try:

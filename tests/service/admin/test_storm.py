@@ -48,7 +48,9 @@ class Storm:
         pool = PoolConfig(SLOT_BYTES, SLOTS * SLOT_BYTES, 2 * SLOTS * SLOT_BYTES, chunk_bytes=1 << 18, pause=0.0)
         self.engine = OffloadEngine(EngineConfig(SLOT_BYTES, SLOTS, num_ranks=RANKS))
         self.ranks: list[LocalRank] = build_ranks(RANKS, pool, self.kv_blocks)
-        context = ApiHost(EmbeddedDirectory(self.engine, 2 * SLOTS), "test", "node", agent_token="agent", token_file=token_file)
+        context = ApiHost(
+            EmbeddedDirectory(self.engine, 2 * SLOTS), "test", "node", agent_token="agent", token_file=token_file
+        )
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
         ticker = Ticker(self.engine, interval=0.05)

@@ -99,8 +99,8 @@ def test_an_admin_socket_where_engines_come_is_refused(tmp_path: Path, folder: s
     result = serve(*SMALL, f"--attach-socket={tmp_path}/run/attach.sock", f"--admin-socket={admin}")
     assert result.exit_code == 2
     assert result.stderr == (
-        f"kvstow serve: --admin-socket {admin} is in {tmp_path}/run, the folder of the attach socket, which engines may "
-        "enter\n"
+        f"kvstow serve: --admin-socket {admin} is in {tmp_path}/run, the folder of the attach socket, which engines "
+        "may enter\n"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.service.admin.embedded.conftest import free_ports, over
+from tests.service.admin.embedded.conftest import free_ports
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_service.admin.adminoptions import AdminOptions

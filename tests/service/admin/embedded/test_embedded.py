@@ -297,7 +297,7 @@ def test_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.Mon
 def test_a_killed_host_does_not_block_its_successor(
     launch: Any, environ: dict[str, str], stack: ExitStack, tmp_path: Path
 ) -> None:
-    code = rf"""
+    code = r"""
 import os
 from pathlib import Path
 from kvstow.config import EngineConfig

@@ -107,7 +107,5 @@ def test_a_file_that_is_no_socket_is_kept(tmp_path: Path) -> None:
 def test_a_group_is_a_name_or_a_number() -> None:
     known = grp.getgrgid(os.getgid())
     assert group_id("admin_group", known.gr_name) == group_id("admin_group", str(known.gr_gid)) == os.getgid()
-    with pytest.raises(
-        ConfigError, match="admin_group is 'no-such-group'; allowed: the name or the number of a group"
-    ):
+    with pytest.raises(ConfigError, match="admin_group is 'no-such-group'; allowed: the name or the number of a group"):
         group_id("admin_group", "no-such-group")
