@@ -340,6 +340,13 @@ MUTANTS = [
         "tests/api/test_auth.py::test_the_overflow_uid_is_nobodys",
     ),
     Mutant(
+        "text_of_clients_is_not_checked",
+        "engine/kvstow/plaintext.py",
+        " and value.isprintable()\n",
+        "\n",
+        "tests/engine/attach/test_messages.py::test_a_name_that_cannot_be_shown_in_a_line_is_refused",
+    ),
+    Mutant(
         "the_overflow_uid_attaches",
         "engine/kvstow/attach/peer.py",
         "    if uid == overflow_uid():\n",
