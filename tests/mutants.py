@@ -340,6 +340,13 @@ MUTANTS = [
         "tests/api/test_auth.py::test_the_overflow_uid_is_nobodys",
     ),
     Mutant(
+        "a_log_that_nobody_reads_stops_threads",
+        "service/kvstow_service/process/logwriter.py",
+        "            self.queue.put(record)\n        except",
+        "            self._write(record)\n        except",
+        "tests/service/node/test_serve_process.py::test_a_log_that_nobody_reads_stops_nothing",
+    ),
+    Mutant(
         "text_of_clients_is_not_checked",
         "engine/kvstow/plaintext.py",
         " and value.isprintable()\n",

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
@@ -25,6 +26,7 @@ from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.admin.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
+from kvstow_service.process.logwriter import LogWriter
 from kvstow_service.process.switchinterval import short_switch_interval
 
 if TYPE_CHECKING:
@@ -184,7 +186,8 @@ class EmbeddedAdmin:
             tls=self._tls,
             **self._description,
         )
-        return make_server(host, self._sockets, self._tls, self._fail)
+        log = LogWriter(partial(self._engine.count_error, "log_line_dropped"))
+        return make_server(host, self._sockets, self._tls, self._fail, log)
 
     def _renew_tls(self) -> None:
         if self._tls is not None:

@@ -7,6 +7,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
 from kvstow_service.process.logformat import configure_logs
+from kvstow_service.process.logwriter import QueuedLog
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
 from kvstow_service.tiers.hostedtiers import TierChoice
@@ -42,16 +44,26 @@ def run_service(settings: Settings) -> int:
     Owns the process's signals and its loggers; call it on the main thread. Raises `ConfigError` or another
     `KvstowError` if it cannot start. It has then given back everything that it had taken.
     """
-    configure_logs(settings.log_format, settings.log_level)
+    log = configure_logs(settings.log_format, settings.log_level)
+    try:
+        return _serve(settings, log)
+    finally:
+        log.stop()
+
+
+def _serve(settings: Settings, log: QueuedLog) -> int:
     with ExitStack() as running:
         stops = running.enter_context(StopRequests())
         plan = _check(settings)
+        if plan.tls is not None:
+            stops.on_reload = plan.tls.renew
 
         sockets = AdminSockets(plan.address, secure=plan.tls is not None)
         running.callback(sockets.close)
         node = Node(plan.node, on_failure=lambda reason: stops.request(reason, 1))
         running.callback(node.close)
         directory = NodeDirectory(node)
+        log.queue.on_drop = partial(directory.count_error, "log_line_dropped")
         _listen_for_changes(sockets, settings.admin_path, plan.admin_group, directory)
         ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,6 +223,42 @@ def test_a_folder_that_cannot_be_used_does_not_stop_the_start(start: Start, tmp_
     assert f"there is no admin socket, so changes need a token: cannot listen on unix:{tmp_path}/file" in service.log()
     assert "the server has no Unix socket" in service.client.put("/v1/drain", json={}).json()["detail"]
     assert service.end(signal.SIGTERM) == 0
+
+
+def test_a_log_that_nobody_reads_stops_nothing(child_environ: dict[str, str], tmp_path: Path, eventually: Any) -> None:
+    """Every refusal at the attach socket logs a line on the thread that answers engines."""
+    attach, uds = tmp_path / "run" / "attach.sock", tmp_path / "admin.sock"
+    full, nobody_reads = os.pipe()
+    fcntl.fcntl(nobody_reads, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(nobody_reads, False)
+    with suppress(BlockingIOError):
+        while os.write(nobody_reads, bytes(512)):
+            pass
+    os.set_blocking(nobody_reads, True)
+    command = [sys.executable, "-m", "kvstow_service", "serve", "--port=0", "--shutdown-delay=0", *SLOW]
+    command += [f"--attach-socket={attach}", f"--admin-socket={uds}"]
+    process = subprocess.Popen(command, stderr=nobody_reads, env=child_environ)
+    try:
+        eventually(lambda: attach.is_socket(), "the attach socket")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://kvstow") as client:
+            for count in (1, 2, 3):
+                with socket.socket(socket.AF_UNIX) as nonsense:
+                    nonsense.settimeout(30.0)
+                    nonsense.connect(str(attach))
+                    nonsense.sendall(b"GET / HTTP/1.1" + bytes(64))
+                    nonsense.recv(1 << 16)
+                eventually(lambda count=count: refusals(client) >= count, "a thread that answers engines")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(full)
+        os.close(nobody_reads)
+
+
+def refusals(client: httpx.Client) -> int:
+    return sum(client.get("/v1/sessions").json()["rejected"].values())
 
 
 def test_it_takes_exactly_its_memory_and_never_more(start: Start, eventually: Any) -> None:
