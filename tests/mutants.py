@@ -347,6 +347,27 @@ MUTANTS = [
         "tests/service/node/test_serve_process.py::test_a_log_that_nobody_reads_stops_nothing",
     ),
     Mutant(
+        "a_session_may_hold_any_number_of_leases",
+        "engine/kvstow/control/session.py",
+        'return "too_many_leases" if num_held >= MOST_HELD or slots',
+        'return "too_many_leases" if slots',
+        f"{CONTROL}/test_sessions.py::test_a_session_that_holds_too_many_leases_and_loads_finds_nothing_more",
+    ),
+    Mutant(
+        "loads_that_never_end_are_not_counted",
+        "engine/kvstow/control/ops.py",
+        "        self.held_slots += len(held)\n",
+        "",
+        f"{CONTROL}/test_sessions.py::test_the_slots_of_a_sessions_leases_and_loads_are_bounded",
+    ),
+    Mutant(
+        "descriptors_wait_without_a_bound",
+        "engine/kvstow/attach/channel.py",
+        "            if self._unsent_fds + len(fds) > MAX_UNSENT_FDS:\n",
+        "            if self._unsent_fds < 0:\n",
+        "tests/engine/attach/test_channel.py::test_a_reader_that_does_not_read_does_not_take_all_descriptors",
+    ),
+    Mutant(
         "text_of_clients_is_not_checked",
         "engine/kvstow/plaintext.py",
         " and value.isprintable()\n",
