@@ -231,10 +231,15 @@ def _is_cross_site(scope: Scope) -> bool:
 
 
 def _unauthorized(scope: Scope, reading: bool, has_token: bool, way: str) -> Response:
-    challenge = 'Bearer realm="kvstow"' + (', error="invalid_token"' if has_token else "")
-    challenge += ', Basic realm="kvstow"' if reading else ""
     detail = "invalid token" if has_token else "a token is needed: `Authorization: Bearer TOKEN`"
-    return problem(scope, 401, detail + way, headers={"WWW-Authenticate": challenge})
+    answer = problem(scope, 401, detail + way)
+    # A line for each, and Basic first: Chromium looks at the first challenge of a line, and knows no Bearer.
+    if reading:
+        answer.headers.append("WWW-Authenticate", 'Basic realm="kvstow"')
+    answer.headers.append(
+        "WWW-Authenticate", 'Bearer realm="kvstow"' + (', error="invalid_token"' if has_token else "")
+    )
+    return answer
 
 
 def _token(scope: Scope, reading: bool) -> bytes | None:

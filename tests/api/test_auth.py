@@ -533,3 +533,9 @@ async def test_requests_marked_as_cross_site_cannot_make_changes(launch: Any, ra
     for own in ("same-origin", "none"):
         assert (await client.post("/v1/pools/host/retry", headers={"Sec-Fetch-Site": own})).status_code == 202
     assert (await client.get("/v1/info", headers={"Sec-Fetch-Site": site})).status_code == 200
+
+
+async def test_each_challenge_has_a_line_of_its_own_and_basic_is_first(private: httpx.AsyncClient) -> None:
+    """Chromium asks for a password only if the first challenge of a line is one that it knows."""
+    answer = await private.get("/")
+    assert answer.headers.get_list("www-authenticate") == ['Basic realm="kvstow"', 'Bearer realm="kvstow"']

@@ -19,6 +19,7 @@ _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 _EFFECTIVE_UID = re.compile(r"^Uid:\s*\d+\s+(\d+)", re.MULTILINE)
+_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 _NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -109,6 +110,8 @@ def peer_of(
     try:
         pidfd: int | None = _peer_pidfd(connected)
     except OSError as error:
+        if error.errno in _NO_DESCRIPTOR_ERRNOS:
+            raise _no_descriptor(error) from error
         if error.errno not in _NO_PIDFD_ERRNOS:
             raise _ended() from error
         pidfd = _open_visible(connected, pid, open_pidfd)
@@ -139,7 +142,9 @@ def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int]
         pidfd = open_pidfd(pid)
     except ProcessLookupError as error:
         raise _ended() from error
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR_ERRNOS:
+            raise _no_descriptor(error) from error
         return None
     poll = select.poll()
     poll.register(connected, select.POLLHUP | select.POLLRDHUP)
@@ -176,6 +181,13 @@ def _shared_inode() -> tuple[int, int]:
         return _inode(fd)
     finally:
         os.close(fd)
+
+
+def _no_descriptor(error: OSError) -> AttachRefusedError:
+    return AttachRefusedError(
+        "no_descriptors",
+        f"the service can open no more files ({errno.errorcode[error.errno or 0]}: {error.strerror}): raise its limit",
+    )
 
 
 def _ended() -> AttachRefusedError:

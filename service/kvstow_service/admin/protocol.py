@@ -33,7 +33,6 @@ MAX_HEADERS = 100
 _READ_BYTES, _TRUSTED_READ_BYTES = 4 << 10, 64 << 10
 _MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after a response that did not need it
 
-_CODE_OF = {431: "head_too_large"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _logger = logging.getLogger("kvstow.server.requests")
@@ -162,7 +161,7 @@ def _refusal(status: int, reason: str) -> bytes:
     """A complete response to malformed input."""
     allowed = f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes with {MAX_HEADERS} headers"
     detail = allowed if status == 431 else f"not HTTP/1.1: {reason}"
-    answer = problem({}, status, detail, code=_CODE_OF.get(status, "malformed_request"))
+    answer = problem({}, status, detail, code=None if status == 431 else "malformed_request")
     answer.headers["Connection"] = "close"
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",

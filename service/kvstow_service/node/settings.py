@@ -103,8 +103,8 @@ class Settings(BaseModel):
     port: Port = Field(9595, description="Port of the admin server; 0 picks a free one.")
     admin_socket: Path | None = Field(
         None,
-        description="Unix socket of the admin server, through which the service's user and root may change things; over "
-        "TCP that needs a token. Default: /run/kvstow-admin/admin.sock as root; for other users "
+        description="Unix socket of the admin server, through which the service's user and root may change things; "
+        "over TCP that needs a token. Default: /run/kvstow-admin/admin.sock as root; for other users "
         "$XDG_RUNTIME_DIR/kvstow-admin/admin.sock or, without that variable, kvstow-admin-UID/admin.sock in /tmp.",
     )
     admin_group: str | None = Field(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.attach import channel
+from kvstow.attach import channel as channel_module
 from kvstow.attach.channel import Channel
 from kvstow.attach.frames import MAX_FDS, MAX_PAYLOAD_BYTES, Frame, encode_header
 from kvstow.errors import DisconnectedError, ProtocolError
@@ -267,7 +267,7 @@ def test_sending_costs_the_same_however_much_waits() -> None:
 def test_a_reader_that_does_not_read_does_not_take_all_descriptors(
     sockets: tuple[socket.socket, socket.socket], files: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "MAX_UNSENT_FDS", 10)
+    monkeypatch.setattr(channel_module, "MAX_UNSENT_FDS", 10)
     here = Channel(sockets[0])
     before = len(os.listdir("/proc/self/fd"))
     here.send(1, bytes(4 << 20))

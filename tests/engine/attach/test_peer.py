@@ -223,3 +223,16 @@ def test_a_user_whom_the_kernel_cannot_name_is_refused(child: Child, monkeypatch
     with pytest.raises(AttachRefusedError, match="stands for every user that the kernel cannot name") as refused:
         peer_of(child.connected)
     assert refused.value.reason == "uid"
+
+
+@pytest.mark.parametrize("way", ["peer", "open"])
+def test_a_service_without_descriptors_says_so(child: Child, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """And not that the process has ended, or that the kernel is too old."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(peer, "_peer_pidfd", full if way == "peer" else without_peer_pidfd)
+    with pytest.raises(AttachRefusedError, match="EMFILE: Too many open files") as refused:
+        peer_of(child.connected, open_pidfd=full)
+    assert refused.value.reason == "no_descriptors"
