@@ -368,6 +368,27 @@ MUTANTS = [
         "tests/engine/attach/test_channel.py::test_a_reader_that_does_not_read_does_not_take_all_descriptors",
     ),
     Mutant(
+        "bearer_is_the_first_challenge",
+        AUTH,
+        "    if reading:\n        answer.headers.append(",
+        "    if reading:\n        answer.headers.append('WWW-Authenticate', 'Bearer realm=\"kvstow\"')\n        answer.headers.append(",
+        "tests/api/test_auth.py::test_each_challenge_has_a_line_of_its_own_and_basic_is_first",
+    ),
+    Mutant(
+        "a_body_comes_before_the_method",
+        ADMISSION,
+        "            if (refusal := method_not_allowed(scope)) is not None:\n",
+        "            if (refusal := None) is not None:\n",
+        "tests/api/test_admission.py::test_a_method_that_is_not_allowed_comes_before_a_body_that_is_not",
+    ),
+    Mutant(
+        "no_descriptor_is_taken_for_an_ended_process",
+        "engine/kvstow/attach/peer.py",
+        "        if error.errno in _NO_DESCRIPTOR_ERRNOS:\n            raise _no_descriptor(error) from error\n        if error.errno not in",
+        "        if error.errno not in",
+        "tests/engine/attach/test_peer.py::test_a_service_without_descriptors_says_so",
+    ),
+    Mutant(
         "text_of_clients_is_not_checked",
         "engine/kvstow/plaintext.py",
         " and value.isprintable()\n",
