@@ -138,14 +138,15 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need only Python
-	$(BIN)/python -m pytest $(PLAIN)
+	$(BIN)/python -m pytest $(PLAIN) $(if $(COVER),--cov --cov-report=term)
 
-cover: $(VENV)/.dev ## Run the tests of `make test` once more and report the coverage
-	$(BIN)/python -m pytest $(PLAIN) --cov --cov-report=term
+cover: COVER := 1
+cover: test ## The same with a report of the coverage
 
-soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the long forms of the tests, such as 100 rounds of killed services
+soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm $(JAX_VENV)/.test ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
 	$(VLLM_PYTEST) -m "vllm and soak" -s -o faulthandler_timeout=3600 tests/vllm
+	$(JAX_BIN)/python -m pytest -m "jax and soak" -s -o faulthandler_timeout=3600 tests/jax
 
 test-vllm: $(VLLM_ALL) ## Run the tests of the connector in a real vLLM, on the CPU
 	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm

@@ -137,7 +137,6 @@ def test_jax_is_imported_by_its_device_and_its_hosts_alone() -> None:
     sources = [path for folder in ("engine", "api", "service") for path in (ROOT / folder).rglob("*.py")]
     users = {path for path in sources if {"jax", "jaxlib"} & {name.split(".")[0] for name in imports_of(path)}}
     assert {path.relative_to(ROOT).as_posix() for path in users if path.parent != own} == {
-        "service/kvstow_service/replay/jaxcache.py",
         "service/kvstow_service/connectors/tpu/connector.py",
         "service/kvstow_service/connectors/tpu/runnercell.py",
     }

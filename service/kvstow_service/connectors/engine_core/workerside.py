@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.devices.base import Fence
-from kvstow.messages import Completion, DesiredState, RankReport
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class WorkerSide:
         self.rank, self.plane = rank, plane
         self.fence: Callable[[], Fence | None] = lambda: None
         """Makes a fence for all work given to the compute stream so far. None if that work is always done."""
+        self.refused: Callable[[StepPlan], None] = lambda plan: None
+        """Hears of stores that are refused because the rank has restarted."""
         self.ended_loads: tuple[LoadId, ...] = ()
         """The last result of `take_finished_loads`, load by load."""
         self._loads_wait = loads_wait
@@ -171,6 +173,7 @@ class WorkerSide:
         refusals = tuple(Completion(op.op_id, "failed", why) for op in (*step.loads.ops, *step.stores.ops))
         for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):
             self._take(BootCompletions(boot_id, refusals))
+        self.refused(step.stores)
 
     def _collect(self) -> None:
         if completions := self.plane.take_completions():

@@ -214,9 +214,11 @@ def test_a_lost_load_ends_at_once_and_those_beside_it_with_their_ops() -> None:
 
 
 def test_ops_for_another_boot_are_refused() -> None:
-    rank = Rank()
+    rank, refused = Rank(), list[StepPlan]()
+    rank.side.refused = refused.append
     rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}, boot="before"))
     assert rank.plane.submitted == []
+    assert refused == [StepPlan((STORE,))]
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     updates = rank.side.take_boot_completions()
     # The rank may have restarted while the step was planned: its last ops are of the new boot then.
