@@ -176,7 +176,8 @@ def _paced(
 def _ask(client: http.client.HTTPConnection, method: str, path: str, body: Any) -> float:
     asked = time.perf_counter()
     payload = None if body is None else json.dumps(body)
-    client.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_TOKEN}"} if payload else {}
+    client.request(method, path, payload, headers)
     answer = client.getresponse()
     answer.read()
     took = time.perf_counter() - asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 MOST_TEXT = 4096
 """Characters of any text that another process sends."""
@@ -10,7 +10,7 @@ MOST_NAME = 255
 """Characters of a name that is shown in every list, such as a host's."""
 
 
-def is_plain(value: Any, most: int = MOST_TEXT) -> bool:
+def is_plain(value: Any, most: int = MOST_TEXT) -> TypeGuard[str]:
     """Whether this is a text of at most `most` characters that are all printable: none ends a line, reverses its
     direction, or cannot be encoded, as lone surrogates cannot."""
     return type(value) is str and len(value) <= most and value.isprintable()

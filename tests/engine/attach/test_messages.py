@@ -236,6 +236,7 @@ def test_names_of_a_namespace_are_printable(name: str) -> None:
 
 def test_settings_and_sentences_may_have_several_lines() -> None:
     """They come from an engine's configuration, and from exceptions."""
+    assert HELLO.namespace is not None
     namespace = replace(HELLO.namespace, value_settings=(("scale", "a\nb"),), unshared="one\ntwo")
     given = Hello.unpack(replace(HELLO, namespace=namespace).pack()).namespace
     assert given is not None
