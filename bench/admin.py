@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from bench.admin_host import ADMIN_TOKEN
 from bench.machine import wait_until_quiet
 from bench.report import Table, verdict
 
