@@ -104,7 +104,7 @@ MUTANTS = [
         OPS,
         'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
         "pass",
-        f"{CONTROL}/test_ranks.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+        f"{CONTROL}/test_ranktable.py::test_a_store_that_a_restarted_rank_had_finished_fails",
     ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
@@ -124,14 +124,14 @@ MUTANTS = [
     Mutant(
         "a_stuck_store_frees_its_slots",
         OPS,
-        "            pool.index.end_quarantine(op.slots)\n            pool.deallocate(op.slots)\n",
-        "            pass\n",
+        "            pool.end_quarantine(op.slots)\n        elif entry.error:\n",
+        "            pass\n        elif entry.error:\n",
         f"{CONTROL}/test_engine.py::test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine",
     ),
     Mutant(
         "a_failed_load_keeps_its_keys",
         OPS,
-        '            self._pool.remove_blocks(entry.op.slots, "load_failed")\n',
+        '            self.pool.remove_blocks(entry.op.slots, "load_failed")\n',
         "            pass\n",
         f"{CONTROL}/test_engine.py::test_a_failed_load_removes_its_keys_at_the_first_failure",
     ),
@@ -198,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "released_extents_are_named_before_the_report",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        if news:\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
@@ -208,7 +208,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
         "tests/engine/attach/test_workercalls.py::"
@@ -327,7 +327,7 @@ MUTANTS = [
     ),
     Mutant(
         "ops_of_every_session_are_let_through",
-        "engine/kvstow/attach/opgate.py",
+        "engine/kvstow/attach/worker.py",
         "if number_of(op.op_id) == self._number]",
         "if op is not None]",
         "tests/service/node/test_attachedworker.py",
@@ -406,14 +406,14 @@ MUTANTS = [
     # -- the journal -----------------------------------------------------------------------------------------
     Mutant(
         "a_record_counts_in_any_slot",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "salt ^ (0 * rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
     ),
     Mutant(
         "a_record_counts_in_any_journal",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "(rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
@@ -486,9 +486,100 @@ MUTANTS = [
     Mutant(
         "reports_need_no_token",
         AUTH,
-        '        if known.guard_changes or _REPORT_PATH.fullmatch(scope["path"]):\n',
-        "        if known.guard_changes:\n",
+        "        if caller is not None and caller != self._nobody and not is_report:\n",
+        "        if caller is not None and caller != self._nobody:\n",
         "tests/api/test_auth.py::test_a_report_needs_a_credential_where_changes_need_none",
+    ),
+    Mutant(
+        "changes_over_tcp_need_nothing",
+        AUTH,
+        "        return None\n\n    def _refusal(",
+        '        return None if self._credentials.guard_changes else "anonymous"\n\n    def _refusal(',
+        "tests/api/test_auth.py::test_over_tcp_a_server_without_a_credential_only_reads",
+    ),
+    Mutant(
+        "the_overflow_uid_makes_changes",
+        AUTH,
+        "        if caller is not None and caller != self._nobody and not is_report:\n",
+        "        if caller is not None and not is_report:\n",
+        "tests/api/test_auth.py::test_the_overflow_uid_is_nobodys",
+    ),
+    Mutant(
+        "a_log_that_nobody_reads_stops_threads",
+        "service/kvstow_service/process/logwriter.py",
+        "            self.queue.put(record)\n        except",
+        "            self._write(record)\n        except",
+        "tests/service/node/test_serve_process.py::test_a_log_that_nobody_reads_stops_nothing",
+    ),
+    Mutant(
+        "a_session_may_hold_any_number_of_leases",
+        "engine/kvstow/control/session.py",
+        'return "too_many_leases" if num_held >= MOST_HELD or slots',
+        'return "too_many_leases" if slots',
+        f"{CONTROL}/test_sessions.py::test_a_session_that_holds_too_many_leases_and_loads_finds_nothing_more",
+    ),
+    Mutant(
+        "loads_that_never_end_are_not_counted",
+        "engine/kvstow/control/ops.py",
+        "        self.held_slots += len(held)\n",
+        "",
+        f"{CONTROL}/test_sessions.py::test_the_slots_of_a_sessions_leases_and_loads_are_bounded",
+    ),
+    Mutant(
+        "descriptors_wait_without_a_bound",
+        "engine/kvstow/attach/channel.py",
+        "            if self._unsent_fds + len(fds) > MAX_UNSENT_FDS:\n",
+        "            if self._unsent_fds < 0:\n",
+        "tests/engine/attach/test_channel.py::test_a_reader_that_does_not_read_does_not_take_all_descriptors",
+    ),
+    Mutant(
+        "a_browser_is_asked_for_no_password",
+        AUTH,
+        "    if reading:\n        answer.headers.append(",
+        "    if False:\n        answer.headers.append(",
+        "tests/api/test_auth.py::test_each_challenge_has_a_line_of_its_own_and_basic_is_first",
+    ),
+    Mutant(
+        "a_body_comes_before_the_method",
+        ADMISSION,
+        "            if (refusal := method_not_allowed(scope)) is not None:\n",
+        "            if (refusal := None) is not None:\n",
+        "tests/api/test_admission.py::test_a_method_that_is_not_allowed_comes_before_a_body_that_is_not",
+    ),
+    Mutant(
+        "no_descriptor_is_taken_for_an_ended_process",
+        "engine/kvstow/attach/peer.py",
+        "_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})",
+        "_NO_DESCRIPTOR_ERRNOS = frozenset[int]()",
+        "tests/engine/attach/test_peer.py::test_a_service_without_descriptors_says_so",
+    ),
+    Mutant(
+        "text_of_clients_is_not_checked",
+        "engine/kvstow/plaintext.py",
+        " and value.isprintable()\n",
+        "\n",
+        "tests/engine/attach/test_messages.py::test_a_name_that_cannot_be_shown_in_a_line_is_refused",
+    ),
+    Mutant(
+        "the_overflow_uid_attaches",
+        "engine/kvstow/attach/peer.py",
+        "    if uid == overflow_uid():\n",
+        "    if uid == -1:\n",
+        "tests/engine/attach/test_peer.py::test_a_user_whom_the_kernel_cannot_name_is_refused",
+    ),
+    Mutant(
+        "a_forwarded_port_leads_to_the_local_socket",
+        "service/kvstow_service/cli/localserver.py",
+        "                if local.send(calls.info()).engine_id == info.engine_id:\n",
+        "                if local.send(calls.info()).engine_id:\n",
+        "tests/service/cli/test_connection.py::test_the_socket_of_another_server_is_not_used",
+    ),
+    Mutant(
+        "any_listener_names_the_socket",
+        "service/kvstow_service/cli/localserver.py",
+        "        return {path.stat().st_uid} == _listeners(port) and",
+        "        return bool(path.stat()) and",
+        "tests/service/cli/test_connection.py::test_the_socket_of_another_user_is_not_used",
     ),
     Mutant(
         "pages_of_other_sites_make_changes",

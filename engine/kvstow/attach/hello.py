@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Self, cast
+from hashlib import sha256
+from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
-from kvstow.attach.jsonobject import JsonObject, parse_object
-from kvstow.attach.kinds import VERSION, Kind, Role
+from kvstow.attach.payloads import VERSION, JsonObject, Kind, Role, parse_object
 from kvstow.errors import AttachRefusedError, InvalidRequestError, ProtocolError
+from kvstow.plaintext import MOST_NAME
+
+_COUNT_BITS = 40
+
+
+class SessionTicket(NamedTuple):
+    """Lets the engine's workers join its session. `number` counts the engine's sessions from 1. `token` is a secret of
+    this engine's processes."""
+
+    number: int
+    token: str
+
+
+def digest_of(token: str) -> str:
+    """Tells tokens apart without letting anybody join."""
+    return sha256(token.encode()).hexdigest()
+
+
+def unique_id(number: int, count: int) -> int:
+    """An id of an op or a lease that is unique across all sessions of an engine. A service counts from 1, so a later
+    session may repeat its numbers."""
+    return number << _COUNT_BITS | count
+
+
+def number_of(identifier: int) -> int:
+    """The number of the session that an id belongs to."""
+    return identifier >> _COUNT_BITS
+
+
+def count_of(identifier: int) -> int:
+    return identifier & ((1 << _COUNT_BITS) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +111,10 @@ class Hello:
             raise InvalidRequestError("hello of a scheduler needs hello.pool and hello.namespace")
         return cls(
             role=role,
-            engine=value.text("engine"),
-            host=value.text("host"),
+            engine=value.text("engine", most=MOST_NAME),
+            host=value.text("host", most=MOST_NAME),
             pid=value.whole("pid"),
-            engine_version=value.text("engine_version", ""),
+            engine_version=value.text("engine_version", "", most=MOST_NAME),
             pool=None if pool is None else PoolIdentity.from_json(pool),
             namespace=None if namespace is None else NamespaceIdentity.from_json(namespace),
             fleet_weights=UNNAMED_WEIGHTS if weights is None else FleetWeights.from_json(weights),
@@ -91,7 +122,7 @@ class Hello:
             require_sharing=value.flag("require_sharing", False),
             token=value.text("token", ""),
             rank=value.whole("rank", 0),
-            device=value.text("device", ""),
+            device=value.text("device", "", most=MOST_NAME),
             numa_node=value.optional_whole("numa_node"),
             settled_tokens=value.texts("settled_tokens"),
         )
@@ -183,6 +214,6 @@ def _dump(value: dict[str, Any]) -> bytes:
 def _two_texts(payload: bytes, what: str, first: str) -> tuple[str, str]:
     try:
         value = parse_object(payload, what)
-        return value.text(first), value.text("message", "")
+        return value.text(first), value.sentence("message")
     except InvalidRequestError as error:
         raise ProtocolError("malformed", str(error)) from error

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 
 from kvstow.config import HugePages
 from kvstow.errors import PinError
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
-from kvstow.memory.extents import Extent
-from kvstow.memory.populator import Populator
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.extents import Extent, Populator
 
 logger = logging.getLogger("kvstow.extents")
 

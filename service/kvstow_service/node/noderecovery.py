@@ -7,7 +7,7 @@ import logging
 import os
 import time
 
-from kvstow.control.recovery import EarlierSession, recover
+from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread

@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.attach import calls, eventcalls, extentcalls, hello
-from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
+from kvstow.attach import calls, extentcalls, hello
+from kvstow.attach.calls import BlockChange, Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import RULES, VERSION, Kind, refusal_of
-from kvstow.attach.payloads import pack_keys, pack_u32s
+from kvstow.attach.payloads import RULES, VERSION, Kind, pack_keys, pack_u32s, refusal_of
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.messages import Completion, DesiredState, RankReport
 
@@ -72,8 +70,8 @@ MESSAGES: list[Any] = [
     calls.CountLookup(100, 99),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),
-    eventcalls.ReadEvents(1 << 40),
-    eventcalls.EventPage(
+    calls.ReadEvents(1 << 40),
+    calls.EventPage(
         7, (BlockChange("stored", [bytes(34), b"a" * 34]), BlockChange("removed", [b"abc"])), lost=True, has_more=True
     ),
     GrantedExtents(
@@ -139,7 +137,7 @@ def test_garbage_raises_nothing_but_a_protocol_error(data: bytes) -> None:
             kind.unpack(data)
 
 
-WITH_LISTS = [kind for kind in dict.fromkeys(map(type, BINARY)) if kind is not eventcalls.ReadEvents]
+WITH_LISTS = [kind for kind in dict.fromkeys(map(type, BINARY)) if kind is not calls.ReadEvents]
 
 
 def test_a_count_of_four_billion_is_refused_before_anything_is_allocated() -> None:
@@ -215,6 +213,33 @@ def test_a_wrong_hello_is_refused_with_the_name_of_the_field(change: dict[str, A
     value = json.loads(HELLO.pack()) | change
     with pytest.raises(ProtocolError, match=complaint):
         Hello.unpack(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\ud800", "a\u202eb", "\x1b[2J", "a" * 256])
+@pytest.mark.parametrize("name", ["engine", "host", "engine_version", "device"])
+def test_a_name_that_cannot_be_shown_in_a_line_is_refused(name: str, text: str) -> None:
+    """It could forge a line of the log, or could not be encoded in an answer."""
+    with pytest.raises(ProtocolError, match=f"hello.{name} is .*; allowed: a text of at most 255 printable") as refused:
+        Hello.unpack(json.dumps(json.loads(HELLO.pack()) | {name: text}).encode())
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["model", "weights_id", "hash_probe"])
+def test_names_of_a_namespace_are_printable(name: str) -> None:
+    value = json.loads(HELLO.pack())
+    value["namespace"][name] = "a\ud800"
+    with pytest.raises(ProtocolError, match=f"hello.namespace.{name} is .*; allowed: a text of at most 4096 printable"):
+        Hello.unpack(json.dumps(value).encode())
+
+
+def test_settings_and_sentences_may_have_several_lines() -> None:
+    """They come from an engine's configuration, and from exceptions."""
+    assert HELLO.namespace is not None
+    namespace = replace(HELLO.namespace, value_settings=(("scale", "a\nb"),), unshared="one\ntwo")
+    given = Hello.unpack(replace(HELLO, namespace=namespace).pack()).namespace
+    assert given is not None
+    assert (given.value_settings, given.unshared) == ((("scale", "'a\\nb'"),), "one two")
+    assert Refused.unpack(Refused("memory", "one\ntwo").pack()).message == "one two"
 
 
 def test_a_hello_that_is_nested_too_deeply_is_malformed() -> None:

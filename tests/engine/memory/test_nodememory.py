@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import PinError
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Create, Recall
-from kvstow.memory.extents import Extent
+from kvstow.memory.budget import Create, MemoryBudget, Recall
+from kvstow.memory.extents import Extent, Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow.memory.rows import PoolLayout, RankLayout
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Self
 
-from kvstow.control.journalheader import packed_copy, read_header
+from kvstow.control.indexjournal import packed_copy, read_header
 from kvstow.errors import JournalError
 from kvstow.memfd import create_memfd, require_memfd
 

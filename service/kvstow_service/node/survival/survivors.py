@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.jsonobject import JsonObject
+from kvstow.attach.payloads import JsonObject
 from kvstow.config import HugePages
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import KvstowError

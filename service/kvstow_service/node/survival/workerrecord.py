@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from kvstow.attach.hello import Hello
+from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer, pid_of
-from kvstow.attach.ticket import digest_of
 
 _MAX_TEXT = 200
 

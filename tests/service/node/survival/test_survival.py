@@ -20,9 +20,9 @@ from kvstow.attach.peer import Peer
 from kvstow.config import HugePages
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
