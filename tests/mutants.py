@@ -56,6 +56,23 @@ ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
 MUTANTS = [
+    Mutant(
+        "ops_of_another_boot_are_copied",
+        "engine/kvstow/dataplane.py",
+        "if op.boots and op.boots[self.rank] != self.boot_id:",
+        "if False:",
+        "tests/engine/test_dataplane.py::test_ops_of_another_boot_fail_and_those_beside_them_do_not",
+    ),
+    Mutant(
+        "ops_name_the_boots_before_the_last_report",
+        "engine/kvstow/control/ranks.py",
+        "        last, record.report, record.reported_at = record.report, report, now\n"
+        "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n",
+        "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n"
+        "        last, record.report, record.reported_at = record.report, report, now\n",
+        "tests/service/connectors/engine_core/test_schedulerside.py"
+        "::test_a_first_report_between_two_stores_of_a_step_makes_no_rank_refuse_it",
+    ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
         "a_failed_store_is_published",

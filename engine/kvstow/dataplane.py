@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence, Launcher
+from kvstow.errors import CopyError
 from kvstow.memory.poolstatus import PoolStatus
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
@@ -20,6 +21,7 @@ from kvstow.messages import (
     Completion,
     CopyFigures,
     DesiredState,
+    Op,
     PoolFigures,
     RankReport,
     RankState,
@@ -86,12 +88,21 @@ class DataPlane:
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never blocks or raises: an op that cannot be taken (queue
-        full, copy thread failed or closed) comes back as a failed completion. A launcher launches the work of `plan`
-        here, after that of older plans, and its device needs no `after`."""
+        full, copy thread failed or closed), or is for another boot of this rank, comes back as a failed completion. A
+        launcher launches the work of `plan` here, after that of older plans, and its device needs no `after`."""
+        ops = [op for op in plan.ops if self._has_memory_of(op)]
         if self._launcher is None:
-            self._copies.submit(plan.ops, after)
+            self._copies.submit(ops, after)
         else:
-            self._launch(self._launcher, plan)
+            self._launch(self._launcher, ops)
+
+    def _has_memory_of(self, op: Op) -> bool:
+        """Whether the op's slots are in this memory; else the op fails here. In another boot's they held other
+        bytes."""
+        if op.boots and op.boots[self.rank] != self.boot_id:
+            self._copies.fail(op, CopyError("this rank has restarted since the op began"))
+            return False
+        return True
 
     def drive(self) -> None:
         """Advance the copies on the caller's thread, if the device needs no CPU to copy. Optional; for hosts whose
@@ -105,8 +116,8 @@ class DataPlane:
         elif self._may_drive:
             self._copies.drive()
 
-    def _launch(self, launcher: Launcher, plan: StepPlan) -> None:
-        for op in plan.ops:
+    def _launch(self, launcher: Launcher, ops: Sequence[Op]) -> None:
+        for op in ops:
             try:
                 launcher.launch()
                 fence = launcher.gather(op.blocks) if op.direction == "store" else None

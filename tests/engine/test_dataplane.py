@@ -76,6 +76,19 @@ def make_rank(make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: E
     return lambda: CpuRank(make_pool(), make_data_plane, eventually)
 
 
+def test_ops_of_another_boot_fail_and_those_beside_them_do_not(make_data_plane: MakeDataPlane) -> None:
+    """Their slots are in the memory of that boot, and hold other bytes here."""
+    device = FakeDevice()
+    plane = make_data_plane(device=device)
+    boots = {1: ("before",), 2: (plane.boot_id,), 3: ()}
+    plane.submit(StepPlan(tuple(Op(op_id, "load", (op_id,), (op_id,), named) for op_id, named in boots.items())))
+    (failed,) = plane.take_completions()
+    assert (failed.op_id, failed.error) == (1, "CopyError: this rank has restarted since the op began")
+    for op_id in (2, 3):
+        device.ticket(op_id).finish()
+    assert {done.mark for done in wait_for(plane, 2, 3).values()} == {"done"}
+
+
 def test_blocks_survive_a_store_and_a_load(make_rank: Callable[[], CpuRank]) -> None:
     rank = make_rank()
     rank.plane.submit(plan(1, "store", (5, 2), (0, 9)))

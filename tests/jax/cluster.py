@@ -111,12 +111,10 @@ class Scheduler:
         free = [block for block in self.random.permutation(BLOCKS).tolist() if block not in busy]
         writes = {*free[: self.random.integers(0, 8)], *self.unknown}
         self.unknown.clear()
-        boots = self.engine.boot_ids()
         last = self.num_ranks - 1
         steps = [
             Step(
                 tuple(ops),
-                boots[rank],
                 contents,
                 tuple(self.ended),
                 tuple(sorted(writes)),
