@@ -55,7 +55,73 @@ HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
+NODE_API = "tests/api/node/test_conditions.py"
+
 MUTANTS = [
+    # -- what the person on call sees -----------------------------------------------------------------------
+    Mutant(
+        "silent_ranks_are_no_condition",
+        "api/kvstow_api/conditions/engine.py",
+        "        if silence:\n",
+        "        if False:\n",
+        f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
+    ),
+    Mutant(
+        "dropped_stores_are_no_condition",
+        "api/kvstow_api/conditions/engine.py",
+        "        if dropped:\n",
+        "        if False:\n",
+        f"{NODE_API}::test_stores_that_are_dropped_are_told",
+    ),
+    Mutant(
+        "conditions_fail_no_check",
+        "api/kvstow_api/conditions/table.py",
+        "failures.setdefault(check, []).extend(found)",
+        "pass",
+        f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
+    ),
+    Mutant(
+        "nobody_holds_memory_that_a_pool_waits_for",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "if found.holder not in clients:",
+        "if False:",
+        "tests/service/node/pools/test_recalledmemory.py::test_who_waits_for_memory_that_which_session_holds_is_shown",
+    ),
+    Mutant(
+        "sessions_are_blamed_for_what_operators_protect",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "if found.holder not in clients:",
+        "if True:",
+        "tests/service/node/pools/test_recalledmemory.py::test_protected_blocks_keep_memory_and_the_reason_is_shown",
+    ),
+    Mutant(
+        "one_refusal_is_told_twice",
+        "api/kvstow_api/conditions/memory.py",
+        "        return  # what has been refused",
+        "        pass  # what has been refused",
+        "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
+    ),
+    Mutant(
+        "early_requests_lose_no_blocks",
+        "api/kvstow_api/conditions/engine.py",
+        '"warning" if lacking else "info",',
+        '"info",',
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
+    ),
+    Mutant(
+        "a_refusal_is_a_condition_for_ever",
+        "api/kvstow_api/sampler.py",
+        "count - before.get(reason, 0)",
+        "count",
+        f"{NODE_API}::test_the_doctor_knows_memory_the_keeper_and_who_was_rejected",
+    ),
+    Mutant(
+        "silent_ranks_are_ready",
+        "api/kvstow_api/rankrows.py",
+        "age > _REPORTS_ARE_FRESH else",
+        "False else",
+        "tests/api/test_rankrows.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+    ),
     Mutant(
         "ops_of_another_boot_are_copied",
         "engine/kvstow/dataplane.py",

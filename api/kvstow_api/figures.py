@@ -128,7 +128,7 @@ def now_of(samples: Sequence[Sample]) -> NowView:
     """Every figure of the last `NOW_SECONDS`, or of all samples if they cover less."""
     if not samples:
         return NowView(seconds=0.0)
-    first, last = _ends(samples)
+    first, last = ends_of_now(samples)
     return NowView(
         seconds=last.time - first.time, **{name: figure.value(first, last) for name, figure in FIGURES.items()}
     )
@@ -138,7 +138,7 @@ def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
     """As `now_of`, for a session."""
     if not samples:
         return SessionNowView()
-    first, last = _ends(samples)
+    first, last = ends_of_now(samples)
     seconds = last.time - first.time
     return SessionNowView(
         seconds=seconds,
@@ -150,7 +150,7 @@ def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
 _Sample = TypeVar("_Sample", Sample, SessionSample)
 
 
-def _ends(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
+def ends_of_now(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
     """The last sample, and the first one that is at most `NOW_SECONDS` older."""
     last = samples[-1]
     return next(one for one in samples if last.time - one.time <= NOW_SECONDS), last

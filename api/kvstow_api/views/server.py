@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from kvstow.stats import EngineState, FaultStats, LookupStats, PoolStats, TransferStats
 from kvstow.status import MemoryStatus, Readiness
 from kvstow.tier.tierstatus import TierState
+from kvstow_api.views.doctor import ConditionView
 from kvstow_api.views.ranks import RankView
 
 
@@ -58,12 +59,14 @@ class TierReadinessView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadinessView(Readiness):
     """The state of the host, of each pool, and of the ranks of all sessions. Slots are those of all pools. `memory` is
-    that of all pools and ranks. No state depends on those of the `tiers`."""
+    that of all pools and ranks. No state depends on those of the `tiers`. `conditions`: what is wrong, the worst
+    first."""
 
     ranks: tuple[RankView, ...]
     pools: list[PoolReadinessView]
     memory: MemoryStatus
     tiers: list[TierReadinessView] = field(default_factory=list)
+    conditions: list[ConditionView] = field(default_factory=list)
 
 
 Section = Literal["pool", "transfers", "lookups", "stores", "evictions", "faults"]
