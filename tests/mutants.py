@@ -60,6 +60,42 @@ NODE_API = "tests/api/node/test_conditions.py"
 MUTANTS = [
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(
+        "keepers_are_orphans",
+        "service/kvstow_service/node/survival/orphanedmemory.py",
+        " or _command(path) == PROCESS_NAME",
+        "",
+        "tests/service/node/survival/test_orphanedmemory.py"
+        "::test_what_a_keeper_holds_is_no_orphan_whosever_keeper_it_is",
+    ),
+    Mutant(
+        "a_life_is_a_rate",
+        "api/kvstow_api/figures.py",
+        "if not ranks or any(rank.boot_id is None for rank in ranks):",
+        "if not ranks:",
+        "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
+    ),
+    Mutant(
+        "a_life_is_counted_at_once",
+        "api/kvstow_api/rankcounters.py",
+        "self._boots.get(name) or now._replace(pin_failures={})",
+        "self._boots.get(name) or CountedRank()",
+        "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
+    ),
+    Mutant(
+        "a_refusal_is_logged_each_time",
+        "engine/kvstow/memory/populator.py",
+        "if error.reason != self._refusal:",
+        "if True:",
+        "tests/engine/memory/test_populator.py::test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again",
+    ),
+    Mutant(
+        "a_replay_ends_with_a_rank",
+        "service/kvstow_service/replay/engineprocess.py",
+        '        logger.warning("%s", error)\n        return 1\n',
+        "        pipe.send(Failed(error))\n        return 1\n",
+        "tests/service/replay/test_attached.py::test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache",
+    ),
+    Mutant(
         "silent_ranks_are_no_condition",
         "api/kvstow_api/conditions/engine.py",
         "        if silence:\n",
@@ -69,8 +105,8 @@ MUTANTS = [
     Mutant(
         "dropped_stores_are_no_condition",
         "api/kvstow_api/conditions/engine.py",
-        "        if dropped:\n",
-        "        if False:\n",
+        "        if dropped and not (outcome",
+        "        if False and not (outcome",
         f"{NODE_API}::test_stores_that_are_dropped_are_told",
     ),
     Mutant(

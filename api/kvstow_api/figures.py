@@ -6,7 +6,7 @@ seconds for the present value. `FIGURES` is the one place where a figure of a po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
@@ -100,9 +100,13 @@ class Figure(NamedTuple):
     curve: Curve | None = None
 
 
-def sample_session(ranks: Iterable[RankStatus], time: float) -> SessionSample:
-    copied = [(rank.load_bytes_total, rank.store_bytes_total) for rank in ranks] or [(0, 0)]
-    return SessionSample(time, max(loaded for loaded, _ in copied), max(stored for _, stored in copied))
+def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | None:
+    """None until every rank has reported: a rank that was there before the server comes with what it has copied in its
+    whole life."""
+    if not ranks or any(rank.boot_id is None for rank in ranks):
+        return None
+    loaded = max(rank.load_bytes_total for rank in ranks)
+    return SessionSample(time, loaded, max(rank.store_bytes_total for rank in ranks))
 
 
 def curves_of(pool: str | None, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:

@@ -41,6 +41,8 @@ class Readings(NamedTuple):
     model: str | None
     mode: str
     version: str
+    host_name: str
+    attach: str | None
     node: bool
     readiness: ReadinessView
     pools: Sequence[PoolView]
@@ -63,7 +65,8 @@ class MemoryBar(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Overview:
     """The server, what is wrong, a row for each pool, and everything below: of the pool `selected` if there is one,
-    else of all. `reason` is empty if a condition tells it.
+    else of all. `reason` is empty if a condition tells it; `attach`: what engines have as `attach`, empty where none
+    can attach.
 
     `selected` is the pool that the viewer has chosen, or the only one. `choices`: the pools that a viewer can choose
     from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `tier`: the store of the fleet
@@ -72,6 +75,8 @@ class Overview:
     """
 
     about: str
+    host_name: str
+    attach: str
     state: str
     reason: str
     conditions: tuple[ConditionView, ...]
@@ -87,6 +92,12 @@ class Overview:
     pending: tuple[Row, ...]
     oldest: tuple[Row, ...]
     pool: PoolOverview | None
+
+    @property
+    def empty(self) -> str:
+        """What to say where there is no pool."""
+        how = f'; vLLM attaches with "attach": "{self.attach}" in kv_connector_extra_config' if self.attach else ""
+        return f"no engine has attached yet, so there is no pool{how}"
 
     @property
     def session_columns(self) -> Mapping[str, str]:
@@ -119,6 +130,8 @@ def overview(given: Readings) -> Overview:
     state = given.readiness.state
     return Overview(
         about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
+        host_name=given.host_name,
+        attach=given.attach or "",
         state=state,
         reason="" if bad and state not in _GOOD_STATES else given.readiness.reason,
         conditions=tuple(given.conditions),

@@ -150,10 +150,14 @@ class Sampler:
         if state != samples.state:
             self._note_session(session, state, _STATES[state])
         samples.session, samples.state = session, state
-        samples.recent.append(sample_session(session.status.ranks, time.monotonic()))
+        sample = sample_session(session.status.ranks, time.monotonic())
+        if sample is not None:
+            samples.recent.append(sample)
         self._sessions[session.session_id] = samples
 
     def _note_session(self, session: HostedSession, state: str, reason: str) -> None:
+        name = f"session {session.session_id} ({session.engine}, pool {session.pool})"
+        logger.info("%s is %s: %s", name, state, reason)
         self._journal.add(
             "session",
             pool=session.pool,
@@ -168,6 +172,7 @@ class Sampler:
         readiness = pool.facade.readiness()
         if readiness.state != samples.state and not self._is_growth(samples.state, readiness.state):
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
+            logger.info("pool %s is %s: %s", pool.name, readiness.state, readiness.reason)
             samples.state = readiness.state
         samples.add(Sample(time.monotonic(), pool.facade.stats()))
 
@@ -175,6 +180,7 @@ class Sampler:
         readiness = host_readiness(self._directory)
         if readiness.state != self._node_state:
             self._journal.add("state", pool=None, state=readiness.state, reason=readiness.reason)
+            logger.info("the node is %s: %s", readiness.state, readiness.reason)
             self._node_state = readiness.state
 
     def _note_changes(

@@ -58,6 +58,8 @@ def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
         "model": "some/model",
         "mode": "test",
         "version": "1.2.3",
+        "host_name": "node-7",
+        "attach": "unix:/run/kvstow/attach.sock",
         "node": True,
         "readiness": READINESS,
         "pools": pools,

@@ -175,9 +175,10 @@ def find_dropped_stores(evidence: Evidence) -> Iterator[ConditionView]:
     offered = _since(
         evidence, lambda stats: sum(count for name, count in stats.stores.items() if name != "skipped_bypass")
     )
+    is_told = any(session.state in ("stuck", "lost") for session in evidence.sessions)
     for outcome, (words, fix) in _DROPS.items():
         dropped = _since(evidence, partial(_outcome, outcome))
-        if dropped:
+        if dropped and not (outcome == "failed" and is_told):  # with the engine that stores them
             states = _busy_states(evidence.recent[-1].stats) if outcome == "dropped_cpu_full" else []
             yield make_condition(
                 "warning",

@@ -117,10 +117,10 @@ def find_lost(evidence: Evidence) -> Iterator[ConditionView]:
 
 
 def find_attaching(evidence: Evidence) -> Iterator[ConditionView]:
-    """Engines that have not registered a slot on every rank."""
+    """Engines that have not registered a slot on every rank. Ranks that never report are told as silent."""
     for session in evidence.sessions:
-        if session.state == "attaching":
-            late = [rank.rank for rank in session.ranks if not rank.registered_slots]
+        late = [rank.rank for rank in session.ranks if not rank.registered_slots and rank.pid is not None]
+        if session.state == "attaching" and (late or session.id in evidence.starting):
             ranks = f"rank {', '.join(map(str, late))}" if 0 < len(late) <= _NAMED_RANKS else f"{len(late)} ranks"
             yield make_condition(
                 "info" if session.id in evidence.starting else "warning",

@@ -66,6 +66,8 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         model=host.settings.get("model"),
         mode=host.mode,
         version=host.version,
+        host_name=host.host_name,
+        attach=host.attach,
         node=directory.is_node,
         readiness=host_readiness(directory),
         pools=pool_views(directory, app.sampler),
@@ -79,7 +81,8 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
     shown = overview(readings)
     return Content(
         overview=shown,
-        server=", ".join((shown.about, *host.addresses[:1], f"since {app.started:%Y-%m-%d %H:%M:%S} UTC")),
+        server=", ".join((shown.about, *host.addresses[:1], f"since {app.started:%Y-%m-%d %H:%M:%S} UTC"))
+        + (f"; engines attach at {shown.attach}" if shown.attach else ""),
         conditions=shown.conditions[:_CONDITIONS],
         more_conditions=max(0, len(shown.conditions) - _CONDITIONS),
         pools=tuple(select_rows(shown.pools, _ROWS)),

@@ -72,6 +72,8 @@ async def get_info(app: App) -> InfoView:
         version=host.version,
         mode=host.mode,
         node=app.directory.is_node,
+        host_name=host.host_name,
+        attach=host.attach,
         addresses=list(host.addresses),
         engine_id=app.directory.engine_id,
         started=app.started,

@@ -15,14 +15,17 @@ from kvstow_api.views.ranks import RankView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoView:
-    """`addresses`: where the server listens. `node`: engines attach to this server and leave it; otherwise it is
-    embedded in the only one. `engine_id` is new in each life of the engine or the node. `token_required`: whether
-    changes need a bearer token, or a client certificate."""
+    """`host_name`: the machine or the pod that it runs on. `addresses`: where the server listens. `attach`: what
+    engines have as `attach` to use it, null where none can attach. `node`: engines attach to this server and leave it;
+    otherwise it is embedded in the only one. `engine_id` is new in each life of the engine or the node.
+    `token_required`: whether changes need a bearer token, or a client certificate."""
 
     name: str = "kvstow"
     version: str
     mode: str
     node: bool
+    host_name: str
+    attach: str | None
     addresses: list[str]
     engine_id: str
     started: datetime

@@ -39,6 +39,7 @@ _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _FEW = 4  # lines of rows of one kind, on a small screen
 _FIXED_LINES, _POOL_LINES = 6, 6  # without rows, ranks and transfers; of what is below the rows
+_HEAD_LINES = 2  # of the fixed ones
 _GROUPS = 7
 
 
@@ -49,15 +50,23 @@ def board(
     answer."""
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
-    conditions = _conditions(shown.conditions, width, max(_FEW, height // 4))
-    room = height - _FIXED_LINES - sum(-(-one.cell_len // width) for one in conditions) - bool(lost) - bool(footer)
+    head, conditions = _head(shown, server, width), _conditions(shown.conditions, width, max(_FEW, height // 4))
+    room = (
+        height
+        - _FIXED_LINES
+        + _HEAD_LINES
+        - len(head)
+        - sum(-(-one.cell_len // width) for one in conditions)
+        - bool(lost)
+        - bool(footer)
+    )
     room -= len(shown.oldest) + (_POOL_LINES if shown.pool else 0)
     room -= bool(shown.tiers)
     wanted = [len(shown.pools), len(shown.sessions), len(shown.tiers), len(shown.ranks)]
     pools, sessions, tiers, ranks = _shares(room, wanted)
     airy = room - sum(wanted) >= _GROUPS
     groups = [
-        Group(*_head(shown, server), *conditions, *([] if lost is None else [_lost(lost)])),
+        Group(*head, *conditions, *([] if lost is None else [_lost(lost)])),
         _memory(shown.memory, width),
         _pools(shown, width, pools),
         _sessions(shown, width, sessions),
@@ -85,10 +94,15 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     return shares
 
 
-def _head(shown: Overview, server: str) -> tuple[Text, Text]:
+def _head(shown: Overview, server: str, width: int) -> list[Text]:
+    """With a line for the attach socket where it does not fit beside the rest."""
     state = (shown.state, f"bold {STATE_STYLES.get(shown.state, '')}".strip())
-    name = Text(f"kvstow: {shown.about}, {server}", style="bold", no_wrap=True, overflow="ellipsis")
-    return name, Text.assemble(state, f"  {shown.reason}")
+    name = f"kvstow {shown.host_name}: {shown.about}, {server}"
+    lines = [f"{name}, engines attach at {shown.attach}" if shown.attach else name]
+    if len(lines[0]) > width and shown.attach:
+        lines = [name, f"engines attach at {shown.attach}"]
+    names = [Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in lines]
+    return [*names, Text.assemble(state, f"  {shown.reason}")]
 
 
 def _conditions(found: Sequence[ConditionView], width: int, most: int) -> list[Text]:
@@ -168,7 +182,7 @@ def _pools(shown: Overview, width: int, most: int) -> RenderableType:
 
 def _pools_there(shown: Overview, width: int, most: int) -> RenderableType:
     if not shown.pools:
-        return Text("no engine has attached yet, so there is no pool")
+        return Text(shown.empty)
     selected = (shown.selected or "") if shown.choices else None
     return row_table(shown.pools, POOL_COLUMNS, width, most, noun="pools", selected=selected)
 

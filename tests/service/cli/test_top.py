@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_trouble_and_switches_are_shown_in_full(make_host: Any) -> None:
     console.print(board(answer.overview, None, width=80, height=30, server=answer.server))
     text = console.export_text()
     assert " ".join(text.split()).count("64 MiB are left") == 5
-    assert "kvstow: some/model, test, version 1.2.3, http" in text
+    assert f"kvstow {socket.gethostname()}: some/model, test, version 1.2.3" in text
     assert "rank 1        ━" in text
     assert "warning  loads are bypassed  `kvstow bypass --off`" in text
     assert "pinning is paused  `kvstow pinning resume`" in text
