@@ -138,6 +138,13 @@ MUTANTS = [
         "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
     ),
     Mutant(
+        "memory_that_is_yet_to_be_given_back_is_no_condition",
+        "api/kvstow_api/conditions/memory.py",
+        "left > GIVEN_BACK_BYTES:",
+        "left > 1 << 60:",
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
+    ),
+    Mutant(
         "early_requests_lose_no_blocks",
         "api/kvstow_api/conditions/engine.py",
         '"warning" if lacking else "info",',

@@ -127,13 +127,14 @@ def overview(given: Readings) -> Overview:
     else:
         paused = any(pool.pinning_paused for pool in given.pools if pool.name == selected)
         ranks = rank_rows(given.pool.ranks, pinning_paused=paused, troubled=troubled)
-    state = given.readiness.state
+    state, reason = given.readiness.state, given.readiness.reason
+    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in given.conditions)
     return Overview(
         about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
         host_name=given.host_name,
         attach=given.attach or "",
         state=state,
-        reason="" if bad and state not in _GOOD_STATES else given.readiness.reason,
+        reason="" if is_told else given.readiness.reason,
         conditions=tuple(given.conditions),
         memory=_memory(given),
         pools=tuple(pool_row(pool, troubled=pool.name in pools) for pool in given.pools),

@@ -134,6 +134,7 @@ FIRING = [
     ("rank_silent", "error", evidence(RANK, replace(RANK, rank=1, last_report_age_seconds=5.1, pid=7, host="n"))),
     ("rank_failed", "error", evidence(RANK, replace(RANK, rank=1, state="failed", error="no more"))),
     ("session_stuck", "error", evidence(sessions=[replace(SESSION, state="stuck", oldest_seconds=45.0)])),
+    ("giving_back", "info", evidence(replace(RANK, resident_bytes=15 * GIB))),
     ("no_slots", "warning", with_readiness(0)),
     ("no_slots", "info", with_readiness(0, starting={SESSION.id})),
     ("growing", "info", with_readiness(4)),
@@ -244,7 +245,7 @@ def test_a_pool_that_grows_says_what_that_costs() -> None:
 
 
 def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
-    unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0)
+    unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0, resident_bytes=0)
     told = diagnose(
         evidence(unknown, kept=[], clock_offsets={}, host=None, certificate_seconds_left=None, exposed_files=None)
     )

@@ -9,6 +9,7 @@ from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_cond
 from kvstow_api.views.doctor import ConditionView
 
 SHARE_RATIO = 0.5
+GIVEN_BACK_BYTES = 64 << 20  # less is no matter
 PIN_FIXES = {
     "memlock": "raise RLIMIT_MEMLOCK of the process, or set lock to false in kv_connector_extra_config",
     "cgroup_limit": "raise the memory limit of the container or shrink the pool, then `kvstow pinning retry`",
@@ -32,6 +33,21 @@ def find_pinning(evidence: Evidence) -> Iterator[ConditionView]:
                 rank,
                 pinned_bytes=rank.pinned_bytes,
                 target_bytes=rank.target_bytes,
+            )
+
+
+def find_giving_back(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks that have more memory than their smaller pool needs. On a node, memory goes from pool to pool."""
+    for rank in evidence.readiness.ranks:
+        left = rank.resident_bytes - rank.target_bytes
+        if evidence.node is None and left > GIVEN_BACK_BYTES:
+            yield make_condition(
+                "info",
+                f"{rank_name(evidence, rank)} has yet to give back {format_size(left)} of memory",
+                "memory of a pool that has become smaller is unregistered chunk by chunk, slowly beside busy steps",
+                "nothing; `kvstow get ranks -o wide` shows what is resident",
+                rank,
+                left_bytes=left,
             )
 
 

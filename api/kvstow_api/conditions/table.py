@@ -40,6 +40,7 @@ TABLE = (
     Condition("rank_silent", "pool", engine.find_silent_ranks, ("ranks",)),
     Condition("rank_failed", "pool", engine.find_failed_ranks, ("ranks",)),
     Condition("pinning", "pool", memory.find_pinning, ("ranks",)),
+    Condition("giving_back", "pool", memory.find_giving_back),
     Condition("no_slots", "pool", engine.find_no_slots, ("pool", "pinned")),
     Condition("growing", "pool", engine.find_growing, ("pinned",)),
     Condition("stores_dropped", "pool", engine.find_dropped_stores),
