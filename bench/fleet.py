@@ -25,7 +25,7 @@ from kvstow.control.tiersettings import TierSettings
 from kvstow.control.tierwait import TierWait
 from kvstow.keys import BlockKey
 from kvstow.results import Awaited, Given, Lease
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange, TierStore

@@ -72,6 +72,8 @@ class Bench:
         self.blocks = tuple(chance.permutation(shape[0])[: self.num_blocks].tolist())
         self.slots = tuple(chance.permutation(self.num_blocks).tolist())
         self._ids = count(1)
+        self.launch_seconds: list[float] = []
+        """What the host's thread has spent on each launch of loads, with their transfers to the devices."""
 
     @contextmanager
     def plane(self, **options: Any) -> Iterator[tuple[Any, Any]]:
@@ -103,13 +105,20 @@ class Bench:
 
     def seconds(self, plane: Any, direction: Any, num_blocks: int) -> float:
         """Of one op."""
+        from kvstow.control.launchorder import LaunchOrder
         from kvstow.messages import Op, StepPlan
 
         op = Op(next(self._ids), direction, self.blocks[:num_blocks], self.slots[:num_blocks])
+        order = LaunchOrder(1)
+        order.expect((op,))
         started = time.perf_counter()
         plane.submit(StepPlan((op,)))
         while True:
-            plane.drive()
+            order.note(0, plane.take_staged(), ())
+            if launches := order.take():
+                before = time.perf_counter()
+                plane.submit(StepPlan(launches=launches))
+                self.launch_seconds.append(time.perf_counter() - before)
             for completion in plane.take_completions():
                 if completion.mark == "failed":
                     raise RuntimeError(completion.error)
@@ -161,9 +170,9 @@ class Bench:
 
         def gather() -> list[Any]:
             gathered = device.gather(chosen)
-            device.launch()
+            device.launch_rest()
             pieces = list(gathered.launched)
-            assert not gathered.unlaunched
+            assert not gathered.num_unlaunched
             jax.block_until_ready([piece.arriving for piece in pieces])
             return pieces
 
@@ -239,6 +248,9 @@ def copies(num_bytes: int, dtype: str) -> dict[str, Any]:
             for way in ("store", "load"):
                 rates.append({"blocks": number, "way": way, "rate": bench.rate(plane, way, number)})
                 print(rates[-1], flush=True)
+        bench.launch_seconds.clear()
+        bench.rate(plane, "load", bench.num_blocks)
+        launching = statistics.median(bench.launch_seconds)
         pieces = bench.pieces(plane, device)
     limits_after = bench.limits()
     return {
@@ -249,6 +261,7 @@ def copies(num_bytes: int, dtype: str) -> dict[str, Any]:
         "limits_after": limits_after,
         "first_op_seconds": first,
         "rates": rates,
+        "launch_seconds": launching,
         "pieces": pieces,
         "upstream": bench.upstream(),
     }
@@ -319,6 +332,7 @@ def tables(part: str, found: dict[str, Any]) -> list[Table]:
     rows += [[f"tpu-inference, {way}", f"{rate / 1e9:.1f}", ""] for way, rate in found["upstream"].items()]
     rows += [["store, to that of tpu-inference", f"{ratio:.1f} x", f"5 x, {verdict(ratio >= UPSTREAM_BAR)}"]]
     rows += [[name, f"{rate / 1e9:.1f}", ""] for name, rate in found["pieces"].items()]
+    rows += [["launch of staged pieces", f"{1e3 * found['launch_seconds']:.2f} ms", ""]]
     rows += [[f"first {way}", f"{1e3 * seconds:.0f} ms", ""] for way, seconds in found["first_op_seconds"].items()]
     cached = "an unknown size" if found["cached_copy_bytes"] is None else f"{found['cached_copy_bytes'] >> 20} MiB"
     title = f"{', '.join(found['devices'])}, {found['dtype']}; glibc copies through the cache up to {cached}"

@@ -15,7 +15,7 @@ from bench.machine import wait_until_quiet
 from bench.program import answer_of, running
 from bench.report import Table, verdict
 from kvstow.control.tiersettings import TierSettings
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import PutStatus
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace

@@ -6,13 +6,14 @@ A `Mutant` replaces code. The command applies each in a copy of the checkout, ru
 survived. A `Patched` mutant is a function, class or test that patches the code while its test runs: the test itself
 asserts that somebody notices, so it is part of the suite. `test_mutants.py` holds this list to the code.
 
-The tests run with this interpreter, and those of tests/vllm, tests/jax and tests/tpu with those of `.venv-vllm` and so
-on, where they exist.
+The tests run with this interpreter, those of tests/vllm with that of the newest vLLM's environment, and those of
+tests/jax and tests/tpu with those of `.venv-jax` and `.venv-tpu`, where they exist.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class Patched:
 CONTROL = "tests/engine/control"
 OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
+JAX = "engine/kvstow/devices/jax"
 RANK_MEMORY = "service/kvstow_service/node/pools/rankmemory.py"
 MEMFD = "engine/kvstow/memfd.py"
 AUTH = "api/kvstow_api/auth.py"
@@ -182,6 +184,51 @@ MUTANTS = [
         "tests/service/connectors/engine_core/test_schedulerside.py"
         "::test_a_first_report_between_two_stores_of_a_step_makes_no_rank_refuse_it",
     ),
+    # -- ranks on JAX ----------------------------------------------------------------------------------------
+    Mutant(
+        "loads_are_launched_when_this_rank_has_staged_them",
+        f"{JAX}/device.py",
+        "                self._loads.launch(launches)\n",
+        "                self._loads.launch([LoadLaunch(one.op_id, one.num_blocks, one.num_launched, one.num_staged)"
+        " for one in self._loads._tickets if one.num_launched < one.num_staged])\n",
+        "tests/jax/test_processes.py::test_ranks_of_which_one_is_slow_and_repeats_itself",
+    ),
+    Mutant(
+        "loads_are_launched_when_the_first_rank_has_staged_them",
+        "engine/kvstow/control/launchorder.py",
+        "ready = min(load.staged)",
+        "ready = max(load.staged)",
+        f"{CONTROL}/test_launchorder.py::test_a_load_is_launched_when_all_ranks_have_staged_it",
+    ),
+    Mutant(
+        "loads_that_fail_on_a_rank_are_not_launched_there",
+        f"{JAX}/loads.py",
+        "                        self._scatter_nothing(bucket_of(self._buckets, len(pieces[number])), arrays, split)\n",
+        "",
+        "tests/jax/test_device.py::test_a_load_that_fails_here_is_launched_and_writes_nothing",
+    ),
+    Mutant(
+        "stores_that_fail_on_a_rank_are_not_launched_there",
+        f"{JAX}/stores.py",
+        "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n",
+        "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n"
+        "        if held is None:\n            return\n",
+        "tests/jax/test_device.py::test_a_store_that_fails_here_is_gathered",
+    ),
+    Mutant(
+        "stores_for_an_earlier_boot_are_not_launched",
+        "engine/kvstow/dataplane.py",
+        '            elif op.direction == "store":\n',
+        "            elif False:\n",
+        "tests/engine/test_dataplane.py::test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan",
+    ),
+    Mutant(
+        "stores_that_a_restart_has_disowned_are_done",
+        OPS,
+        'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
+        "pass",
+        f"{CONTROL}/test_ranks.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+    ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
         "a_failed_store_is_published",
@@ -316,6 +363,20 @@ MUTANTS = [
         "tests/service/node/test_noderestart.py::test_the_keeper_is_killed_beside_a_service",
     ),
     Mutant(
+        "an_engine_of_another_version_attaches",
+        "engine/kvstow/attach/hello.py",
+        "            if version != VERSION:\n",
+        "            if version < 0:\n",
+        "tests/engine/attach/test_messages.py::test_a_hello_of_another_version_is_refused_with_both_numbers",
+    ),
+    Mutant(
+        "engines_say_whose_they_are",
+        "service/kvstow_service/node/nodehost.py",
+        "replace(hello.pool, uid=peer.uid)",
+        "replace(hello.pool, uid=peer.uid if hello.pool.uid is None else hello.pool.uid)",
+        "tests/service/node/pools/test_sharing.py::test_the_uid_is_the_kernel_s_and_not_the_hello_s",
+    ),
+    Mutant(
         "ops_of_every_session_are_let_through",
         "engine/kvstow/attach/opgate.py",
         "if number_of(op.op_id) == self._number]",
@@ -349,6 +410,28 @@ MUTANTS = [
         '        if direction == "put" and self._replicated:\n            ranks = {LAST_RANK}\n',
         "",
         "tests/engine/control/test_tiertraffic.py::test_replicated_bytes_are_put_once_and_fetched_by_every_rank",
+    ),
+    Mutant(
+        "former_weights_name_those_after_a_reset",
+        "service/kvstow_service/node/tier/nodetier.py",
+        "    if namespace.is_reset:\n",
+        "    if namespace.is_reset and not weights.weights_id:\n",
+        "tests/service/node/test_nodetier.py::test_after_a_reset_nothing_is_put_or_fetched",
+    ),
+    Mutant(
+        "files_of_secrets_are_read_once",
+        "service/kvstow_service/tiers/redislocation.py",
+        "    def _read(self, option: str)",
+        "    @__import__('functools').cache\n    def _read(self, option: str)",
+        "tests/service/tiers/test_redislocation.py::test_a_file_is_read_again_for_each_connection",
+    ),
+    Mutant(
+        "files_of_secrets_may_be_anything",
+        "service/kvstow_service/tiers/redislocation.py",
+        "RegularFile.read(path).content",
+        "b'' if path.exists() else path.read_bytes()",
+        "tests/service/tiers/test_redislocation.py::"
+        "test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start",
     ),
     Mutant(
         "kills_the_service_itself",
@@ -688,9 +771,9 @@ PATCHED = [
         (
             "gather_after_the_step",
             "gather_rest_after_the_step",
-            "launch_on_the_copy_thread",
+            "upload_on_the_copy_thread",
+            "download_on_the_copy_thread",
             "load_without_witness",
-            "memory_freed_at_upload",
         ),
         "tests/jax/test_mutants.py::test_taking_out_a_safeguard_is_noticed",
     ),
@@ -777,7 +860,7 @@ def path_of(test: str) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 _PLACES = ("vllm", "jax", "tpu")
-_COPIED = ("engine", "api", "service", "tests", "docs", "helm", "README.md", "pyproject.toml", "locks")
+_COPIED = ("engine", "api", "service", "tests", "bench", "docs", "helm", "README.md", "pyproject.toml", "locks")
 _SECONDS = 300.0
 
 
@@ -785,8 +868,9 @@ def interpreter(test: str) -> Path | None:
     """None where it has not been made."""
     for place in _PLACES:
         if test.startswith(f"tests/{place}/"):
-            found = ROOT / f".venv-{place}" / "bin" / "python"
-            return found if found.exists() else None
+            names = ".venv-vllm-*" if place == "vllm" else f".venv-{place}"
+            found = ROOT.glob(f"{names}/bin/python")
+            return max(found, key=lambda one: [int(part) for part in re.findall(r"\d+", str(one))], default=None)
     return Path(sys.executable)
 
 
@@ -797,7 +881,8 @@ def run_test(folder: Path, test: str) -> int:
     paths = [str(folder / part) for part in ("engine", "api", "service")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(folder)]), "PYTHONDONTWRITEBYTECODE": "1"}
     marks = next((place for place in _PLACES if test.startswith(f"tests/{place}/")), "not soak")
-    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, test]
+    warnings = ["-W", "default"] if marks == "vllm" else []  # vLLM and its packages give many
+    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *warnings, "-m", marks, test]
     try:
         return subprocess.run(
             command, cwd=folder, env=environ, capture_output=True, check=False, timeout=_SECONDS

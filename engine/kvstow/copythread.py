@@ -54,6 +54,8 @@ class CopyThread:
         max_queued: int,
         clock: Callable[[], float],
         on_failure: Callable[[], None],
+        *,
+        loads_at_once: int = 2,
     ) -> None:
         self._device, self._hold = device, hold
         self._slot_bytes = slot_bytes
@@ -62,7 +64,7 @@ class CopyThread:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._completed = threading.Condition(self._lock)
-        self._ops = OpQueues(max_queued)
+        self._ops = OpQueues(max_queued, loads_at_once)
         self._completions: list[Completion] = []
         self._statistics = CopyFigures()
         self._failure: str | None = None

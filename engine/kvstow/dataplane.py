@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
@@ -25,9 +26,13 @@ from kvstow.messages import (
     PoolFigures,
     RankReport,
     RankState,
+    StagedLoad,
     StepPlan,
     figures_of,
 )
+
+_AT_ONCE = 2  # loads: more would make a sampled token's copy wait behind them on the link
+_STAGED_AT_ONCE = 64  # loads that only fill staging memory until the host launches them; the device bounds their bytes
 
 logger = logging.getLogger("kvstow.dataplane")
 
@@ -47,7 +52,7 @@ class DataPlane:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """If this raises, the caller still owns pool and device. `launcher`: the device's, if it has one; then `submit`
-        and `drive` belong to the host's thread. `reports`: of the previous boot in this process."""
+        belongs to the host's thread. `reports`: of the previous boot in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -61,7 +66,16 @@ class DataPlane:
         self._launcher = launcher
         pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
-        self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.call)
+        self._copies = CopyThread(
+            name,
+            device,
+            pool.hold,
+            pool.slot_bytes,
+            max_queued,
+            clock,
+            self._listeners.call,
+            loads_at_once=_AT_ONCE if launcher is None else _STAGED_AT_ONCE,
+        )
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool in the background. Idempotent. `at_ease`: pin slowly until called without it, while the host
@@ -87,14 +101,21 @@ class DataPlane:
         self.pool.steps.end()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        """Start the ops of `plan` once `after` is reached. Never blocks or raises: an op that cannot be taken (queue
-        full, copy thread failed or closed), or is for another boot of this rank, comes back as a failed completion. A
-        launcher launches the work of `plan` here, after that of older plans, and its device needs no `after`."""
-        ops = [op for op in plan.ops if self._has_memory_of(op)]
+        """Start the ops of `plan` once `after` is reached. Never raises: an op that cannot be taken (queue full, copy
+        thread failed or closed), or is for another boot of this rank, comes back as a failed completion. Does not block
+        without a launcher. A launcher launches the work of `plan` here, after that of older plans, and its device needs
+        no `after`."""
         if self._launcher is None:
-            self._copies.submit(ops, after)
-        else:
-            self._launch(self._launcher, ops)
+            self._copies.submit([op for op in plan.ops if self._has_memory_of(op)], after)
+            return
+        self._launcher.write(plan.launches)
+        for op in plan.ops:
+            if self._has_memory_of(op):
+                self._launch(self._launcher, op)
+            elif op.direction == "store":
+                with suppress(CopyError):  # other ranks launch it, and here its failure is reported
+                    self._launcher.gather(op.blocks)
+                    self._launcher.launch_rest()
 
     def _has_memory_of(self, op: Op) -> bool:
         """Whether the op's slots are in this memory; else the op fails here. In another boot's they held other
@@ -104,29 +125,27 @@ class DataPlane:
             return False
         return True
 
+    def take_staged(self) -> list[StagedLoad]:
+        """The loads of which pieces have been staged since the last call, if there is a launcher."""
+        return [] if self._launcher is None else self._launcher.take_staged()
+
     def drive(self) -> None:
         """Advance the copies on the caller's thread, if the device needs no CPU to copy. Optional; for hosts whose
         thread keeps the interpreter busy. Waits for the copy thread for 1 ms at most. Raises nothing but exceptions of
-        signal handlers.
-
-        With a launcher it is not optional: the host calls it between its steps, and loads advance only then. On another
-        thread it raises `CopyError`."""
-        if self._launcher is not None:
-            self._launcher.launch()
-        elif self._may_drive:
+        signal handlers."""
+        if self._may_drive:
             self._copies.drive()
 
-    def _launch(self, launcher: Launcher, ops: Sequence[Op]) -> None:
-        for op in ops:
-            try:
-                launcher.launch()
-                fence = launcher.gather(op.blocks) if op.direction == "store" else None
-            except Exception as error:  # noqa: BLE001 - the failure of one op; the others and the host's step continue
-                self._copies.fail(op, error)
-            else:
-                self._copies.submit((op,), fence)
-                if fence is not None:
-                    launcher.launch()  # what is gathered already is copied meanwhile
+    def _launch(self, launcher: Launcher, op: Op) -> None:
+        try:
+            is_store = op.direction == "store"
+            fence = launcher.gather(op.blocks) if is_store else launcher.expect(op.op_id, len(op.blocks))
+        except Exception as error:  # noqa: BLE001 - the failure of one op; the others and the host's step continue
+            self._copies.fail(op, error)
+            return
+        self._copies.submit((op,), fence)
+        del fence  # an op that was not taken does not keep the memory of its gathers
+        launcher.launch_rest()  # what is gathered already is copied meanwhile
 
     def take_completions(self) -> list[Completion]:
         """All completions since the last call, as one atomic snapshot; also after `close`."""

@@ -51,10 +51,31 @@ class TierOp:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedLoad:
+    """A rank has the first `num_pieces` pieces of a load in staging memory. For devices with a `Launcher`."""
+
+    op_id: int
+    num_pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLaunch:
+    """The pieces `first` to `stop` - 1 of a load of `num_blocks` blocks are launched in a step, on every rank: also on
+    one where the load has failed, which then writes nothing."""
+
+    op_id: int
+    num_blocks: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The ops that start with one step of the host, in order."""
+    """The ops that start with one step of the host, in order. `launches` come before them; they are for devices with a
+    `Launcher`, where an op that loads only stages its bytes until then (see `LaunchOrder`)."""
 
     ops: tuple[Op, ...] = ()
+    launches: tuple[LoadLaunch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

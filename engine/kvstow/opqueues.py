@@ -10,7 +10,7 @@ from kvstow.errors import QueueFullError
 from kvstow.memory.slotpool import Hold
 from kvstow.messages import Direction, Op
 
-_IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
+_STORES_AT_ONCE = 2  # more would make a sampled token's copy wait behind them on the link
 
 
 @dataclass(slots=True)
@@ -33,14 +33,15 @@ class PendingOp:
 
 
 class OpQueues:
-    """Ops by direction, first in, first out. At most two of each direction run at a time.
+    """Ops by direction, first in, first out. At most two stores and `loads_at_once` loads run at a time.
 
     Loads come before stores: a request waits for a load, and nothing waits for a store. Not locked: the copy thread's
     lock guards it.
     """
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, loads_at_once: int) -> None:
         self._max_queued = max_queued
+        self._at_once: dict[Direction, int] = {"load": loads_at_once, "store": _STORES_AT_ONCE}
         self._queued: dict[Direction, deque[PendingOp]] = {"load": deque(), "store": deque()}
         self._running: dict[Direction, list[PendingOp]] = {"load": [], "store": []}
 
@@ -87,4 +88,4 @@ class OpQueues:
         return sum(map(len, self._running.values()))
 
     def _has_room(self, direction: Direction) -> bool:
-        return bool(self._queued[direction]) and len(self._running[direction]) < _IN_FLIGHT
+        return bool(self._queued[direction]) and len(self._running[direction]) < self._at_once[direction]

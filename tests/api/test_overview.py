@@ -86,7 +86,7 @@ def test_a_pool_has_the_curves_and_their_present_values() -> None:
 
 def condition(**changes: Any) -> ConditionView:
     given = {"name": "n", "severity": "warning", "what": "w", "why": "y", "fix": "f", "evidence": {}}
-    return ConditionView(**{**given, **changes})  # type: ignore[arg-type]
+    return ConditionView(**{**given, **changes})
 
 
 def test_rows_that_a_condition_concerns_are_marked() -> None:

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvstow.errors import PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.poolstatus import PoolStatus
-from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, Direction, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch
 
 if TYPE_CHECKING:
@@ -151,14 +152,24 @@ class FakeLauncher:
         self.calls: list[str] = []
         self.refused: list[Exception] = []
 
+    def expect(self, op_id: int, num_blocks: int) -> Latch:
+        self.calls.append(f"expect {op_id}")
+        return Latch()
+
+    def write(self, launches: Any) -> None:
+        self.calls += [f"write {launch.op_id}" for launch in launches]
+
+    def take_staged(self) -> list[StagedLoad]:
+        return [StagedLoad(2, 1)]
+
     def gather(self, blocks: Any) -> Latch:
         self.calls.append(f"gather {blocks}")
         if self.refused:
             raise self.refused.pop()
         return Latch()
 
-    def launch(self) -> None:
-        self.calls.append("launch")
+    def launch_rest(self) -> None:
+        self.calls.append("rest")
 
     def stop(self) -> None:
         self.calls.append("stop")
@@ -181,8 +192,8 @@ def test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan(make_dat
     plane = make_data_plane(device=device, launcher=launcher)
     launcher.refused = [RuntimeError("injected")]
     ops = Op(1, "store", (1,), (1,)), Op(2, "load", (2,), (2,)), Op(3, "store", (3,), (3,))
-    plane.submit(StepPlan(ops), after=Latch())
-    assert launcher.calls == ["launch", "gather (1,)", "launch", "launch", "gather (3,)", "launch"]
+    plane.submit(StepPlan(ops, (LoadLaunch(9, 1, 0, 1), LoadLaunch(8, 1, 0, 1))), after=Latch())
+    assert launcher.calls == ["write 9", "write 8", "gather (1,)", "expect 2", "rest", "gather (3,)", "rest"]
     for op_id in (2, 3):
         device.ticket(op_id).finish()
     completions = wait_for(plane, 1, 2, 3)
@@ -192,7 +203,17 @@ def test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan(make_dat
     assert isinstance(device.fences[3], Latch)
     launcher.calls.clear()
     plane.drive()
-    assert launcher.calls == ["launch"]
+    assert launcher.calls == []
+    assert plane.take_staged() == [StagedLoad(2, 1)]
+    plane.submit(StepPlan(tuple(replace(op, op_id=op.op_id + 10, boots=("before",)) for op in ops)))
+    assert launcher.calls == ["gather (1,)", "rest", "gather (3,)", "rest"], "what other ranks launch for them"
+    assert [done.mark for done in wait_for(plane, 11, 12, 13).values()] == ["failed"] * 3
+
+
+def test_without_a_launcher_nothing_is_staged(make_rank: Callable[[], CpuRank]) -> None:
+    plane = make_rank().plane
+    assert plane.take_staged() == []
+    assert plane.take_completions() == []
 
 
 def test_a_data_plane_stops_its_launcher_before_it_waits_for_ops(make_data_plane: MakeDataPlane) -> None:

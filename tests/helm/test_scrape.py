@@ -54,7 +54,7 @@ PROMETHEUS_OWN = {"up", "ALERTS"}
 
 
 def filled_in(expression: str) -> str:
-    values = {**VALUES, "pod": TIERED["pod"]} if "kvstow_tier_" in expression else VALUES
+    values = {**VALUES, "pod": TIERED["pod"], "pool": ".*"} if "kvstow_tier_" in expression else VALUES
     return re.sub(r"\$\{?(\w+)\}?", lambda name: values[name[1]], expression)
 
 
@@ -113,7 +113,7 @@ def tiered(trace: Path, folder: Path) -> Iterator[str]:
     port, attach, log = free_port(), folder / "node" / "attach.sock", folder / "service.log"
     serve = (sys.executable, "-m", "tests.helm.tieredservice", "serve", "--tier=redis://store:1", "--memory=4MiB")
     options = ("--extent-size=2MiB", f"--port={port}", f"--attach-socket={attach}")
-    engine = (*KVSTOW, "replay", trace, f"--attach=unix:{attach}", "--slot-size=4KiB", "--prefill-rate=2000")
+    engine = (*KVSTOW, "replay", trace, f"--attach=unix:{attach}", "--slot-size=16KiB", "--prefill-rate=50000")
     with running(*serve, *options, log=log, env=environ()) as process:
         url = f"http://127.0.0.1:{port}"
         until(lambda: process.poll() is not None or tried(lambda: httpx.get(f"{url}/livez").is_success), "the service")

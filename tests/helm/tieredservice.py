@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow_service.cli import main
 from kvstow_service.tiers import hostedtiers
 

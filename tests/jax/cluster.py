@@ -18,8 +18,9 @@ from tests.jax.rankprocess import Outcome, Step, Verdict
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.launchorder import LaunchOrder
 from kvstow.errors import LeaseError
-from kvstow.messages import Completion, Op, RankReport
+from kvstow.messages import Op, RankReport
 
 KEYS, SLOTS, BLOCKS = 40, 16, 24
 PATIENCE = 60.0  # seconds for one answer; the first one compiles
@@ -30,8 +31,8 @@ _ROOT = Path(__file__).parents[2]
 class Cluster:
     """The processes. Any silence or death kills them all."""
 
-    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, str]]) -> None:
-        """`ranks`: the environment of each, besides this process's own."""
+    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, str]], options: str = "{}") -> None:
+        """`ranks`: the environment of each, besides this process's own. `options`: JSON, for `JaxRank`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -45,7 +46,7 @@ class Cluster:
             command = [sys.executable, "-m", "tests.jax.rankprocess", path]
             self._processes = [
                 subprocess.Popen(
-                    [*command, f"{rank}", f"{len(ranks)}", coordinator], cwd=_ROOT, env={**environment, **own}
+                    [*command, f"{rank}", f"{len(ranks)}", coordinator, options], cwd=_ROOT, env={**environment, **own}
                 )
                 for rank, own in enumerate(ranks)
             ]
@@ -94,7 +95,8 @@ class Scheduler:
         self.num_ranks = len(first)
         slot_bytes = first[0].report.slot_bytes
         self.engine = OffloadEngine(EngineConfig(slot_bytes, SLOTS, num_ranks=self.num_ranks))
-        self.late: deque[tuple[int, int, str, list[Completion]]] = deque()
+        self.order = LaunchOrder(self.num_ranks)
+        self.late: deque[tuple[int, int, Outcome]] = deque()
         self.now = self.loaded = self.failed = self.stored = 0
         self.saved: dict[bytes, tuple[int, int]] = {}
         """By key: the store that wrote it, and its place there."""
@@ -111,10 +113,13 @@ class Scheduler:
         free = [block for block in self.random.permutation(BLOCKS).tolist() if block not in busy]
         writes = {*free[: self.random.integers(0, 8)], *self.unknown}
         self.unknown.clear()
+        launches = self.order.take()
+        self.order.expect(ops)
         last = self.num_ranks - 1
         steps = [
             Step(
                 tuple(ops),
+                launches,
                 contents,
                 tuple(self.ended),
                 tuple(sorted(writes)),
@@ -129,9 +134,9 @@ class Scheduler:
         self.now += 1
         for rank, outcome in enumerate(outcomes):
             delay = int(self.random.integers(1, 6)) if self.slow and rank == last else 0
-            self.late.append((self.now + delay, rank, outcome.boot, list(outcome.completions)))
+            self.late.append((self.now + delay, rank, outcome))
             if self.twice:
-                self.late.append((self.now + delay + 3, rank, outcome.boot, list(outcome.completions)))
+                self.late.append((self.now + delay + 3, rank, outcome))
         self._deliver()
         self.desired = [self.engine.report(outcome.report) for outcome in outcomes]
 
@@ -169,8 +174,9 @@ class Scheduler:
     def _deliver(self) -> None:
         for item in [item for item in self.late if item[0] <= self.now]:
             self.late.remove(item)
-            _, rank, boot, completions = item
-            self.engine.complete(rank, boot, completions)
+            _, rank, outcome = item
+            self.engine.complete(rank, outcome.boot, outcome.completions)
+            self.order.note(rank, outcome.staged, outcome.completions)
         for settled in self.engine.take_settled():
             if settled.direction == "load" and settled.mark != "source_free":
                 op = self.loads.pop(settled.op_id)
@@ -186,7 +192,7 @@ class Scheduler:
             if not (self.engine.open_transfers or self.late or self.ended or self.unknown):
                 break
             self.step(plan=False)
-        assert self.engine.open_transfers == 0
+        assert self.engine.open_transfers == len(self.order) == 0
         self.engine.check_integrity()
         verdicts: list[Verdict] = self.cluster.call(["verdict"] * self.num_ranks)
         self.cluster.end()

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvstow.config import PoolConfig
+from kvstow.control.launchorder import LaunchOrder
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
 from kvstow.memory.hostpool import HostPool
@@ -76,6 +77,7 @@ class JaxRank:
             self.pool.close()
             raise
         self.plane = DataPlane(self.number, self.pool, self.device, launcher=self.device)
+        self.order = LaunchOrder(1)
         self.plane.start()
         self.wait_until(lambda: self.pool.pinned_slots == self.num_slots)
 
@@ -102,12 +104,29 @@ class JaxRank:
 
     def submit(self, direction: Any, blocks: Sequence[int], slots: Sequence[int]) -> Op:
         op = Op(next(self.op_ids), direction, tuple(blocks), tuple(slots))
+        self.order.expect((op,))
         self.plane.submit(StepPlan((op,)))
         return op
 
-    def collect(self) -> None:
-        for completion in self.plane.take_completions():
+    def turn(self) -> None:
+        self.collect()
+        self.launch()
+
+    def launch(self) -> None:
+        """The host launches the loads of which `collect` has heard that they are staged."""
+        self.plane.submit(StepPlan(launches=self.order.take()))
+
+    def collect(self) -> list[Completion]:
+        completions = self.plane.take_completions()
+        self.order.note(0, self.plane.take_staged(), completions)
+        for completion in completions:
             self.completed.setdefault(completion.op_id, []).append(completion)
+        return completions
+
+    def has_staged(self, *ops: Op) -> bool:
+        """Whether all pieces of these loads are in staging memory."""
+        tickets = [self.device._loads._expected[op.op_id] for op in ops]
+        return all(ticket.num_staged == ticket.num_pieces for ticket in tickets)
 
     def marks(self, op: Op) -> list[str]:
         self.collect()
@@ -119,7 +138,7 @@ class JaxRank:
     def finish(self, *ops: Op) -> list[Completion]:
         """The final completions of these ops. The host makes turns meanwhile."""
 
-        self.wait_until(lambda: all(self.has_ended(op) for op in ops), self.plane.drive)
+        self.wait_until(lambda: all(self.has_ended(op) for op in ops), self.turn)
         return [self.completed[op.op_id][-1] for op in ops]
 
     def done(self, *ops: Op) -> None:

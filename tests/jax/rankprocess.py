@@ -1,9 +1,10 @@
 """One rank of several in a process of its own, with JAX's distributed runtime: it does what a scheduler in another
-process tells it, step by step. `python rankprocess.py SOCKET RANK RANKS COORDINATOR`."""
+process tells it, step by step. `python rankprocess.py SOCKET RANK RANKS COORDINATOR OPTIONS`."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from tests.jax.rank import JaxRank
 
 from kvstow.devices.jax.programs import DevicePrograms
 from kvstow.devices.jax.rangecopier import CopyJob
-from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Step:
     ended well on all ranks. `hold`: the copy thread must wait."""
 
     ops: tuple[Op, ...] = ()
+    launches: tuple[LoadLaunch, ...] = ()
     contents: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     loaded: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -38,24 +40,27 @@ class Step:
 class Outcome:
     boot: str
     completions: tuple[Completion, ...]
+    staged: tuple[StagedLoad, ...]
     report: RankReport
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ledgers`: a hash of what was launched, by kind of program."""
+    """`ledger`: a hash of what was launched: programs and transfers of all devices, in one order."""
 
     wrong_elements: int
-    ledgers: dict[str, str]
+    ledger: str
     launches: int
     hidden_collectives: int
 
 
 class RankProcess:
-    def __init__(self, rank: int) -> None:
-        self.rank = JaxRank(rank=rank, num_slots=16)
-        self.launches: dict[str, list[list[int]]] = {"gather": [], "scatter": []}
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        self.rank = JaxRank(rank=rank, num_slots=16, **options)
+        self.ledger = hashlib.sha256()
+        self.launches = 0
         self.hidden_collectives = self.wrong_elements = 0
+        self.is_booting = False
         self.may_copy = threading.Event()
         self.saved: dict[int, list[np.ndarray]] = {}
         self.loads: dict[int, tuple[Op, list[tuple[int, int]]]] = {}
@@ -63,18 +68,27 @@ class RankProcess:
         self._gate()
 
     def _watch(self) -> None:
-        first = jax.local_devices()[0]
-        for kind, launches in self.launches.items():
-            original = getattr(DevicePrograms, kind)
+        """Each launch with its device and what it was compiled for. The blocks of a gather are the same on all ranks;
+        a scatter writes none where its load has failed."""
+        devices = jax.local_devices()
 
-            def spy(
-                one: Any, shards: Any, blocks: Any, *rest: Any, original: Any = original, to: Any = launches
-            ) -> Any:
-                if one.device == first:
-                    to.append(list(blocks))
-                return original(one, shards, blocks, *rest)
+        def gather(one: Any, shards: Any, blocks: Any, *rest: Any) -> Any:
+            rows = launch_gather(one, shards, blocks, *rest)
+            self._note("gather", devices.index(one.device), rows.shape, list(blocks))
+            return rows
 
-            setattr(DevicePrograms, kind, spy)
+        def scatter(one: Any, shards: Any, blocks: Any, rows: Any) -> Any:
+            self._note("scatter", devices.index(one.device), rows.shape)
+            return launch_scatter(one, shards, blocks, rows)
+
+        def put(value: Any, sharding: Any) -> Any:
+            if not self.is_booting:
+                (device,) = sharding.device_set
+                self._note("transfer", devices.index(device), value.shape, sharding.memory_kind)
+            return device_put(value, sharding)
+
+        launch_gather, launch_scatter, device_put = DevicePrograms.gather, DevicePrograms.scatter, jax.device_put
+        DevicePrograms.gather, DevicePrograms.scatter, jax.device_put = gather, scatter, put  # type: ignore[assignment, method-assign]
         for name in ("assert_equal", "broadcast_one_to_all", "process_allgather"):
             original = getattr(multihost_utils, name)
 
@@ -83,6 +97,11 @@ class RankProcess:
                 return original(*arguments, **options)
 
             setattr(multihost_utils, name, count)
+
+    def _note(self, *launch: Any) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.ledger.update(repr(launch).encode())
+        self.launches += 1
 
     def _gate(self) -> None:
         copier = self.rank.device._copier
@@ -106,7 +125,9 @@ class RankProcess:
             self.may_copy.set()
             rank.plane.close()
             ended = rank.plane.take_completions()
+            self.is_booting = True
             rank.boot()
+            self.is_booting = False
             self._gate()
         for op_id in step.loaded:
             op, contents = self.loads[op_id]
@@ -117,6 +138,7 @@ class RankProcess:
             self.wrong_elements += rank.wrong_elements(blocks)
         if step.desired is not None:
             rank.plane.apply(step.desired)
+        rank.plane.submit(StepPlan(launches=step.launches))
         for op in step.ops:
             if op.direction == "store":
                 self.saved[op.op_id] = rank.blocks(op.blocks)
@@ -124,30 +146,26 @@ class RankProcess:
                 self.loads[op.op_id] = op, step.contents[op.op_id]
         rank.plane.submit(StepPlan(step.ops))
         rank.overwrite(step.writes)  # a program of all ranks, also without writes
-        rank.plane.drive()
-        return Outcome(boot, (*ended, *rank.plane.take_completions()), rank.plane.report())
+        completions = (*ended, *rank.plane.take_completions())
+        return Outcome(boot, completions, tuple(rank.plane.take_staged()), rank.plane.report())
 
     def verdict(self) -> Verdict:
-        ledgers = {
-            kind: hashlib.sha256(repr(launches).encode()).hexdigest() for kind, launches in self.launches.items()
-        }
-        launches = sum(map(len, self.launches.values()))
         self.wrong_elements += self.rank.wrong_elements()
-        return Verdict(self.wrong_elements, ledgers, launches, self.hidden_collectives)
+        return Verdict(self.wrong_elements, self.ledger.hexdigest(), self.launches, self.hidden_collectives)
 
 
-def main(socket: str, rank: str, num_ranks: str, coordinator: str) -> None:
+def main(socket: str, rank: str, num_ranks: str, coordinator: str, options: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(num_ranks), int(rank))
     with Client(socket, "AF_UNIX") as scheduler:
         scheduler.send(int(rank))
-        serve(RankProcess(int(rank)), scheduler)
+        serve(RankProcess(int(rank), json.loads(options)), scheduler)
     jax.distributed.shutdown()
 
 
 def serve(process: RankProcess, scheduler: Connection[Any, Any]) -> None:
     process.may_copy.set()
-    scheduler.send(Outcome(process.rank.plane.boot_id, (), process.rank.plane.report()))
+    scheduler.send(Outcome(process.rank.plane.boot_id, (), (), process.rank.plane.report()))
     while (message := scheduler.recv()) is not None:
         scheduler.send(process.step(message) if isinstance(message, Step) else process.verdict())
     process.rank.close()

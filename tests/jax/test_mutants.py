@@ -15,11 +15,10 @@ from tests.jax.rank import JaxRank
 from tests.jax.test_processes import STEPS, make_cluster
 
 from kvstow.dataplane import DataPlane
-from kvstow.devices.jax.device import JaxDevice
-from kvstow.devices.jax.loadbuffers import PlainBuffer
-from kvstow.devices.jax.loads import LoadPiece
-from kvstow.devices.jax.stores import Stores
-from kvstow.messages import StepPlan
+from kvstow.devices.base import Fence
+from kvstow.devices.jax.loads import LoadPiece, Loads
+from kvstow.devices.jax.stores import GatheredPiece, Stores
+from kvstow.messages import Op, StepPlan
 
 __all__ = ["make_cluster"]  # a fixture
 
@@ -28,46 +27,60 @@ pytestmark = pytest.mark.jax
 
 def gather_after_the_step(patch: pytest.MonkeyPatch) -> None:
     submit = DataPlane.submit
+    waiting: list[Op] = []
 
-    def submit_alone(self: DataPlane, plan: StepPlan) -> None:
-        with pytest.MonkeyPatch.context() as during:
-            during.setattr(Stores, "launch", lambda *_, **__: None)
-            submit(self, plan)
+    def submit_late(self: DataPlane, plan: StepPlan, after: Fence | None = None) -> None:
+        ops, waiting[:] = tuple(waiting), plan.ops
+        submit(self, StepPlan(ops, plan.launches))
 
-    patch.setattr(DataPlane, "submit", submit_alone)
+    patch.setattr(DataPlane, "submit", submit_late)
 
 
 def gather_rest_after_the_step(patch: pytest.MonkeyPatch) -> None:
-    submit, launch = DataPlane.submit, Stores.launch
+    submit, launch_rest = DataPlane.submit, Stores.launch_rest
 
-    def submit_alone(self: DataPlane, plan: StepPlan) -> None:
-        with pytest.MonkeyPatch.context() as during:
-            during.setattr(Stores, "launch", lambda self, until=None: until and launch(self, until=until))
-            submit(self, plan)
+    def submit_late(self: DataPlane, plan: StepPlan, after: Fence | None = None) -> None:
+        device: Any = self._launcher
+        launch_rest(device._stores)
+        submit(self, plan)
 
-    patch.setattr(DataPlane, "submit", submit_alone)
+    patch.setattr(Stores, "launch_rest", lambda self: None)
+    patch.setattr(DataPlane, "submit", submit_late)
 
 
-def launch_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
-    advance = JaxDevice.advance
+def upload_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
+    end_fill = Loads._end_fill
 
-    def launch_too(self: JaxDevice) -> None:
-        self._loads.launch()
-        advance(self)
+    def upload_too(self: Loads, piece: LoadPiece) -> None:
+        piece.arrays = [buffer.upload() for buffer in piece.buffers]
+        end_fill(self, piece)
 
-    patch.setattr(JaxDevice, "advance", launch_too)
+    patch.setattr(Loads, "_end_fill", upload_too)
+
+
+def download_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
+    address = Stores._address
+
+    def download_too(self: Stores, piece: GatheredPiece, rows: jax.Array) -> int:
+        return address(self, piece, jax.device_put(rows, rows.sharding))
+
+    patch.setattr(Stores, "_address", download_too)
 
 
 def load_without_witness(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadPiece, "is_written", lambda self: True)
 
 
-def memory_freed_at_upload(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PlainBuffer, "free_after_upload", True)
-
-
 def alone(test: Callable[..., None]) -> Callable[[Any, pytest.MonkeyPatch], None]:
     return lambda make_rank, _: test(make_rank, "plain")
+
+
+def in_memory(test: Callable[..., None]) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    return lambda make_rank, patch: test(make_rank, patch, "plain")
+
+
+def no_other_thread(make_rank: Any, patch: pytest.MonkeyPatch) -> None:
+    test_device.test_no_other_thread_gives_jax_work(make_rank, patch, "pinned")
 
 
 @pytest.mark.parametrize(
@@ -75,18 +88,10 @@ def alone(test: Callable[..., None]) -> Callable[[Any, pytest.MonkeyPatch], None
     [
         (gather_after_the_step, alone(test_device.test_the_very_next_program_may_overwrite_the_blocks_of_a_store)),
         (gather_rest_after_the_step, alone(test_device.test_the_very_next_program_may_overwrite_the_blocks_of_a_store)),
-        (launch_on_the_copy_thread, test_device.test_the_copy_thread_launches_no_program),
-        (
-            load_without_witness,
-            lambda make_rank, patch: test_device.test_a_load_is_done_only_when_its_witness_is_ready(
-                make_rank, patch, "plain"
-            ),
-        ),
-        pytest.param(
-            memory_freed_at_upload,
-            alone(test_device.test_a_buffer_is_written_again_only_when_nothing_reads_it),
-            marks=pytest.mark.skipif(jax.devices()[0].platform != "cpu", reason="other devices copy from the memory"),
-        ),
+        (upload_on_the_copy_thread, no_other_thread),
+        (download_on_the_copy_thread, no_other_thread),
+        (load_without_witness, in_memory(test_device.test_a_load_is_done_only_when_its_witness_is_ready)),
+        (load_without_witness, in_memory(test_device.test_a_buffer_is_written_again_only_when_no_program_reads_it)),
     ],
 )
 def test_taking_out_a_safeguard_is_noticed(

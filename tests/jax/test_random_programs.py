@@ -11,7 +11,7 @@ from tests.jax.rank import JaxRank
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.messages import Completion, Op, StepPlan
+from kvstow.messages import Op, StepPlan
 
 pytestmark = pytest.mark.jax
 
@@ -64,6 +64,8 @@ class Host:
                 ops.append(op)
             elif lease is not None:
                 self.engine.release_lease(lease)
+        self.rank.launch()
+        self.rank.order.expect(ops)
         self.rank.plane.submit(StepPlan(tuple(ops)))
         loading = {block for op, _ in self.loading.values() for block in op.blocks}
         written = [block for block in self.random.permutation(BLOCKS).tolist() if block not in loading]
@@ -71,8 +73,7 @@ class Host:
         self.collect()
 
     def collect(self) -> None:
-        self.rank.plane.drive()
-        completions: list[Completion] = self.rank.plane.take_completions()
+        completions = self.rank.collect()
         repeated = completions + completions[:1]  # a word that is said twice changes nothing
         self.engine.complete(0, self.rank.plane.boot_id, repeated)
         for settled in self.engine.take_settled():
@@ -83,8 +84,12 @@ class Host:
                     self.rank.put([block], self.stored[key])
                     self.verified += 1
 
+    def turn(self) -> None:
+        self.collect()
+        self.rank.launch()
+
     def finish(self) -> None:
-        self.rank.wait_until(lambda: not self.engine.open_transfers, self.collect)
+        self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
         assert self.rank.wrong_elements() == 0
         self.engine.check_integrity()
 

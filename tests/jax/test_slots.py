@@ -37,8 +37,8 @@ class Host:
         return grant
 
     def turn(self) -> None:
-        self.rank.plane.drive()
-        self.engine.complete(0, self.rank.plane.boot_id, self.rank.plane.take_completions())
+        self.engine.complete(0, self.rank.plane.boot_id, self.rank.collect())
+        self.rank.launch()
 
     def settle(self) -> None:
         self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
@@ -46,7 +46,9 @@ class Host:
     def load(self, key: bytes, block: int) -> None:
         lease = self.engine.lease([key])
         assert lease is not None
-        self.rank.plane.submit(StepPlan((self.engine.begin_load(lease, [block]),)))
+        op = self.engine.begin_load(lease, [block])
+        self.rank.order.expect((op,))
+        self.rank.plane.submit(StepPlan((op,)))
         self.settle()
 
 

@@ -41,9 +41,6 @@ class JsonObject:
             raise self._error(name, value, ", ".join(allowed))
         return value
 
-    def optional_text(self, name: str) -> str | None:
-        return None if self._values.get(name) is None else self.text(name)
-
     def whole(self, name: str, default: int | None = None) -> int:
         value = self._value(name, default)
         if type(value) is not int or not 0 <= value <= _MAX_NUMBER:

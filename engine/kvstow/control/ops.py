@@ -240,9 +240,14 @@ class OpsInFlight:
     # -- ranks that restart or hang -------------------------------------------------------------------------
 
     def fail_rank(self, rank: int) -> None:
-        """Fail the ops of a rank that has restarted. O(open ops)."""
+        """Fail the ops of a rank that has restarted. If its memory is lost, stores that it had finished fail, too, when
+        the other ranks have ended them. O(open ops)."""
         pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
         session = self._session
+        if session.owns_memory:
+            for entry in self._open.values():
+                if entry.op.direction == "store":
+                    entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"
         loss = "its memory is lost, " if session.owns_memory else ""
         self._pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", session.label, rank, loss, len(pending))
         for op_id, entry in pending:

@@ -2,7 +2,7 @@
 
 Threads. All calls of a device and of its tickets are made by one thread at a time: the copy thread, or the host's
 thread where the device copies without help. The host makes a `Fence` on any thread. Only a `Launcher` belongs to the
-host's thread.
+host's thread, and where there is one nothing but it gives the device work.
 
 Ordering. A store reads its blocks only after the compute work that `after` names. A load may read its slots at once;
 it writes its blocks only after `after`. Compute work never waits for a store.
@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
+
+from kvstow.messages import LoadLaunch, StagedLoad
 
 
 class TicketState(Enum):
@@ -94,21 +96,35 @@ class Device(Protocol):
 
 
 class Launcher(Protocol):
-    """The part of a device whose programs must be launched in order with the host's own (JAX). `gather` and `launch`
-    are for the host's thread, which has made the device; on another they raise `CopyError` and do nothing."""
+    """The part of a device whose programs and transfers must be launched in order with the host's own (JAX). All but
+    `stop` and `take_staged` are for the host's thread, which has made the device: on another, `gather` and `expect`
+    raise `CopyError`, and the loads of `write` fail.
+
+    Hosts of one model launch the same programs in the same order. So what is launched depends on the arguments of these
+    calls alone: not on how far the copies are, nor on whether an op has failed here or the device has been stopped.
+    What is not ready is waited for.
+    """
 
     def gather(self, blocks: Sequence[int]) -> Fence:
         """Begin to launch what reads the blocks of a store, and return the `after` of its `launch_store`: the first
-        blocks are copied while `launch` goes on, which the caller calls next. What does not fit into memory in flight
-        is launched later; until the ticket is `SOURCE_FREE` the blocks must not change. Never waits. Raises
-        `CopyError`, and then has launched nothing."""
+        blocks are copied while `launch_rest` goes on. Raises `CopyError`, and then has launched nothing."""
 
-    def launch(self) -> None:
-        """Launch what has become possible: programs that write the blocks of staged loads, and the rest of gathers. The
-        host calls it between its steps. Never waits. Errors are in the tickets."""
+    def launch_rest(self) -> None:
+        """Launch the rest of the gather. Waits while memory in flight is used up, so the caller has queued the store by
+        then, and keeps no reference to its fence. Errors are in the tickets."""
+
+    def expect(self, op_id: int, num_blocks: int) -> Fence:
+        """The `after` of the `launch_load` of this op, with which it only stages its bytes."""
+
+    def write(self, launches: Sequence[LoadLaunch]) -> None:
+        """Launch what writes the blocks of these loads. Waits for those that are not staged. Errors are in the
+        tickets."""
+
+    def take_staged(self) -> list[StagedLoad]:
+        """The loads of which pieces have been staged since the last call."""
 
     def stop(self) -> None:
-        """The host launches nothing more: ops that need it fail. May be called by any thread. Idempotent."""
+        """Ops that still need the host fail. May be called by any thread. Idempotent."""
 
 
 def start_load(device: Device, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:

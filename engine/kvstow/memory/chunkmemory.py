@@ -84,10 +84,6 @@ class ChunkMemory:
         what = f"slots {chunk.first_slot}-{chunk.end_slot - 1}"
         self._registrar.unregister_at_close(self.address + chunk.offset, chunk.num_bytes, what)
 
-    def forget_allowance(self) -> None:
-        """Check the limits again before the next chunk."""
-        self._allowance.forget()
-
     def close(self) -> None:
         """Give back the memory and the address space; idempotent."""
         self.resident_bytes = 0

@@ -1,1 +1,1 @@
-"""Doubles for tests of KVStow and of its hosts: a clock, a fence, a registrar and a device under control."""
+"""Doubles for tests of KVStow and of its hosts, under control: a clock, a fence, a registrar, a device, a store."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvstow.tier.memorystore import MemoryLookups, MemoryStore, MemoryTransfers
+from kvstow.testing.memorystore import MemoryLookups, MemoryStore, MemoryTransfers
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import GetStatus, PutStatus, SlotObject
 

@@ -28,6 +28,7 @@ from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
 from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.tiers.storeaddress import shown_url
 
 logger = logging.getLogger("kvstow.service")
 
@@ -163,8 +164,9 @@ _PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
-    """For every reader of /v1/info, so it leaves out paths of this machine."""
-    return settings.model_dump(mode="json", exclude=_PATHS)
+    """For every reader of /v1/info, so it leaves out paths of this machine, and who the user of the store is."""
+    shown: dict[str, Any] = settings.model_dump(mode="json", exclude=_PATHS)
+    return shown if settings.tier is None else {**shown, "tier": shown_url(settings.tier)}
 
 
 def _orphaned_memory() -> list[OrphanedMemory]:

@@ -40,6 +40,9 @@ class Offload(Protocol):
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]: ...
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Report how long the model took for how many tokens: fetches from a fleet tier are compared with that."""
+
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
 
     def take_settled(self) -> list[Settled]: ...
@@ -75,6 +78,9 @@ class EmbeddedOffload:
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Given[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """It has no tier."""
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         self._engine.complete(rank, boot_id, completions)

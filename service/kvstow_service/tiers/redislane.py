@@ -148,6 +148,7 @@ def _prepared(location: RedisLocation, timeout: float) -> Iterator[Connection]:
             for option, argument in _TLS_FILES.items():
                 content = location.content(option)
                 options[argument] = None if content is None else files.enter_context(in_memory(content))
+            options["ssl_password"] = ""  # None would prompt on the terminal for that of an encrypted key
         yield SSLConnection(**options) if location.is_tls else Connection(**options)
 
 

@@ -119,7 +119,8 @@ def test_a_restart_fails_unfinished_ops_of_the_rank_and_keeps_slots_that_others_
     assert engine.stats().pool.slots.free == 4
 
 
-def test_a_store_that_a_lost_rank_had_finished_is_not_published(make_engine: MakeEngine) -> None:
+def test_a_store_that_a_restarted_rank_had_finished_fails(make_engine: MakeEngine) -> None:
+    """Its blocks are offered again."""
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     write_blocks(ranks, [0], [A])
@@ -131,7 +132,10 @@ def test_a_store_that_a_lost_rank_had_finished_is_not_published(make_engine: Mak
     ranks[1].restart(pinned=4)
     ranks[0].run_all()
     assert engine.lookup([A]) == 0
-    assert engine.stats().stores["dropped_purged"] == 1
+    (settled,) = engine.take_settled()
+    assert (settled.mark, settled.error) == ("failed", "rank 1: rank 1 has restarted")
+    stats = engine.stats()
+    assert (stats.stores["failed"], stats.stores["dropped_purged"], stats.pool.slots.free) == (1, 0, 4)
     engine.check_integrity()
 
 

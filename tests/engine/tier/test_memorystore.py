@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.tier.storecontract import StoreContract
 
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import TierStore
 
 

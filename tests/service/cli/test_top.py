@@ -173,7 +173,7 @@ def bars(num_ranks: int, width: int) -> list[str]:
 
     from kvstow_service.cli.board import rank_bars
 
-    ranks = [RankRow(rank, "pinning", 280, 384, PROGRESS, "", PLACE) for rank in range(num_ranks)]
+    ranks = [RankRow(rank, "pinning", 280, 384, PROGRESS, False, PLACE) for rank in range(num_ranks)]
     console = Console(width=width, record=True)
     console.print(rank_bars(ranks, width, 4))
     return console.export_text().splitlines()

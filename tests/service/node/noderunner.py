@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.memory.limits import MemoryLimits
-from kvstow.tier.memorystore import MemoryStore, MemoryTransfers
+from kvstow.testing.memorystore import MemoryStore, MemoryTransfers
 from kvstow.tier.store import GetStatus, SlotObject
 from kvstow_api.hostedtier import HostedTier
 from kvstow_service.node.node import Node, NodeSettings

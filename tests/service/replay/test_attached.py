@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvstow.control.tiersettings import TierSettings
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.replay.driver import blocks_needed

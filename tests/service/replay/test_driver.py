@@ -22,7 +22,7 @@ from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import HostKV, Page
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 
 PAGE = 24
 SLOTS = 200
@@ -193,6 +193,21 @@ def test_requests_go_on_while_others_wait_for_answers(conversations: list[TraceR
         parts.assert_all_given_back()
     assert (result.requests, result.mismatches) == (len(conversations), 0)
     assert max(waiting) == 3
+
+
+def test_the_speed_of_prefill_is_reported_where_the_replay_has_one(
+    conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[tuple[int, float]] = []
+    monkeypatch.setattr(EmbeddedOffload, "note_prefill", lambda self, *prefill: reported.append(prefill))
+    with bench(conversations[:5]) as parts:
+        parts.driver.run(Event())
+    assert reported == []
+    with bench(conversations[:5], ReplayOptions(prefill_rate=1e7)) as parts:
+        result = parts.driver.run(Event())
+    computed = (result.blocks - result.hit_blocks) * BLOCK_TOKENS
+    assert sum(tokens for tokens, _ in reported) == computed > 0
+    assert sum(seconds for _, seconds in reported) == pytest.approx(computed / 1e7)
 
 
 def test_rates_are_bytes_over_the_busy_time_of_copies(conversations: list[TraceRequest]) -> None:

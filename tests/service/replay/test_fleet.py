@@ -10,8 +10,8 @@ import pytest
 from bench.fleet import Router, Routing, replay
 
 from kvstow.errors import TierTimeoutError
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import GetStatus, PutStatus
 from kvstow_service.replay.trace import TraceRequest, read_trace

@@ -10,7 +10,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier
 from kvstow.control.tiersettings import TierSettings
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_api.hostedtier import TierClient
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice

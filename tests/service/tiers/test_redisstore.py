@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
+import ssl
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -302,6 +304,28 @@ def test_a_file_of_a_secret_that_has_become_something_else_is_not_read(
         with pytest.raises(TierUnavailableError, match=reason):
             client.get(objects(slots, 1), TIMEOUT)
         assert str(secret) not in client.health().reason
+
+
+def test_an_encrypted_key_is_refused_and_nobody_asked_for_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def load(context: object, certfile: object, keyfile: object, password: object) -> None:
+        given.append(password)
+        raise ssl.SSLError("bad decrypt")
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load)
+    file = tmp_path / "file"
+    file.touch()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        where = RedisLocation("127.0.0.1", port, is_tls=True, certificate_file=file, key_file=file)
+        lookups = RedisStore(where).open_lookups()
+        with pytest.raises(TierUnavailableError, match="bad decrypt"):
+            lookups.exists([name(1)], TIMEOUT)
+        lookups.close()
+    assert given == [""], "None would prompt on the terminal"
 
 
 def test_a_server_without_tls_is_not_trusted(

@@ -17,16 +17,17 @@ from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight
 from kvstow.devices.jax.loadbuffers import load_buffers
 from kvstow.devices.jax.loads import Loads, LoadTicket
-from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all, copies_rows, small_pieces
+from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all, copies_rows
 from kvstow.devices.jax.rangecopier import PAST_CACHE_BYTES, RangeCopier, cached_copy_bytes
 from kvstow.devices.jax.shards import ShardedKV
 from kvstow.devices.jax.stores import Gather, Stores, StoreTicket
 from kvstow.errors import ConfigError, CopyError
 from kvstow.memory.slotpool import SlotPool
+from kvstow.messages import LoadLaunch, StagedLoad
 
 HostMemory = Literal["auto", "plain", "pinned"]
 HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
-_LOAD_BUFFERS = 4  # of the largest size: one is filled, one is on the link, and the others wait for the host
+_MOST_BUFFERS = 8  # for loads, of each size
 _PIECE_BYTES, _ROWS_PIECE_BYTES = 64 << 20, 16 << 20
 _ADVANCE_SECONDS = 2e-3  # small pieces are copied within; longer would delay the polls
 
@@ -41,9 +42,9 @@ class JaxOptions:
     on the CPU; "auto" decides by the platform. `piece_bytes`: one program and one transfer to each device move at most
     this much of an op; at least one block. By default 64 MiB; 16 MiB on the CPU, where pieces are gathered while others
     are copied, and are in a cache then. `bytes_in_flight`: what the stores of a rank hold at once, on its devices and
-    in pinned memory, and what its loads hold; at least one piece each. A store beyond it waits, and needs its blocks
-    until then. `copy_threads`: how many threads copy between pinned memory and the pool; 3 of 4 CPUs by default,
-    12 at most (one thread reaches a tenth of a fast link).
+    in pinned memory, and what its loads hold; at least one piece and two of each size. A step whose stores exceed it
+    waits until older ones have been copied. `copy_threads`: how many threads copy between pinned memory and the pool;
+    3 of 4 CPUs by default, 12 at most (one thread reaches a tenth of a fast link).
     """
 
     host_memory: HostMemory = "auto"
@@ -65,6 +66,7 @@ class JaxOptions:
 class JaxLoad:
     """A `PreparedLoad`. `slots`: their addresses."""
 
+    op_id: int
     slots: Sequence[int]
 
     def close(self) -> None:
@@ -77,7 +79,7 @@ class JaxDevice:
 
     Made by the host's thread, the one that launches the host's steps: only this thread may launch programs, until
     another one has called `follow_host`. The pool is borrowed, its slots laid out as `ShardedKV.layout` says. No memory
-    of it is handed to JAX.
+    of it is handed to JAX. The copy thread and its helpers copy between host memory alone: they give JAX no work.
 
     `_launching` keeps `close` from overtaking a launch.
     """
@@ -95,6 +97,7 @@ class JaxDevice:
         self._pool, self._num_blocks = pool, kv.num_blocks
         self._host = threading.get_ident()
         self._launching = threading.Lock()
+        self._stopping = threading.Event()
         self._stopped: CopyError | None = None
         pinned = options.host_memory == "pinned" or (options.host_memory == "auto" and platform != "cpu")
         by_rows = copies_rows(kv)
@@ -102,39 +105,61 @@ class JaxDevice:
         buckets = buckets_up_to(min(max(1, piece_bytes // slot_bytes), kv.num_blocks), pads_free=by_rows)
         self._most = buckets[-1]
         programs = _compiled(kv, buckets)
-        num_largest = max(2, min(_LOAD_BUFFERS, options.bytes_in_flight // (self._most * slot_bytes)))
-        sizes = sorted([*buckets[:-1], *small_pieces(self._most)[:1], *[self._most] * num_largest])
+        of_each = max(2, min(_MOST_BUFFERS, options.bytes_in_flight // (sum(buckets) * slot_bytes)))
+        sizes = [bucket for bucket in buckets for _ in range(of_each)]
         buffers, self.notice = load_buffers(kv.devices, sizes, programs[0].width, kv.dtype, pinned=pinned)
         if self.notice is not None:
             logger.warning("%s", self.notice)
         if pinned:
             _log_cached_copies(kv.part_bytes)
         self._copier = RangeCopier(options.copy_threads)
-        parts = kv, cell, programs, self._copier
-        self._stores = Stores(*parts, buckets, BytesInFlight(options.bytes_in_flight), pinned=pinned)
-        self._loads = Loads(*parts, buffers, BytesInFlight(options.bytes_in_flight))
+        parts = kv, cell, programs, self._copier, buckets
+        self._stores = Stores(
+            *parts,
+            BytesInFlight(options.bytes_in_flight),
+            self._stopping,
+            pinned=pinned,
+            addressable=platform == "cpu" or self.notice is None,
+        )
+        self._loads = Loads(*parts, buffers, self._stopping)
 
     # The host's thread.
 
     def gather(self, blocks: Sequence[int]) -> Gather:
         with self._launching:
             self._require_host()
-            self._require_open()
             self._check_blocks(blocks)
             return self._stores.gather(blocks)
 
-    def launch(self) -> None:
+    def launch_rest(self) -> None:
         with self._launching:
-            if self._stopped is None:
+            self._stores.launch_rest()
+
+    def expect(self, op_id: int, num_blocks: int) -> LoadTicket:
+        with self._launching:
+            self._require_host()
+            return self._loads.expect(op_id, num_blocks)
+
+    def write(self, launches: Sequence[LoadLaunch]) -> None:
+        with self._launching:
+            try:
                 self._require_host()
-                self._loads.launch()
-                self._stores.launch()
+            except CopyError as error:
+                self._loads.fail(launches, error)
+                return
+            try:
+                self._loads.launch(launches)
+            except Exception as error:  # noqa: BLE001 - the failure of these loads; the host's step continues
+                self._loads.fail(launches, error)
+
+    def take_staged(self) -> list[StagedLoad]:
+        news = self._loads.news
+        return [news.popleft() for _ in range(len(news))]
 
     def stop(self) -> None:
+        self._stopping.set()  # a launch that waits goes on
         with self._launching:
-            if self._stopped is None:
-                self._stopped = CopyError("the data plane was closed before the host launched the op")
-                self._stores.stop(self._stopped)
+            self._stopped = self._stopped or CopyError("the data plane was closed before the host launched the op")
 
     def follow_host(self) -> None:
         """The calling thread is the host's from now on."""
@@ -154,15 +179,16 @@ class JaxDevice:
         return ticket
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> JaxLoad:
-        return JaxLoad(self._addresses(slots))
+        return JaxLoad(op_id, self._addresses(slots))
 
     def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> LoadTicket:
         assert isinstance(load, JaxLoad)
+        if not isinstance(after, LoadTicket):
+            raise CopyError("the host's thread has to announce a load, with `expect`, before it is queued")
         self._require_as_many(blocks, load.slots)
         self._check_blocks(blocks)
-        ticket = LoadTicket(blocks, load.slots, self._most)
-        self._loads.queue(ticket)
-        return ticket
+        self._loads.queue(after, blocks, load.slots)
+        return after
 
     def advance(self) -> None:
         """Raises if the KV cache is lost. Ends after 2 ms, also if there is more to do."""

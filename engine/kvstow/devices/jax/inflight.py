@@ -1,8 +1,14 @@
-"""A bound on the bytes that ops hold outside the pool and the KV cache."""
+"""A bound on the bytes that ops hold outside the pool and the KV cache, and how the host's thread waits for copies."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
+from threading import Event
+
+_PATIENCE = 30.0  # seconds; a copy takes milliseconds
+_POLL = 1e-4
 
 
 class Held:
@@ -31,3 +37,13 @@ class BytesInFlight:
             return None
         self._taken += num_bytes
         return Held(num_bytes, self._returned)
+
+
+def wait_until(condition: Callable[[], bool], stopping: Event) -> bool:
+    """Wait for what the copy thread does, and no longer than until `stopping` is set, or 30 seconds. False if it has
+    not come true."""
+    deadline = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() >= deadline or stopping.wait(_POLL):
+            return False
+    return True

@@ -18,20 +18,16 @@ class LoadBuffer(Protocol):
     """The rows of up to `bucket` blocks, for one device (see `DevicePrograms`)."""
 
     bucket: int
-    free_after_upload: bool
-    """Whether the memory may be written again once the uploaded arrays are ready; else once no program uses them."""
-
     address: int
     """Of the first row; they lie back to back."""
 
     def upload(self) -> jax.Array:
-        """An array of the device with the current contents. Does not wait for it."""
+        """An array of the device with the current contents, on the host's thread. Does not wait for it. The memory may
+        be written again when the program that uses the array has ended."""
 
 
 class PlainBuffer:
     """Ordinary memory. The CPU backend uses it in place; other devices copy from it, slowly."""
-
-    free_after_upload = False
 
     def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype) -> None:
         self.bucket, self._sharding = bucket, SingleDeviceSharding(device)
@@ -44,8 +40,6 @@ class PlainBuffer:
 
 class PinnedBuffer:
     """Arrays in JAX's own pinned memory, which are written in place."""
-
-    free_after_upload = True
 
     def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype) -> None:
         self.bucket, self._sharding = bucket, SingleDeviceSharding(device)

@@ -1,39 +1,58 @@
-"""Loads: the copy thread stages their bytes on the devices, the host's thread launches what writes the blocks.
+"""Loads: the copy thread stages their bytes in host memory, the host's thread sends them to the devices and launches
+what writes the blocks, in the step that names the load.
 
-A load needs no fence either: the scatter replaces the arrays that the last step returned, so it follows all older
-programs on them, and the next step follows it.
+A load needs no fence: the scatter replaces the arrays that the last step returned, so it follows all older programs on
+them, and the next step follows it.
+
+What is launched depends on what the steps name, and on nothing that differs between hosts: neither on when the bytes
+were staged, nor on whether they were. For a load that has failed here a scatter is launched that writes nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Event
 
 import jax
+import numpy as np
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.jax.cell import KVCell
-from kvstow.devices.jax.inflight import BytesInFlight, Held
+from kvstow.devices.jax.inflight import wait_until
 from kvstow.devices.jax.loadbuffers import LoadBuffer
-from kvstow.devices.jax.programs import DevicePrograms, pieces_of
+from kvstow.devices.jax.programs import DevicePrograms, bucket_of, pieces_of
 from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
 from kvstow.devices.jax.shards import ShardedKV, Shards
 from kvstow.errors import CopyError
+from kvstow.messages import LoadLaunch, StagedLoad
+
+logger = logging.getLogger("kvstow.jax")
 
 Buffers = Sequence[LoadBuffer]
 """One for each device, all of one size."""
 
 
 class LoadTicket:
-    """A `Ticket`; `Loads.advance` moves it on. `slots`: their addresses. `most`: blocks in a piece."""
+    """A `Ticket`, and before that what says that the host has announced the load. `Loads.advance` moves it on. Without
+    slots until it is queued."""
 
-    def __init__(self, blocks: Sequence[int], slots: Sequence[int], most: int) -> None:
-        pieces = [slice(piece.start, piece.stop) for piece in pieces_of(len(blocks), most)]
-        self.unstaged = deque((blocks[piece], slots[piece]) for piece in reversed(pieces))  # ends with small ones
-        self.num_pieces = len(self.unstaged)
-        self.num_filling = self.num_launched = self.num_written = 0
+    def __init__(self, op_id: int, num_blocks: int, most: int) -> None:
+        """`most`: blocks in a piece."""
+        self.op_id, self.num_blocks = op_id, num_blocks
+        pieces = pieces_of(num_blocks, most)
+        self.places = deque(reversed(pieces))  # ends with small ones
+        self.num_pieces = len(pieces)
+        self.blocks: Sequence[int] = ()
+        self.slots: Sequence[int] = ()
+        """Their addresses."""
+        self.staged: deque[LoadPiece] = deque()
+        """The copy thread adds, the host's thread takes."""
+        self.num_filling = self.num_staged = self.num_launched = self.num_written = 0
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.began: float | None = None
@@ -49,6 +68,10 @@ class LoadTicket:
         """Keeps the first error."""
         self.error = self.error or error.with_traceback(None)
 
+    def query(self) -> bool:
+        """Whether the load may be queued: always, as the host launches it later."""
+        return True
+
     def poll(self) -> TicketState:
         if not self.has_ended:
             return TicketState.PENDING
@@ -56,24 +79,21 @@ class LoadTicket:
 
 
 class LoadPiece:
-    """Some blocks of a load: a job fills the buffers, then they are in arrays of each device. `witnesses`: of the
-    programs that were launched."""
+    """Some blocks of a load: a job fills the buffers, then the host's thread launches. `witnesses`: of the programs
+    that were launched."""
 
-    def __init__(self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, job: CopyJob, held: Held) -> None:
+    def __init__(self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, job: CopyJob) -> None:
         self.ticket, self.blocks, self.buffers, self.job = ticket, blocks, buffers, job
         self.arrays: list[jax.Array] = []
         self.witnesses: list[jax.Array] = []
-        self._held = held
-
-    def is_uploaded(self) -> bool:
-        return all(array.is_ready() for array in self.arrays)
 
     def is_written(self) -> bool:
         return all(witness.is_ready() for witness in self.witnesses)
 
 
 class Loads:
-    """All loads of a rank. `launch` belongs to the host's thread, the others to the copy thread."""
+    """All loads of a rank. `expect`, `launch` and `fail` belong to the host's thread, the others to the copy thread.
+    The caller keeps `launch` and `stop` apart, after which no block is written."""
 
     def __init__(
         self,
@@ -81,40 +101,61 @@ class Loads:
         cell: KVCell,
         programs: Sequence[DevicePrograms],
         copier: RangeCopier,
+        buckets: Sequence[int],
         buffers: Sequence[Buffers],
-        in_flight: BytesInFlight,
+        stopping: Event,
     ) -> None:
-        """`buffers`: in ascending order."""
-        self._kv, self._cell, self._programs = kv, cell, programs
-        self._in_flight, self._copier = in_flight, copier
-        self._buffers = list(buffers)  # free ones
+        """`buffers`: some of each bucket. They bound the bytes of loads, in host memory and on the devices."""
+        self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
+        self._copier, self._stopping = copier, stopping
+        self._free: dict[int, list[Buffers]] = {bucket: [] for bucket in buckets}
+        for one in buffers:
+            self._give_back(one)
+        self._expected: weakref.WeakValueDictionary[int, LoadTicket] = weakref.WeakValueDictionary()
+        """By op. An op that fails before it is queued drops its ticket."""
         self._tickets: list[LoadTicket] = []
         self._filling: deque[LoadPiece] = deque()
-        self._uploading: deque[LoadPiece] = deque()
-        self._staged: deque[LoadPiece] = deque()
         self._launched: deque[LoadPiece] = deque()
+        self.news: deque[StagedLoad] = deque()
+        """The copy thread adds, the host's thread takes."""
         self.lost: BaseException | None = None
         """Why the KV cache is gone."""
 
-    def launch(self) -> None:
-        """Launch the scatters of all pieces that are staged, in the order of the plans."""
-        if not self._staged:
+    def expect(self, op_id: int, num_blocks: int) -> LoadTicket:
+        ticket = LoadTicket(op_id, num_blocks, self._buckets[-1])
+        self._expected[op_id] = ticket
+        return ticket
+
+    def launch(self, launches: Sequence[LoadLaunch]) -> None:
+        """Launch the scatters of these pieces, in this order. Waits for pieces that are not staged yet."""
+        if not launches:
             return
         arrays = self._cell.take()
         split: list[Shards] = []
         try:
-            while self._staged:
-                piece = self._staged.popleft()
-                piece.ticket.num_launched += 1
-                if self.lost is not None:
-                    piece.ticket.fail(self.lost)
-                if piece.ticket.error is None:
+            for launch in launches:
+                pieces = pieces_of(launch.num_blocks, self._buckets[-1])
+                for number in range(launch.first, min(launch.stop, len(pieces))):
+                    if self.lost is not None:
+                        self.fail([launch], self.lost)
+                        break
+                    piece = self._staged_piece(launch.op_id, number)
+                    if piece is None:
+                        self._scatter_nothing(bucket_of(self._buckets, len(pieces[number])), arrays, split)
+                        continue
                     self._scatter(piece, arrays, split)
-                self._launched.append(piece)
+                    self._launched.append(piece)
         finally:
             self._cell.put(self._rejoined(split, arrays))
 
-    def queue(self, ticket: LoadTicket) -> None:
+    def fail(self, launches: Sequence[LoadLaunch], error: BaseException) -> None:
+        for launch in launches:
+            if (ticket := self._expected.get(launch.op_id)) is not None:
+                ticket.fail(error)
+
+    def queue(self, ticket: LoadTicket, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """`slots`: their addresses."""
+        ticket.blocks, ticket.slots = blocks, slots
         self._tickets.append(ticket)
 
     def advance(self) -> bool:
@@ -125,11 +166,9 @@ class Loads:
             raise self.lost
         filled = bool(self._filling) and self._filling[0].job.has_ended
         while self._filling and self._filling[0].job.has_ended:
-            self._begin_upload(self._filling.popleft())
-        while self._uploading and self._uploading[0].is_uploaded():
-            self._end_upload(self._uploading.popleft())
-        self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
-        unstaged = (ticket for ticket in self._tickets if ticket.unstaged and ticket.error is None)
+            self._end_fill(self._filling.popleft())
+        self._tickets = [ticket for ticket in self._tickets if not self._has_ended(ticket)]
+        unstaged = (ticket for ticket in self._tickets if ticket.places and ticket.error is None)
         return next(map(self._stage, unstaged), False) or filled
 
     def fail_unlaunched(self, error: BaseException) -> None:
@@ -141,49 +180,54 @@ class Loads:
     def close(self) -> None:
         """Wait for the programs and transfers under way: they use the buffers and write the blocks. The copier has been
         closed: nothing reads the pool's slots."""
-        for piece in (*self._uploading, *self._staged, *self._launched):
+        for piece in self._launched:
             _wait(piece.arrays)
             _wait(piece.witnesses)
-        for pieces in (self._filling, self._uploading, self._staged, self._launched):
-            pieces.clear()
+        self._filling.clear()
+        self._launched.clear()
         self._tickets.clear()
-        self._buffers.clear()
+        self._free = {bucket: [] for bucket in self._buckets}
 
     def _stage(self, ticket: LoadTicket) -> bool:
         """False if there is no memory."""
-        blocks, slots = ticket.unstaged[0]
-        buffers = next((buffers for buffers in self._buffers if buffers[0].bucket >= len(blocks)), None)
-        if buffers is None:
+        place = ticket.places[0]
+        free = self._free[bucket_of(self._buckets, len(place))]
+        if not free:
             return False
-        held = self._in_flight.take(buffers[0].bucket * self._kv.layout.slot_bytes)
-        if held is None:
-            return False
-        ticket.unstaged.popleft()
+        ticket.places.popleft()
         ticket.began = ticket.began or time.perf_counter()
-        self._buffers.remove(buffers)
+        buffers = free.pop()
+        blocks, slots = ticket.blocks[place.start : place.stop], ticket.slots[place.start : place.stop]
         try:
             job = self._copier.start(self._ranges(buffers, slots))
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             ticket.fail(error)
-            self._free(buffers)
+            self._give_back(buffers)
             return True
         ticket.num_filling += 1
-        self._filling.append(LoadPiece(ticket, blocks, buffers, job, held))
+        self._filling.append(LoadPiece(ticket, blocks, buffers, job))
         return True
 
-    def _begin_upload(self, piece: LoadPiece) -> None:
-        piece.ticket.num_filling -= 1
+    def _end_fill(self, piece: LoadPiece) -> None:
+        ticket = piece.ticket
+        ticket.num_filling -= 1
         try:
             piece.job.result()
-            if piece.ticket.error is None:
-                piece.arrays = [buffer.upload() for buffer in piece.buffers]
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-            piece.ticket.fail(error)
-        if piece.ticket.error is None:
-            self._uploading.append(piece)
-        else:
-            _wait(piece.arrays)
-            self._free(piece.buffers)
+            ticket.fail(error)
+        if ticket.error is not None:
+            self._give_back(piece.buffers)
+            return
+        ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
+        ticket.staged.append(piece)
+        self.news.append(StagedLoad(ticket.op_id, ticket.num_staged + 1))
+        ticket.num_staged += 1  # last: the host's thread looks at it
+
+    def _has_ended(self, ticket: LoadTicket) -> bool:
+        while ticket.error is not None and ticket.staged:
+            with suppress(IndexError):  # the host's thread has just taken it
+                self._give_back(ticket.staged.popleft().buffers)
+        return ticket.has_ended
 
     def _ranges(self, buffers: Buffers, slots: Sequence[int]) -> list[Range]:
         ranges: list[Range] = []
@@ -193,12 +237,6 @@ class Loads:
             ranges += [Range(buffer.address + row * size, slot + part, size) for row, slot in enumerate(slots)]
         return ranges
 
-    def _end_upload(self, piece: LoadPiece) -> None:
-        piece.ticket.seconds = time.perf_counter() - (piece.ticket.began or 0.0)
-        if piece.buffers[0].free_after_upload:
-            self._free(piece.buffers)
-        self._staged.append(piece)
-
     def _end_written(self) -> None:
         while self.lost is None and self._launched and self._launched[0].is_written():
             piece = self._launched.popleft()
@@ -207,14 +245,32 @@ class Loads:
             except Exception as error:  # noqa: BLE001 - `advance` raises it
                 self.lost = CopyError(f"the KV cache is lost: a program that writes it has failed: {error}")
                 return
-            if not piece.buffers[0].free_after_upload:
-                piece.arrays.clear()
-                self._free(piece.buffers)
+            piece.arrays.clear()
+            self._give_back(piece.buffers)
             piece.ticket.num_written += 1
 
-    def _free(self, buffers: Buffers) -> None:
-        self._buffers.append(buffers)
-        self._buffers.sort(key=lambda free: free[0].bucket)
+    def _give_back(self, buffers: Buffers) -> None:
+        self._free[buffers[0].bucket].append(buffers)
+
+    def _staged_piece(self, op_id: int, number: int) -> LoadPiece | None:
+        """This piece, which the caller launches now. None if its load has failed here."""
+
+        def is_ready() -> bool:
+            ticket = self._expected.get(op_id)
+            return ticket is None or ticket.error is not None or ticket.num_staged > number
+
+        was_staged = wait_until(is_ready, self._stopping)
+        ticket = self._expected.get(op_id)
+        if ticket is None or self._stopping.is_set():
+            return None
+        if not was_staged:
+            ticket.fail(CopyError("its bytes were not staged in time"))
+        ticket.num_launched += 1  # first: the load has not ended before the caller has launched the piece
+        if ticket.error is None:
+            with suppress(IndexError):  # the load has failed meanwhile
+                return ticket.staged.popleft()
+        ticket.num_launched -= 1
+        return None
 
     def _scatter(self, piece: LoadPiece, arrays: Sequence[jax.Array], split: list[Shards]) -> None:
         """Write the blocks of a piece on all devices. `split`: `arrays` by device, filled by the first piece; the
@@ -222,14 +278,30 @@ class Loads:
         with the blocks written or not, or the cache is lost."""
         try:
             split[:] = split or self._kv.split(arrays)
+            piece.arrays = [buffer.upload() for buffer in piece.buffers]
             for device, program in enumerate(self._programs):
                 split[device], witness = program.scatter(split[device], piece.blocks, piece.arrays[device])
                 piece.witnesses.append(witness)
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             piece.ticket.fail(error)
-            if (deleted := _first_deleted(split)) is not None:
-                device = self._kv.devices[deleted]
-                self.lost = CopyError(f"the KV cache is lost: a program failed after {device} had given it the memory")
+            self._note_loss(split)
+
+    def _scatter_nothing(self, bucket: int, arrays: Sequence[jax.Array], split: list[Shards]) -> None:
+        """The programs of a piece that other hosts write."""
+        try:
+            split[:] = split or self._kv.split(arrays)
+            nothing = np.zeros((bucket, self._programs[0].width), self._kv.dtype)
+            rows = [jax.device_put(nothing, program.sharding) for program in self._programs]
+            for device, program in enumerate(self._programs):
+                split[device], _ = program.scatter(split[device], (), rows[device])
+        except Exception:
+            logger.exception("a program that other hosts launch could not be launched here")
+            self._note_loss(split)
+
+    def _note_loss(self, split: Sequence[Shards]) -> None:
+        if (deleted := _first_deleted(split)) is not None:
+            device = self._kv.devices[deleted]
+            self.lost = CopyError(f"the KV cache is lost: a program failed after {device} had given it the memory")
 
     def _rejoined(self, split: Sequence[Shards], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The arrays after scatters: new ones if there were any, unless the cache is lost."""

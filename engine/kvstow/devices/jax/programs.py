@@ -2,7 +2,7 @@
 
 A program is compiled for a number of blocks (a bucket). Smaller ops are padded: a padded gather reads a block twice, a
 padded scatter has indices beyond the last block, which are dropped. So a device has at most 16 programs, all compiled
-before the first op. They run on one device and exchange nothing with others, so hosts may launch them in any order.
+before the first op. They run on one device and exchange nothing with others.
 """
 
 from __future__ import annotations
@@ -63,10 +63,14 @@ class DevicePrograms:
         """Compiles nothing; `compile_all` does."""
         self.device = device
         self._kv, self._buckets = kv, buckets
-        self._on_cpu = device.platform == "cpu"
         self.reuses_rows = copies_rows(kv)
+        self._compiler_options = {"xla_disable_hlo_passes": _float_pass(kv.dtype)} if self.reuses_rows else None
         self._gathers: dict[int, jax.stages.Compiled] = {}
         self._scatters: dict[int, jax.stages.Compiled] = {}
+
+    @property
+    def sharding(self) -> SingleDeviceSharding:
+        return SingleDeviceSharding(self.device)
 
     @property
     def width(self) -> int:
@@ -81,7 +85,9 @@ class DevicePrograms:
         rows: jax.Array
         if self.reuses_rows:
             indices = _padded(blocks, bucket, self._kv.num_blocks)
-            rows = self._gathers[bucket](shards, indices, self._new_rows(bucket) if reused is None else reused)
+            # Memory that is not JAX's own: the gather makes a copy of it, which is.
+            new = np.zeros((bucket, self.width), self._kv.dtype) if reused is None else reused
+            rows = self._gathers[bucket](shards, indices, new)
         else:
             rows = self._gathers[bucket](shards, _padded(blocks, bucket, blocks[0]), None)
         return rows
@@ -97,28 +103,34 @@ class DevicePrograms:
 
     def _compile_gather(self, bucket: int) -> None:
         shards, indices, rows = self._arguments(bucket)
-        self._gathers[bucket] = _GATHER.lower(shards, indices, rows if self.reuses_rows else None).compile()
+        self._gathers[bucket] = _GATHER.lower(shards, indices, rows if self.reuses_rows else None).compile(
+            self._compiler_options
+        )
 
     def _compile_scatter(self, bucket: int) -> None:
-        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), row_by_row=self._on_cpu).compile()
-
-    def _new_rows(self, bucket: int) -> jax.Array:
-        """Memory that is not JAX's own: the gather makes a copy of it, which is."""
-        rows = np.zeros((bucket, self.width), self._kv.dtype)
-        return jax.device_put(rows, SingleDeviceSharding(self.device))
+        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), row_by_row=self.reuses_rows).compile(
+            self._compiler_options
+        )
 
     def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self.device))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
         shards = [argument(part, self._kv.dtype) for part in self._kv.parts]
         return shards, argument((bucket,), np.dtype(np.int32)), argument((bucket, self.width), self._kv.dtype)
 
 
 def copies_rows(kv: ShardedKV) -> bool:
-    """Whether programs are loops of copies, which end before the padding: on the CPU, unless XLA converts whole arrays
-    there to copy a page of them (bfloat16 with JAX 0.10, and floats of 8 bits)."""
-    return kv.devices[0].platform == "cpu" and kv.dtype.isbuiltin == 1
+    """Whether programs are loops of copies, which end before the padding: on the CPU."""
+    platform: str = kv.devices[0].platform
+    return platform == "cpu"
+
+
+def _float_pass(dtype: np.dtype) -> str:
+    """The pass of XLA that makes floats out of narrower ones and back again: whole arrays, to copy a page of them
+    (bfloat16 with JAX 0.10, floats of 8 bits with all versions so far). The programs here only copy. Integer views of
+    the arrays, made in the program, are copies of them, too."""
+    return f"float-normalization-{dtype.name.replace('bfloat', 'bf').replace('float', 'f').replace('_', '')}"
 
 
 def compile_all(programs: Sequence[DevicePrograms], buckets: Sequence[int], threads: int) -> None:

@@ -2,7 +2,10 @@
 
 A gather needs no fence. It is launched after the steps that wrote its blocks, on the arrays that they returned, and
 before those that overwrite them: the runtime orders programs on the same arrays. So a store's blocks are free as soon
-as its gathers are launched, and memory in flight is what limits them.
+as its gathers are launched, in the step that plans it. Memory in flight limits them: a step with more waits.
+
+What is launched depends on what the steps plan, and on nothing that differs between hosts: the gathers of a store that
+has failed here are launched, too.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Event
 
 import jax
 import numpy as np
@@ -18,10 +23,11 @@ from jax.sharding import SingleDeviceSharding
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.jax.cell import KVCell
-from kvstow.devices.jax.inflight import BytesInFlight, Held
+from kvstow.devices.jax.inflight import BytesInFlight, Held, wait_until
 from kvstow.devices.jax.programs import DevicePrograms, bucket_of, pieces_of
 from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
 from kvstow.devices.jax.shards import ShardedKV, Shards
+from kvstow.errors import CopyError
 
 Rows = Sequence[jax.Array]
 """Of some blocks, by device."""
@@ -59,14 +65,18 @@ class Gather:
     """The programs of one store, and the fence of its copy. The host's thread launches pieces, the copy thread takes
     them."""
 
-    def __init__(self, pieces: list[Sequence[int]]) -> None:
-        self.unlaunched = deque(pieces)
+    def __init__(self, num_pieces: int) -> None:
+        self.num_unlaunched = num_pieces
         self.launched: deque[GatheredPiece] = deque()
         self.error: BaseException | None = None
 
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error."""
+        self.error = self.error or error.with_traceback(None)
+
     def query(self) -> bool:
         """Whether all blocks have been read."""
-        return not self.unlaunched and all(piece.is_gathered() for piece in tuple(self.launched))
+        return not self.num_unlaunched and all(piece.is_gathered() for piece in tuple(self.launched))
 
 
 class StoreTicket:
@@ -92,12 +102,11 @@ class StoreTicket:
     def poll(self) -> TicketState:
         if self.has_ended:
             return TicketState.DONE if self.error is None else TicketState.FAILED
-        return TicketState.PENDING if self.gather.unlaunched else TicketState.SOURCE_FREE
+        return TicketState.PENDING if self.gather.num_unlaunched else TicketState.SOURCE_FREE
 
 
 class Stores:
-    """All stores of a rank. `gather` and `launch` belong to the host's thread, `queue`, `advance` and `close` to the
-    copy thread. The caller keeps `gather`, `launch` and `stop` apart."""
+    """All stores of a rank. `gather` and `launch_rest` belong to the host's thread, the others to the copy thread."""
 
     def __init__(
         self,
@@ -107,45 +116,43 @@ class Stores:
         copier: RangeCopier,
         buckets: Sequence[int],
         in_flight: BytesInFlight,
+        stopping: Event,
         *,
         pinned: bool,
+        addressable: bool,
     ) -> None:
-        """`pinned`: the devices copy to pinned memory; else their own memory is the host's."""
+        """`pinned`: the devices copy to pinned memory; else their own memory is the host's. `addressable`: whether the
+        copy thread can read where the bytes arrive; else JAX copies them once more."""
         self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
-        self._in_flight, self._copier = in_flight, copier
+        self._in_flight, self._copier, self._stopping = in_flight, copier, stopping
+        self._addressable = addressable
         self._pinned = (
             [SingleDeviceSharding(device, memory_kind="pinned_host") for device in kv.devices] if pinned else None
         )
         self._reuses = programs[0].reuses_rows
         self._spare: dict[int, deque[Rows]] = {bucket: deque(maxlen=_SPARE) for bucket in buckets}
         """By bucket. The copy thread adds, the host's thread takes."""
-        self._waiting: deque[weakref.ref[Gather]] = deque()  # for memory; dropped with their ops
+        self._rest: deque[Sequence[int]] = deque()
+        """Pieces of the last gather that are to be launched."""
+        self._last: Callable[[], Gather | None] = lambda: None
+        """The last gather, unless its store has failed before the copy thread had it."""
         self._tickets: list[StoreTicket] = []
 
     def gather(self, blocks: Sequence[int]) -> Gather:
-        """Launch the first gather of a store, if nothing waits for memory; `launch` goes on."""
-        gather = Gather([blocks[piece.start : piece.stop] for piece in pieces_of(len(blocks), self._buckets[-1])])
-        self._waiting.append(weakref.ref(gather))
-        self.launch(until=gather)
+        """Launch the first gather of a store; `launch_rest` goes on."""
+        pieces = pieces_of(len(blocks), self._buckets[-1])
+        self._rest = deque(blocks[piece.start : piece.stop] for piece in pieces)
+        gather = Gather(len(pieces))
+        self._last = weakref.ref(gather)
+        if pieces:
+            self._launch_piece([])
         return gather
 
-    def launch(self, *, until: Gather | None = None) -> None:
-        """Launch waiting gathers, in the order of the plans, as far as memory in flight allows. `until`: end with its
-        first piece."""
+    def launch_rest(self) -> None:
+        """Launch the other gathers of the store. Waits for memory in flight."""
         split: list[Shards] = []  # of the arrays, which stay the same meanwhile
-        while self._waiting:
-            gather = self._waiting[0]()
-            while gather is not None and gather.error is None and gather.unlaunched:
-                if (until is not None and until.launched) or not self._launch_piece(gather, split):
-                    return
-            self._waiting.popleft()
-
-    def stop(self, error: BaseException) -> None:
-        """Fail what is not launched."""
-        for waiting in self._waiting:
-            if (gather := waiting()) is not None:
-                gather.error = error
-        self._waiting.clear()
+        while self._rest:
+            self._launch_piece(split)
 
     def queue(self, ticket: StoreTicket) -> None:
         self._tickets.append(ticket)
@@ -163,13 +170,12 @@ class Stores:
         for spare in self._spare.values():
             spare.clear()
 
-    def _launch_piece(self, gather: Gather, split: list[Shards]) -> bool:
-        """False if there is no memory. `split`: the arrays by device, filled by the first piece."""
-        blocks = gather.unlaunched[0]
+    def _launch_piece(self, split: list[Shards]) -> None:
+        """`split`: the arrays by device, filled by the first piece. The gather of a store that has failed is launched
+        as well, and dropped."""
+        blocks = self._rest.popleft()
         bucket = bucket_of(self._buckets, len(blocks))
-        held = self._in_flight.take(bucket * self._kv.layout.slot_bytes)
-        if held is None:
-            return False
+        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)
         try:
             split[:] = split or self._kv.split(self._cell.peek())
             spare = self._take_spare(bucket)
@@ -180,12 +186,37 @@ class Stores:
             arriving = gathered
             if self._pinned is not None:
                 arriving = [jax.device_put(rows, pinned) for rows, pinned in zip(gathered, self._pinned, strict=True)]
+            if not self._addressable:
+                for rows in arriving:
+                    rows.copy_to_host_async()
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-            gather.error = error.with_traceback(None)
-            return True
-        gather.launched.append(GatheredPiece(len(blocks), gathered, arriving, held, reusable=self._reuses))
-        gather.unlaunched.popleft()
-        return True
+            if (gather := self._last()) is not None:
+                gather.fail(error)
+            return
+        if held is None:
+            with suppress(Exception):
+                jax.block_until_ready(arriving)  # so that no more memory is in use than for one piece
+        elif (gather := self._last()) is not None and gather.error is None:
+            gather.launched.append(GatheredPiece(len(blocks), gathered, arriving, held, reusable=self._reuses))
+            gather.num_unlaunched -= 1
+
+    def _wait_for_memory(self, num_bytes: int) -> Held | None:
+        """None if the store has failed."""
+        taken: list[Held] = []
+
+        def is_ready() -> bool:
+            gather = self._last()
+            if gather is None or gather.error is not None:
+                return True
+            if (held := self._in_flight.take(num_bytes)) is not None:
+                taken.append(held)
+            return held is not None
+
+        stopped = self._stopping.is_set()
+        if (stopped or not wait_until(is_ready, self._stopping)) and (gather := self._last()) is not None:
+            what = "the data plane was closed" if self._stopping.is_set() else "memory in flight did not become free"
+            gather.fail(CopyError(f"{what} before the host launched the op"))
+        return taken[0] if taken else None
 
     def _take_spare(self, bucket: int) -> Sequence[jax.Array | None]:
         try:
@@ -205,7 +236,7 @@ class Stores:
         try:
             piece.job = self._copier.start(self._ranges(piece, slots))
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-            ticket.gather.error = error.with_traceback(None)
+            ticket.gather.fail(error)
             return True
         ticket.copying.append(piece)
         ticket.gather.launched.popleft()
@@ -219,7 +250,7 @@ class Stores:
             try:
                 piece.job.result()
             except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-                ticket.gather.error = ticket.gather.error or error.with_traceback(None)
+                ticket.gather.fail(error)
             if piece.reusable is not None:
                 self._spare[piece.reusable[0].shape[0]].append(piece.reusable)
             ticket.num_copied += piece.num_blocks
@@ -235,9 +266,9 @@ class Stores:
         return ranges
 
     def _address(self, piece: GatheredPiece, rows: jax.Array) -> int:
-        """Where the first row is; the others follow. JAX would keep a numpy view of an array that is to be reused, and
-        copy it when it is."""
-        if piece.reusable is not None and piece.arriving is piece.reusable:
+        """Where the first row is; the others follow. (JAX would keep a numpy view of an array that is to be reused, and
+        copy it when it is.)"""
+        if self._addressable:
             return int(rows.unsafe_buffer_pointer())
         piece.host.append(np.ascontiguousarray(rows))
         return int(piece.host[-1].ctypes.data)

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.ticket import SessionTicket
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankSession
@@ -40,19 +40,22 @@ class RankHello(KVConnectorHandshakeMetadata):
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
     answers ranks that have reported with a step. `ticket` is that of the session with the node service. `timed_step`
-    numbers the steps that are timed, from 1; 0 for others."""
+    numbers the steps that are timed, from 1; 0 for others. `launches` are for ranks on JAX: they come before the plan.
+    """
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
     timed_step: int = 0
+    launches: tuple[LoadLaunch, ...] = ()
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
     not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the
-    ranks itself. `timed_step` is the number of a step that is timed; rank 0 sends it when the step has ended."""
+    ranks itself, and `staged` by ranks on JAX. `timed_step` is the number of a step that is timed; rank 0 sends it when
+    the step has ended."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
@@ -60,6 +63,7 @@ class RankUpdate(NamedTuple):
     session: RankSession | None = None
     ended_loads: tuple[LoadId, ...] = ()
     timed_step: int = 0
+    staged: tuple[StagedLoad, ...] = ()
 
 
 @dataclass

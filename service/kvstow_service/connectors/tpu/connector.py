@@ -3,7 +3,7 @@
 A rank is a host process with all its devices, whatever the tensor parallelism. tpu-inference hands over its model
 runner instead of tensors, and carries no handshake, so ranks say hello with their first step. In each step, it calls
 `bind_connector_metadata` before it takes the KV cache from the runner. At that point, stores gather what older steps
-have computed, and loads whose bytes have arrived are written.
+have computed, and loads that the step names are written: those whose bytes are in staging memory on every rank.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
+from kvstow.control.launchorder import LaunchOrder
 from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
@@ -44,6 +46,7 @@ class TPUOffloadConnector(OffloadConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._bad_blocks: set[int] = set()
         self._ended = EndedLoads()
+        self._order: LaunchOrder | None = None  # made when the ranks are known
 
     def _read_options(self, extra: Any) -> TPUOptions:
         return TPUOptions.parse(extra)
@@ -87,7 +90,7 @@ class TPUOffloadConnector(OffloadConnector):
         self._rank.register(runner)
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
-        self._rank.begin_turn()
+        self._rank.begin_turn(metadata.launches)
         super()._begin_step(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -99,19 +102,27 @@ class TPUOffloadConnector(OffloadConnector):
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
         side, metadata = self._rank.side, super().build_connector_worker_meta()
-        if not side.ended_loads:
+        staged = self._rank.take_staged()
+        if not side.ended_loads and not staged:
             return metadata
         metadata = metadata or KVStowWorkerMetadata()
-        metadata.updates.setdefault(side.rank, []).append(RankUpdate(ended_loads=side.ended_loads))
+        metadata.updates.setdefault(side.rank, []).append(RankUpdate(ended_loads=side.ended_loads, staged=staged))
         return metadata
 
     # -- scheduler ------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         metadata = super().build_connector_meta(scheduler_output)
+        if self._order is None and self._host.offload is not None:
+            self._order = LaunchOrder(self._host.num_ranks)
         if metadata.plan is not None:
             self._ended.expect(metadata.plan)
-        return metadata
+        if self._order is None:
+            return metadata
+        launches = self._order.take()
+        if metadata.plan is not None:
+            self._order.expect(metadata.plan.loads.ops)
+        return replace(metadata, launches=launches)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
@@ -121,6 +132,9 @@ class TPUOffloadConnector(OffloadConnector):
         for rank, updates in metadata.updates.items():
             for update in updates:
                 self._ended.add(rank, update.ended_loads, self._host.num_ranks)
+                if self._order is not None:
+                    completions = chain.from_iterable(batch.completions for batch in update.completions)
+                    self._order.note(rank, update.staged, completions)
         if ended := self._ended.take_ended():
             if self._fails_requests:
                 nothing, all_ended = set[str](), ended

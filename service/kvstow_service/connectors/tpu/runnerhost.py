@@ -12,6 +12,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import JaxDevice, JaxOptions, ShardedKV
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.mlock import cpu_registrar
+from kvstow.messages import LoadLaunch, StagedLoad, StepPlan
 from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
 from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
@@ -49,9 +50,9 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
         self._is_suspended = False
         super().resume()
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, launches: tuple[LoadLaunch, ...]) -> None:
         """Called between two steps of the runner, on their thread, which need not be the thread that registered it.
-        Launches what has become possible. Never raises."""
+        Launches the loads that the step names. Never raises."""
         if self._kv_cache is None:
             return
         if not self._is_suspended and not has_cache(self._kv_cache):
@@ -62,7 +63,12 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
         if self._device is not None and self._thread != threading.get_ident():
             self._thread = threading.get_ident()
             self._device.follow_host()
-        self.side.plane.drive()
+        self.side.plane.submit(StepPlan(launches=launches))
+
+    def take_staged(self) -> tuple[StagedLoad, ...]:
+        """For the scheduler's half, after a step."""
+        plane = self.side.plane
+        return tuple(plane.take_staged()) if isinstance(plane, DataPlane) else ()
 
     def _read_geometry(self, kv_cache: Runner) -> ShardedKV:
         return read_cache(kv_cache, self._num_blocks)

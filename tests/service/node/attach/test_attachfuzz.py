@@ -354,7 +354,7 @@ def open_fds() -> int:
 
 @pytest.mark.parametrize("announced", [0, 3])
 def test_descriptors_of_a_client_never_enter_the_service(node: Node, honest: Honest, announced: int) -> None:
-    """Whoever sends them: nothing that an engine hands over is believed to be anybody's memory or process."""
+    """Whichever process sends them: nothing that an engine hands over is believed to be anybody's memory or process."""
     null = os.open("/dev/null", os.O_RDONLY)
     worker = raw_of(node.attach_worker(node.attach()))
     before = open_fds()

@@ -160,7 +160,7 @@ def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: Make
 def test_who_waits_for_memory_that_which_session_holds_is_shown(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
-    assert bench.memory.figures.waits == ()
+    assert not bench.memory.figures.waits
     new = bench.attach(ONE_RANK_OTHER)
     new.join()
     bench.run()
@@ -170,7 +170,7 @@ def test_who_waits_for_memory_that_which_session_holds_is_shown(make_bench: Make
     assert wait.num_bytes >= row_bytes
     old.release_revoked()
     bench.run()
-    assert bench.memory.figures.waits == ()
+    assert not bench.memory.figures.waits
 
 
 def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBench) -> None:

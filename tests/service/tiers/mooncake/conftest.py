@@ -9,7 +9,7 @@ import pytest
 from tests.service.tiers.mooncake.cluster import Cluster, require_network
 
 # They import what only the child process does.
-collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectbuffers.py", "test_replay.py"]
+collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectbuffers.py"]
 
 
 @pytest.fixture(scope="session")
