@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         "a_refusal_is_logged_each_time",
-        "engine/kvstow/memory/populator.py",
+        "engine/kvstow/memory/extents.py",
         "if error.reason != self._refusal:",
         "if True:",
         "tests/engine/memory/test_populator.py::test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again",
@@ -227,7 +227,7 @@ MUTANTS = [
         OPS,
         'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
         "pass",
-        f"{CONTROL}/test_ranks.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+        f"{CONTROL}/test_ranktable.py::test_a_store_that_a_restarted_rank_had_finished_fails",
     ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
@@ -247,14 +247,14 @@ MUTANTS = [
     Mutant(
         "a_stuck_store_frees_its_slots",
         OPS,
-        "            pool.index.end_quarantine(op.slots)\n            pool.deallocate(op.slots)\n",
-        "            pass\n",
+        "            pool.end_quarantine(op.slots)\n        elif entry.error:\n",
+        "            pass\n        elif entry.error:\n",
         f"{CONTROL}/test_engine.py::test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine",
     ),
     Mutant(
         "a_failed_load_keeps_its_keys",
         OPS,
-        '            self._pool.remove_blocks(entry.op.slots, "load_failed")\n',
+        '            self.pool.remove_blocks(entry.op.slots, "load_failed")\n',
         "            pass\n",
         f"{CONTROL}/test_engine.py::test_a_failed_load_removes_its_keys_at_the_first_failure",
     ),
@@ -321,7 +321,7 @@ MUTANTS = [
     ),
     Mutant(
         "released_extents_are_named_before_the_report",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        if news:\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
@@ -331,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
         "tests/engine/attach/test_workercalls.py::"
@@ -378,7 +378,7 @@ MUTANTS = [
     ),
     Mutant(
         "ops_of_every_session_are_let_through",
-        "engine/kvstow/attach/opgate.py",
+        "engine/kvstow/attach/worker.py",
         "if number_of(op.op_id) == self._number]",
         "if op is not None]",
         "tests/service/node/test_attachedworker.py",
@@ -457,14 +457,14 @@ MUTANTS = [
     # -- the journal -----------------------------------------------------------------------------------------
     Mutant(
         "a_record_counts_in_any_slot",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "salt ^ (0 * rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
     ),
     Mutant(
         "a_record_counts_in_any_journal",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "(rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",

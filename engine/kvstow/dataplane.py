@@ -15,8 +15,7 @@ from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence, Launcher
 from kvstow.errors import CopyError
-from kvstow.memory.poolstatus import PoolStatus
-from kvstow.memory.slotpool import SlotPool
+from kvstow.memory.slotpool import PoolStatus, SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
     Completion,

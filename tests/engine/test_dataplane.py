@@ -15,7 +15,7 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.poolstatus import PoolStatus
+from kvstow.memory.slotpool import PoolStatus
 from kvstow.messages import Completion, DesiredState, Direction, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch
 

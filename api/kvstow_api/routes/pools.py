@@ -8,8 +8,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from kvstow.control.poolfacade import PoolFacade
-from kvstow.control.sweeps import SLICE_SLOTS, Sweep
+from kvstow.control.administration import Sweep
+from kvstow.control.engine import PoolFacade
+from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult

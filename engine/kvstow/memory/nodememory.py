@@ -12,10 +12,8 @@ from typing import Protocol
 from kvstow.config import HugePages
 from kvstow.errors import KvstowError, PinError
 from kvstow.memfd import MemfdIdentity
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
-from kvstow.memory.extents import Extent
-from kvstow.memory.populator import Populator
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.extents import Extent, Populator
 
 NAME_PREFIX = "extent-"  # of extents at the keeper
 

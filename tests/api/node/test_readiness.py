@@ -89,7 +89,7 @@ async def test_engines_have_time_to_report(launch: Any, node: FakeNode, clock: F
 async def test_required_checks_fail_readyz(launch: Any, node: FakeNode) -> None:
     client = await launch(directory=node, readiness_require=("pool", "pinned"))
     assert (await client.get("/readyz")).status_code == 200
-    node.attach(NAMES[0], reports=False).control.pool.admin.start_resize(0).run()
+    node.attach(NAMES[0], reports=False).pool.admin.start_resize(0).run()
     node.memory_status = MemoryStatus(2, 1)
     text = (await client.get("/readyz")).text
     assert f"[-]pool failed: pool {NAMES[0]}: no slot is usable yet" in text

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import pytest
 
 from kvstow.errors import PinError
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, TakeBack
-from kvstow.memory.extents import Extent
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, TakeBack
+from kvstow.memory.extents import Extent, Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow.memory.rows import PoolLayout, RankLayout
 
 MIB = 1 << 20

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ConfigError, PinError
-from kvstow.memory import populator as populator_module
-from kvstow.memory.extents import STEP_BYTES, Extent, Populated, Window
+from kvstow.memory import extents as populator_module
+from kvstow.memory.extents import STEP_BYTES, Extent, Populated, Populator, Window
 from kvstow.memory.limits import MemoryLimits
-from kvstow.memory.populator import Populator
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings

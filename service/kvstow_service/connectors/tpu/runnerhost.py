@@ -11,7 +11,7 @@ from typing import Any
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import JaxDevice, JaxOptions, ShardedKV
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mlock import cpu_registrar
+from kvstow.memory.pinning import cpu_registrar
 from kvstow.messages import LoadLaunch, StagedLoad, StepPlan
 from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
 from kvstow_service.connectors.engine_core.rankplane import RankDataPlane

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvstow.control.administration import Administrator
+from kvstow.control.administration import Administrator, Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, ready_report, store_keys, write_blocks
