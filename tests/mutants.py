@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     Mutant(
         "ops_name_the_boots_before_the_last_report",
-        "engine/kvstow/control/ranks.py",
+        "engine/kvstow/control/ranktable.py",
         "        last, record.report, record.reported_at = record.report, report, now\n"
         "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n",
         "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n"
