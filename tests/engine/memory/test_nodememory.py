@@ -247,7 +247,11 @@ def test_an_extent_of_a_pool_that_nobody_knows_any_more_is_dropped(make: MakeNod
 
 
 def test_an_extent_that_cannot_be_created_is_told_and_made_later(
-    make: MakeNode, keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+    make: MakeNode,
+    keeper: FakeKeeper,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*_: object) -> Extent:
         raise PinError("out_of_memory", "EMFILE")
@@ -260,6 +264,9 @@ def test_an_extent_that_cannot_be_created_is_told_and_made_later(
         assert node.error is not None
         assert node.error.reason == "out_of_memory"
         assert node.populated_slots("a") == {0: 0, 1: 0}
+        for _ in range(3):
+            node.retry()
+    assert caplog.text.count("an extent is missing") == 1
     node.retry()
     assert node.error is None
     eventually(lambda: node.populated_slots("a") == {0: 4, 1: 4})
