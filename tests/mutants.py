@@ -60,7 +60,133 @@ HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
+NODE_API = "tests/api/node/test_conditions.py"
+
 MUTANTS = [
+    # -- what the person on call sees -----------------------------------------------------------------------
+    Mutant(
+        "keepers_are_orphans",
+        "service/kvstow_service/node/survival/orphanedmemory.py",
+        " or _command(path) == PROCESS_NAME",
+        "",
+        "tests/service/node/survival/test_orphanedmemory.py"
+        "::test_what_a_keeper_holds_is_no_orphan_whosever_keeper_it_is",
+    ),
+    Mutant(
+        "a_life_is_a_rate",
+        "api/kvstow_api/figures.py",
+        "if not ranks or any(rank.boot_id is None for rank in ranks):",
+        "if not ranks:",
+        "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
+    ),
+    Mutant(
+        "a_life_is_counted_at_once",
+        "api/kvstow_api/rankcounters.py",
+        "self._boots.get(name) or now._replace(pin_failures={})",
+        "self._boots.get(name) or CountedRank()",
+        "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
+    ),
+    Mutant(
+        "a_refusal_is_logged_each_time",
+        "engine/kvstow/memory/extents.py",
+        "if error.reason != self._refusal:",
+        "if True:",
+        "tests/engine/memory/test_populator.py::test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again",
+    ),
+    Mutant(
+        "a_replay_ends_with_a_rank",
+        "service/kvstow_service/replay/engineprocess.py",
+        '        logger.warning("%s", error)\n        return 1\n',
+        "        pipe.send(Failed(error))\n        return 1\n",
+        "tests/service/replay/test_attached.py::test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache",
+    ),
+    Mutant(
+        "silent_ranks_are_no_condition",
+        "api/kvstow_api/conditions/engine.py",
+        "        if silence:\n",
+        "        if False:\n",
+        f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
+    ),
+    Mutant(
+        "dropped_stores_are_no_condition",
+        "api/kvstow_api/conditions/engine.py",
+        "        if dropped and not (outcome",
+        "        if False and not (outcome",
+        f"{NODE_API}::test_stores_that_are_dropped_are_told",
+    ),
+    Mutant(
+        "conditions_fail_no_check",
+        "api/kvstow_api/conditions/table.py",
+        "failures.setdefault(check, []).extend(found)",
+        "pass",
+        f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
+    ),
+    Mutant(
+        "nobody_holds_memory_that_a_pool_waits_for",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "if found.holder not in clients:",
+        "if False:",
+        "tests/service/node/pools/test_recalledmemory.py::test_who_waits_for_memory_that_which_session_holds_is_shown",
+    ),
+    Mutant(
+        "sessions_are_blamed_for_what_operators_protect",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "if found.holder not in clients:",
+        "if True:",
+        "tests/service/node/pools/test_recalledmemory.py::test_protected_blocks_keep_memory_and_the_reason_is_shown",
+    ),
+    Mutant(
+        "one_refusal_is_told_twice",
+        "api/kvstow_api/conditions/memory.py",
+        "        return  # what has been refused",
+        "        pass  # what has been refused",
+        "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
+    ),
+    Mutant(
+        "memory_that_is_yet_to_be_given_back_is_no_condition",
+        "api/kvstow_api/conditions/memory.py",
+        "left > GIVEN_BACK_BYTES:",
+        "left > 1 << 60:",
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
+    ),
+    Mutant(
+        "early_requests_lose_no_blocks",
+        "api/kvstow_api/conditions/engine.py",
+        '"warning" if lacking else "info",',
+        '"info",',
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
+    ),
+    Mutant(
+        "a_refusal_is_a_condition_for_ever",
+        "api/kvstow_api/sampler.py",
+        "count - before.get(reason, 0)",
+        "count",
+        f"{NODE_API}::test_the_doctor_knows_memory_the_keeper_and_who_was_rejected",
+    ),
+    Mutant(
+        "silent_ranks_are_ready",
+        "api/kvstow_api/rankrows.py",
+        "age > _REPORTS_ARE_FRESH else",
+        "False else",
+        "tests/api/test_rankrows.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+    ),
+    Mutant(
+        "ops_of_another_boot_are_copied",
+        "engine/kvstow/dataplane.py",
+        "if op.boots and op.boots[self.rank] != self.boot_id:",
+        "if False:",
+        "tests/engine/test_dataplane.py::test_ops_of_another_boot_fail_and_those_beside_them_do_not",
+    ),
+    Mutant(
+        "ops_name_the_boots_before_the_last_report",
+        "engine/kvstow/control/ranktable.py",
+        "        last, record.report, record.reported_at = record.report, report, now\n"
+        "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n",
+        "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n"
+        "        last, record.report, record.reported_at = record.report, report, now\n",
+        "tests/service/connectors/engine_core/test_schedulerside.py"
+        "::test_a_first_report_between_two_stores_of_a_step_makes_no_rank_refuse_it",
+    ),
     # -- ranks on JAX ----------------------------------------------------------------------------------------
     Mutant(
         "loads_are_launched_when_this_rank_has_staged_them",
@@ -94,10 +220,10 @@ MUTANTS = [
     ),
     Mutant(
         "stores_for_an_earlier_boot_are_not_launched",
-        f"{ENGINE_CORE}/workerside.py",
-        "        self.refused(step.stores)\n",
-        "",
-        "tests/service/connectors/engine_core/test_workerside.py::test_ops_for_another_boot_are_refused",
+        "engine/kvstow/dataplane.py",
+        '            elif op.direction == "store":\n',
+        "            elif False:\n",
+        "tests/engine/test_dataplane.py::test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan",
     ),
     Mutant(
         "stores_that_a_restart_has_disowned_are_done",

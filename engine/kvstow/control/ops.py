@@ -123,7 +123,8 @@ class OpsInFlight:
         """Start an op with a new id, for every rank to finish."""
         pool = self.pool
         pool.last_op_id += 1
-        op = Op(pool.last_op_id, direction, blocks, slots)
+        boots = self._owner.ranks.boots if self._owner.owns_memory else ()
+        op = Op(pool.last_op_id, direction, blocks, slots, boots)
         if direction == "store":
             pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
         else:

@@ -35,6 +35,8 @@ class RankTable:
             RankRecord(RankReport.without_pool(rank, "", "starting", config.slot_bytes_of(rank)))
             for rank in range(config.num_ranks)
         ]
+        self.boots = ("",) * config.num_ranks
+        """The current boot of each rank; empty before its first report."""
         self._slot_bytes_of = config.slot_bytes_of
         self._report_timeout = config.report_timeout
         self._gone: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)  # former senders
@@ -45,9 +47,9 @@ class RankTable:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def boot_id(self, rank: int) -> str | None:
-        """The current boot of `rank`; None before its first report. Raises `NotFoundError`."""
-        return self._get(rank).report.boot_id or None
+    def boot_id(self, rank: int) -> str:
+        """The current boot of `rank`; empty before its first report. Raises `NotFoundError`."""
+        return self._get(rank).report.boot_id
 
     def check(self, report: RankReport) -> None:
         """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be from a rank of this pool."""
@@ -80,6 +82,7 @@ class RankTable:
         """Take a report that passed `check` and is not late; True if the rank has restarted."""
         record = self._ranks[report.rank]
         last, record.report, record.reported_at = record.report, report, now
+        self.boots = tuple(one.report.boot_id for one in self._ranks)
         if not last.boot_id:
             return False
         if last.sender != report.sender:

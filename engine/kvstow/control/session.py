@@ -344,13 +344,6 @@ class Session:
         pool.remove_lost()
         return self.desired()
 
-    def boot_ids(self) -> tuple[str | None, ...]:
-        """The current boot of each rank. A plan names the boots that its ops are for: after a restart its slots hold
-        other bytes."""
-        pool = self.pool
-        with pool.lock:
-            return tuple(self.ranks.boot_id(rank) for rank in range(len(self.ranks)))
-
     def desired(self) -> DesiredState:
         """The desired state of every rank."""
         with self.pool.lock:

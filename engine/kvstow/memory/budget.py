@@ -181,6 +181,9 @@ class MemoryBudget:
         """The pool's rows by number; those recalled are among them, and are the last ones."""
         return dict(self._pool(name).rows)
 
+    def extent_size(self, extent: int) -> int:
+        return self._book.find(extent).num_bytes
+
     def mappers(self, extent: int) -> list[str]:
         """The clients that have not let go of the extent."""
         return sorted(self._book.find(extent).maps)

@@ -322,6 +322,8 @@ class Populator:
         self._done: dict[int, int] = {}  # by id of the extent: bytes populated beyond its watermark
         self._taken = 0  # bytes populated by this process
         self._failure: tuple[str, str] | None = None
+        self._refusal = ""
+        """The reason that is in the log, until something can be populated again."""
         self._failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
         self._listeners = Callbacks()
@@ -413,7 +415,9 @@ class Populator:
                 if not self._populate_next():
                     return
             except PinError as error:
-                logger.warning("populating stopped: %s", error)
+                if error.reason != self._refusal:  # the node tries again and again
+                    logger.warning("populating stopped: %s", error)
+                self._refusal = error.reason
                 self._fail(error.reason, str(error))
             except Exception as error:
                 logger.exception("populating stopped by a defect")
@@ -441,6 +445,7 @@ class Populator:
             with self._state:
                 self._current = None
                 self._state.notify_all()
+        self._refusal = ""
         with self._state:
             if populated is not None and extent in self._extents:
                 extent.record(populated, end)

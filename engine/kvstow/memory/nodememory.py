@@ -113,12 +113,13 @@ class NodeMemory:
             extent.row = row
 
     def _create_missing(self) -> None:
-        self.error = None
+        before, self.error = self.error, None
         for number, step in list(self._missing.items()):
             try:
                 extent = Extent.create(step.num_bytes, self.huge_pages, step.numa_node)
             except PinError as error:
-                logger.warning("an extent is missing: %s", error)
+                if before is None or before.reason != error.reason:  # this is tried again and again
+                    logger.warning("an extent is missing: %s", error)
                 self.error = error
                 return
             del self._missing[number]

@@ -61,6 +61,7 @@ class NodeDirectory:
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=memory.figures.recalled_bytes,
+            waits=memory.figures.waits,
             notices=memory.figures.notices,
             keeper=None if records is None else "connected" if records.notice is None else "gone",
             keeper_restarts=0 if records is None else max(0, records.joins - 1),

@@ -194,7 +194,7 @@ def test_a_late_report_of_a_boot_that_never_reported_is_no_restart(make_engine: 
     store_keys(engine, [rank], [A])
     engine.report(asleep)
     rank.report()
-    assert engine.boot_ids() == (rank.boot_id,)
+    assert engine.ranks.boots == (rank.boot_id,)
     assert engine.lookup([A]) == 1
     assert engine.stats().faults.stale_reports == 1
 

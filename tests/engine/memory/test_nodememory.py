@@ -170,7 +170,7 @@ def test_memory_of_which_the_kernel_does_not_tell_is_closed(make: MakeNode) -> N
 
 
 def test_an_extent_that_cannot_be_created_is_told_and_made_later(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> Extent:
         raise PinError("out_of_memory", "EMFILE")
@@ -183,6 +183,9 @@ def test_an_extent_that_cannot_be_created_is_told_and_made_later(
         assert node.error is not None
         assert node.error.reason == "out_of_memory"
         assert node.extents() == {}
+        for _ in range(3):
+            node.retry()
+    assert caplog.text.count("an extent is missing") == 1
     node.retry()
     assert node.error is None
     assert sorted(str(row) for row in rows_waited_for(node).values()) == ["0", "0", "1", "1"]

@@ -140,9 +140,6 @@ class AttachedControl:
             self.engine.wait(answer)
         return answer.done
 
-    def boot_ids(self) -> tuple[str | None, ...]:
-        return ()
-
     # -- lookups --------------------------------------------------------------------------------------------
 
     def hit_finder(self, groups: KVGroups) -> AttachedHits:

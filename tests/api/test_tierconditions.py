@@ -1,4 +1,4 @@
-"""What the doctor finds of the fleet tier."""
+"""The conditions of the fleet tier."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from tests.api.conftest import CAPACITY, Launch
-from tests.api.test_doctor import diagnose, evidence
+from tests.api.test_conditions import diagnose, evidence
 from tests.api.tieredhost import TieredHost
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierCounters
-from kvstow_api.doctor import TIER_CHECKS
-from kvstow_api.doctor.evidence import TierEvidence
+from kvstow_api.conditions.evidence import TierEvidence
+from kvstow_api.conditions.table import TABLE
 from kvstow_api.hostedtier import TierMeasurements
 from kvstow_api.views.tier import TierClientView, TierPoolView, TierView
 
@@ -45,6 +45,7 @@ POOL = TierPoolView(
     counters=TierCounters(wait_seconds=5.0, saved_seconds=50.0),
     clients=[CLIENT],
 )
+OF_TIER = {one.name for one in TABLE if one.of == "tier"}
 OPEN = TierMeasurements(("8.8.8.8",), has_access_control=False)
 
 
@@ -62,9 +63,9 @@ def client(**changes: Any) -> dict[str, Any]:
 
 
 FIRING = [
-    ("tier", "warning", "no answer in 0.5 s", tier(state="down", breaker="open", reason="no answer in 0.5 s")),
-    ("tier", "warning", "a2 of pool a does not use", tier(state="off", reason="the weights were changed")),
-    ("tier", "error", "cannot be registered", tier(**client(state="failed", reason="cannot be registered"))),
+    ("tier_down", "warning", "no answer in 0.5 s", tier(state="down", breaker="open", reason="no answer in 0.5 s")),
+    ("tier_off", "warning", "a2 of pool a does not use", tier(state="off", reason="the weights were changed")),
+    ("tier_client", "error", "cannot be registered", tier(**client(state="failed", reason="cannot be registered"))),
     (
         "tier_time",
         "warning",
@@ -88,35 +89,33 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize(("check", "severity", "words", "given"), FIRING)
-def test_a_finding_has_problem_reason_fix_and_evidence(
-    check: str, severity: str, words: str, given: TierEvidence
-) -> None:
-    (finding,) = diagnose(evidence(tier=given)).findings
-    assert (finding.check, finding.severity) == (check, severity)
-    assert finding.pool == ("a" if check in ("tier", "tier_time", "tier_objects") else None)
-    assert words in finding.what
-    assert finding.why
-    assert finding.fix
+@pytest.mark.parametrize(("name", "severity", "words", "given"), FIRING)
+def test_a_condition_has_cause_reason_and_fix(name: str, severity: str, words: str, given: TierEvidence) -> None:
+    (one,) = diagnose(evidence(tier=given)).conditions
+    assert (one.name, one.severity) == (name, severity)
+    assert one.pool == (None if name in ("tier_access", "tier_memlock") else "a")
+    assert words in one.what
+    assert one.why
+    assert one.fix
 
 
 def test_clients_that_pools_share_are_told_of_once() -> None:
     given = tier(**client(state="failed", reason="no", corrupt_objects=2))
     items = [replace(one, pool=pool, clients=given.view.items[1].clients) for one in given.view.items for pool in "ab"]
     told = diagnose(evidence(tier=given._replace(view=replace(given.view, items=items))))
-    assert sorted(finding.check for finding in told.findings) == ["tier", "tier_objects"]
+    assert sorted(one.name for one in told.conditions) == ["tier_client", "tier_objects"]
 
 
 @pytest.mark.parametrize("given", SILENT)
-def test_a_healthy_tier_has_no_findings(given: TierEvidence) -> None:
+def test_a_healthy_tier_has_no_conditions(given: TierEvidence) -> None:
     told = diagnose(evidence(tier=given))
-    assert told.findings == []
-    assert set(TIER_CHECKS) <= set(told.checks)
+    assert told.conditions == []
+    assert set(told.checked) >= OF_TIER
 
 
 def test_without_a_store_nothing_is_said_of_it() -> None:
     told = diagnose(evidence())
-    assert not set(TIER_CHECKS) & {*told.checks, *told.skipped}
+    assert not OF_TIER & {*told.checked, *told.skipped}
 
 
 async def test_the_route_gathers_the_evidence(
@@ -126,7 +125,7 @@ async def test_the_route_gathers_the_evidence(
 
     async def found() -> list[tuple[str, str]]:
         answer = (await client.get("/v1/doctor")).json()
-        return [(one["check"], one["severity"]) for one in answer["findings"] if one["check"].startswith("tier")]
+        return [(one["name"], one["severity"]) for one in answer["conditions"] if one["name"] in OF_TIER]
 
     assert await found() == []
     tiered_host.begin()
@@ -134,5 +133,5 @@ async def test_the_route_gathers_the_evidence(
     tiered_host.stats, tiered_host.health = ClientStats(corrupt_objects=1), ClientHealth("failed", "it is broken")
     tiered_host.measurements = OPEN._replace(pins_memory=True, memlock_bytes=1)
     assert sorted(await found()) == [
-        ("tier", "error"), ("tier_access", "warning"), ("tier_memlock", "warning"), ("tier_objects", "error"),
+        ("tier_access", "warning"), ("tier_client", "error"), ("tier_memlock", "warning"), ("tier_objects", "error"),
     ]  # fmt: skip

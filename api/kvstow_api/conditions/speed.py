@@ -1,4 +1,4 @@
-"""Checks of speed: clocks, links, and whether stored blocks are used."""
+"""Conditions of speed: clocks, links, and whether stored blocks are used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
-from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding, rank_name, session_of
-from kvstow_api.views.doctor import FindingView
+from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_condition, rank_name
+from kvstow_api.views.doctor import ConditionView
 
 CLOCK_SECONDS = 1.0
 LINK_BYTES = 1 << 30  # below this a rank's rate means little
@@ -15,14 +15,13 @@ LINK_RATIO = 0.5
 THRASHING_REUSE = 0.1
 
 
-def check_clocks(evidence: Evidence) -> Iterator[FindingView]:
+def find_clocks(evidence: Evidence) -> Iterator[ConditionView]:
     """Ranks whose clock differs from the server's."""
     if not evidence.clock_offsets:
         raise NothingToMeasure("no rank has sent its time")
     for rank, offset in sorted(evidence.clock_offsets.items()):
         if abs(offset) > CLOCK_SECONDS:
-            yield make_finding(
-                "clocks",
+            yield make_condition(
                 "warning",
                 f"the clock of rank {rank} differs from the server's by {offset:+.1f} s",
                 "log lines of the two cannot be ordered by time; KVStow itself does not depend on clocks",
@@ -32,7 +31,7 @@ def check_clocks(evidence: Evidence) -> Iterator[FindingView]:
             )
 
 
-def check_links(evidence: Evidence) -> Iterator[FindingView]:
+def find_links(evidence: Evidence) -> Iterator[ConditionView]:
     """Ranks that move bytes at less than half the rate of the fastest."""
     rates = {direction: _rates(evidence.reporting, direction) for direction in ("load", "store")}
     compared = {direction: of_ranks for direction, of_ranks in rates.items() if len(of_ranks) > 1}
@@ -42,15 +41,13 @@ def check_links(evidence: Evidence) -> Iterator[FindingView]:
         fastest = max(rate for _, rate in of_ranks)
         for rank, rate in of_ranks:
             if rate < LINK_RATIO * fastest:
-                yield make_finding(
-                    "links",
+                yield make_condition(
                     "warning",
                     f"{rank_name(evidence, rank)} {direction}s at {format_size(int(rate))}/s, "
                     f"the fastest rank at {format_size(int(fastest))}/s",
                     "a transfer ends when its slowest rank has finished, so this rank slows all of them down",
                     "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and other users of the link",
-                    session_of(rank),
-                    rank=rank.rank,
+                    rank,
                     bytes_per_second=rate,
                     fastest_bytes_per_second=fastest,
                 )
@@ -70,9 +67,9 @@ def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus
     return found
 
 
-def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
+def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
     """A pool that evicts blocks before they are reused."""
-    samples = evidence.samples
+    samples = evidence.kept
     if len(samples) < 2:
         raise NothingToMeasure("the server has not sampled its counters for long enough")
     first, last = samples[0], samples[-1]
@@ -81,8 +78,7 @@ def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
     slots = last.stats.pool.usable_slots
     if slots and evicted >= slots and hits < THRASHING_REUSE * evicted:
         seconds = last.time - first.time
-        yield make_finding(
-            "thrashing",
+        yield make_condition(
             "warning",
             f"in {seconds:.0f} s {evicted} blocks were evicted from {slots} slots, for {hits} hits",
             "blocks are evicted before their prefix is requested again, so stores cost bandwidth and save little",
