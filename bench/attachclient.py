@@ -40,7 +40,7 @@ from kvstow.attach.extentcalls import (
 )
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
 

@@ -20,9 +20,7 @@ from typing import Literal, NamedTuple
 from kvstow.bytesize import parse_size
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
-from kvstow.control.tierwait import TierWait
+from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
 from kvstow.keys import BlockKey
 from kvstow.results import Awaited, Given, Lease
 from kvstow.testing.memorystore import MemoryStore

@@ -14,7 +14,7 @@ from bench.fleet import replay
 from bench.machine import wait_until_quiet
 from bench.program import answer_of, running
 from bench.report import Table, verdict
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import PutStatus
 from kvstow_service.replay.generate import TraceShape, generate_trace

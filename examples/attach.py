@@ -17,7 +17,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.mlock import MlockRegistrar
+from kvstow.memory.pinning import MlockRegistrar
 from kvstow.messages import StepPlan
 
 BLOCKS, PAGE, PATIENCE = 32, 64 << 10, 30.0

@@ -57,7 +57,133 @@ HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
+NODE_API = "tests/api/node/test_conditions.py"
+
 MUTANTS = [
+    # -- what the person on call sees -----------------------------------------------------------------------
+    Mutant(
+        "keepers_are_orphans",
+        "service/kvstow_service/node/survival/orphanedmemory.py",
+        " or _command(path) == PROCESS_NAME",
+        "",
+        "tests/service/node/survival/test_orphanedmemory.py"
+        "::test_what_a_keeper_holds_is_no_orphan_whosever_keeper_it_is",
+    ),
+    Mutant(
+        "a_life_is_a_rate",
+        "api/kvstow_api/figures.py",
+        "if not ranks or any(rank.boot_id is None for rank in ranks):",
+        "if not ranks:",
+        "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
+    ),
+    Mutant(
+        "a_life_is_counted_at_once",
+        "api/kvstow_api/rankcounters.py",
+        "self._boots.get(name) or now._replace(pin_failures={})",
+        "self._boots.get(name) or CountedRank()",
+        "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
+    ),
+    Mutant(
+        "a_refusal_is_logged_each_time",
+        "engine/kvstow/memory/extents.py",
+        "if error.reason != self._refusal:",
+        "if True:",
+        "tests/engine/memory/test_populator.py::test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again",
+    ),
+    Mutant(
+        "a_replay_ends_with_a_rank",
+        "service/kvstow_service/replay/engineprocess.py",
+        '        logger.warning("%s", error)\n        return 1\n',
+        "        pipe.send(Failed(error))\n        return 1\n",
+        "tests/service/replay/test_attached.py::test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache",
+    ),
+    Mutant(
+        "silent_ranks_are_no_condition",
+        "api/kvstow_api/conditions/engine.py",
+        "        if silence:\n",
+        "        if False:\n",
+        f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
+    ),
+    Mutant(
+        "dropped_stores_are_no_condition",
+        "api/kvstow_api/conditions/engine.py",
+        "        if dropped and not (outcome",
+        "        if False and not (outcome",
+        f"{NODE_API}::test_stores_that_are_dropped_are_told",
+    ),
+    Mutant(
+        "conditions_fail_no_check",
+        "api/kvstow_api/conditions/table.py",
+        "failures.setdefault(check, []).extend(found)",
+        "pass",
+        f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
+    ),
+    Mutant(
+        "nobody_holds_memory_that_a_pool_waits_for",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "if found.holder not in clients:",
+        "if False:",
+        "tests/service/node/pools/test_recalledmemory.py::test_who_waits_for_memory_that_which_session_holds_is_shown",
+    ),
+    Mutant(
+        "sessions_are_blamed_for_what_operators_protect",
+        "service/kvstow_service/node/pools/poolmemories.py",
+        "if found.holder not in clients:",
+        "if True:",
+        "tests/service/node/pools/test_recalledmemory.py::test_protected_blocks_keep_memory_and_the_reason_is_shown",
+    ),
+    Mutant(
+        "one_refusal_is_told_twice",
+        "api/kvstow_api/conditions/memory.py",
+        "        return  # what has been refused",
+        "        pass  # what has been refused",
+        "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
+    ),
+    Mutant(
+        "memory_that_is_yet_to_be_given_back_is_no_condition",
+        "api/kvstow_api/conditions/memory.py",
+        "left > GIVEN_BACK_BYTES:",
+        "left > 1 << 60:",
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
+    ),
+    Mutant(
+        "early_requests_lose_no_blocks",
+        "api/kvstow_api/conditions/engine.py",
+        '"warning" if lacking else "info",',
+        '"info",',
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
+    ),
+    Mutant(
+        "a_refusal_is_a_condition_for_ever",
+        "api/kvstow_api/sampler.py",
+        "count - before.get(reason, 0)",
+        "count",
+        f"{NODE_API}::test_the_doctor_knows_memory_the_keeper_and_who_was_rejected",
+    ),
+    Mutant(
+        "silent_ranks_are_ready",
+        "api/kvstow_api/rankrows.py",
+        "age > _REPORTS_ARE_FRESH else",
+        "False else",
+        "tests/api/test_rankrows.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+    ),
+    Mutant(
+        "ops_of_another_boot_are_copied",
+        "engine/kvstow/dataplane.py",
+        "if op.boots and op.boots[self.rank] != self.boot_id:",
+        "if False:",
+        "tests/engine/test_dataplane.py::test_ops_of_another_boot_fail_and_those_beside_them_do_not",
+    ),
+    Mutant(
+        "ops_name_the_boots_before_the_last_report",
+        "engine/kvstow/control/ranktable.py",
+        "        last, record.report, record.reported_at = record.report, report, now\n"
+        "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n",
+        "        self.boots = tuple(one.report.boot_id for one in self._ranks)\n"
+        "        last, record.report, record.reported_at = record.report, report, now\n",
+        "tests/service/connectors/engine_core/test_schedulerside.py"
+        "::test_a_first_report_between_two_stores_of_a_step_makes_no_rank_refuse_it",
+    ),
     # -- ranks on JAX ----------------------------------------------------------------------------------------
     Mutant(
         "loads_are_launched_when_this_rank_has_staged_them",
@@ -91,17 +217,17 @@ MUTANTS = [
     ),
     Mutant(
         "stores_for_an_earlier_boot_are_not_launched",
-        f"{ENGINE_CORE}/workerside.py",
-        "        self.refused(step.stores)\n",
-        "",
-        "tests/service/connectors/engine_core/test_workerside.py::test_ops_for_another_boot_are_refused",
+        "engine/kvstow/dataplane.py",
+        '            elif op.direction == "store":\n',
+        "            elif False:\n",
+        "tests/engine/test_dataplane.py::test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan",
     ),
     Mutant(
         "stores_that_a_restart_has_disowned_are_done",
         OPS,
         'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
         "pass",
-        f"{CONTROL}/test_ranks.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+        f"{CONTROL}/test_ranktable.py::test_a_store_that_a_restarted_rank_had_finished_fails",
     ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(
@@ -121,14 +247,14 @@ MUTANTS = [
     Mutant(
         "a_stuck_store_frees_its_slots",
         OPS,
-        "            pool.index.end_quarantine(op.slots)\n            pool.deallocate(op.slots)\n",
-        "            pass\n",
+        "            pool.end_quarantine(op.slots)\n        elif entry.error:\n",
+        "            pass\n        elif entry.error:\n",
         f"{CONTROL}/test_engine.py::test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine",
     ),
     Mutant(
         "a_failed_load_keeps_its_keys",
         OPS,
-        '            self._pool.remove_blocks(entry.op.slots, "load_failed")\n',
+        '            self.pool.remove_blocks(entry.op.slots, "load_failed")\n',
         "            pass\n",
         f"{CONTROL}/test_engine.py::test_a_failed_load_removes_its_keys_at_the_first_failure",
     ),
@@ -195,7 +321,7 @@ MUTANTS = [
     ),
     Mutant(
         "released_extents_are_named_before_the_report",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        if news:\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
@@ -205,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
-        "engine/kvstow/attach/workercalls.py",
+        "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
         "tests/engine/attach/test_workercalls.py::"
@@ -252,7 +378,7 @@ MUTANTS = [
     ),
     Mutant(
         "ops_of_every_session_are_let_through",
-        "engine/kvstow/attach/opgate.py",
+        "engine/kvstow/attach/worker.py",
         "if number_of(op.op_id) == self._number]",
         "if op is not None]",
         "tests/service/node/test_attachedworker.py",
@@ -331,14 +457,14 @@ MUTANTS = [
     # -- the journal -----------------------------------------------------------------------------------------
     Mutant(
         "a_record_counts_in_any_slot",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "salt ^ (0 * rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",
     ),
     Mutant(
         "a_record_counts_in_any_journal",
-        "engine/kvstow/control/journalrecord.py",
+        "engine/kvstow/control/indexjournal.py",
         "salt ^ (rows.astype(np.uint64) * _FACTORS[0])",
         "(rows.astype(np.uint64) * _FACTORS[0])",
         f"{CONTROL}/test_indexjournal.py::test_a_record_counts_in_its_own_slot_of_its_own_journal_only",

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import get_args
 
 import click
+import yaml
 from tests.mutants import MUTANTS, PATCHED
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, EngineState
+from kvstow_api.app import create_app
+from kvstow_api.conditions.table import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.health import Health
-from kvstow_api.looplag import LoopMonitor
 from kvstow_service.admin.adminhost import make_api_host
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
 
+RULES = Path(__file__).parents[1] / "helm" / "kvstow" / "files" / "rules.yaml"
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
 
@@ -147,9 +149,26 @@ def test_every_state_is_explained() -> None:
     assert explained("slot") == set(SLOT_STATES)
 
 
+def test_every_condition_is_explained_with_its_checks_and_alerts() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| ([^|]*) \| ([^|]*) \|$", text.partition("## Conditions")[2], re.MULTILINE
+    )
+    told = {
+        name: (set(re.findall(r"`(\w+)`", checks)), set(re.findall(r"\[(\w+)\]", alerts)))
+        for name, checks, alerts in rows
+    }
+    checks = {name: {check for one in TABLE if one.name == name for check in one.checks} for name in told}
+    assert told.keys() == {condition.name for condition in TABLE}
+    assert {name: found for name, (found, _) in told.items()} == checks
+    for rule in (rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]):
+        for names in re.findall(r'condition=~"([^"]+)"', rule["expr"]):
+            assert all(rule["alert"] in told[name][1] for name in names.split("|")), rule["alert"]
+
+
 def test_every_readiness_check_is_explained() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = make_api_host(
         EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
     )
-    assert explained("check") == set(Health(host, LoopMonitor()).probes["readyz"].checks)
+    assert explained("check") == set(create_app(host).state.kvstow.health.probes["readyz"].checks)

@@ -82,6 +82,14 @@ FORBIDDEN = {
         }.items()
     },
 }
+ORDER = {
+    "engine/kvstow/control": "blockevents launchorder policy ranktable slots namespaces index indexjournal pool ops "
+    "placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
+    "rows budget nodememory",
+    "engine/kvstow/attach": "payloads channel identity peer extentcalls calls hello connection openops engine worker",
+}
+"""The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}
 """Of what is forbidden: identities are plain values."""
 ABOVE_DEVICES = {"copythread", "dataplane", "opqueues"}
@@ -120,6 +128,21 @@ def is_of(name: str, modules: set[str]) -> bool:
 def test_a_layer_imports_only_what_lies_below(folder: str) -> None:
     assert list((ROOT / folder).rglob("*.py"))
     assert violations(folder, FORBIDDEN[folder]) == []
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_modules_of_a_package_import_only_those_below_them(folder: str) -> None:
+    package = folder.partition("/")[2].replace("/", ".")
+    order = [f"{package}.{name}" for name in ORDER[folder].split()]
+    paths = {f"{package}.{path.stem}": path for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"}
+    assert sorted(order) == sorted(paths)
+    wrong = [
+        f"{module} imports {other}"
+        for place, module in enumerate(order)
+        for other in order[place:]
+        if any(is_of(name, {other}) for name in imports_of(paths[module]))
+    ]
+    assert wrong == []
 
 
 def test_the_modules_at_the_bottom_of_the_engine_import_only_each_other() -> None:
@@ -166,7 +189,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.offloadmetrics", ["kvstow.control.engine"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
-        ("kvstow.memory.mlock", ["torch"]),
+        ("kvstow.memory.pinning", ["torch"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
         ("kvstow_service.node.survival.keeperprocess", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),

@@ -83,11 +83,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: AppState = app.state.kvstow
     state.loop.start()
     state.sampler.start()
-    state.orphans.start()
+    state.watch.start()
     try:
         yield
     finally:
-        await state.orphans.stop()
+        await state.watch.stop()
         await state.sampler.stop()
         await state.loop.stop()
         await run_in_threadpool(state.operations.close)

@@ -10,15 +10,18 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from kvstow_api.auth import Credentials
+from kvstow_api.conditions.gathering import Conditions
 from kvstow_api.directory import Directory
 from kvstow_api.eventstream import EventStreams
-from kvstow_api.health import Health
+from kvstow_api.health import Health, host_checks
 from kvstow_api.host import ApiHost
+from kvstow_api.hostedtier import TierMeasurements
+from kvstow_api.hostwatch import HostWatch
 from kvstow_api.journal import Journal
 from kvstow_api.looplag import LoopMonitor
 from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
-from kvstow_api.orphanwatch import OrphanWatch
+from kvstow_api.probe import Check
 from kvstow_api.requests import HttpCounters
 from kvstow_api.sampler import Sampler
 
@@ -28,13 +31,14 @@ class AppState:
     """Made by `create_app`, never shared between two applications."""
 
     host: ApiHost
+    conditions: Conditions
     health: Health
     loop: LoopMonitor
     operations: Operations
     journal: Journal
     streams: EventStreams
     sampler: Sampler
-    orphans: OrphanWatch
+    watch: HostWatch
     clocks: RankClocks
     http: HttpCounters
     credentials: Credentials
@@ -48,16 +52,21 @@ class AppState:
     def of(cls, host: ApiHost, http: HttpCounters, credentials: Credentials) -> AppState:
         loop = LoopMonitor()
         journal = Journal()
+        sampler, clocks = Sampler(host.directory, journal), RankClocks()
+        watch = HostWatch(host.host_memory, host.orphaned_memory, lambda: _measure_tier(host.directory))
+        process = [Check("loop", loop.failure), *host_checks(host.ready_checks)]
+        conditions = Conditions(host, process, sampler, watch, clocks, credentials)
         return cls(
             host=host,
-            health=Health(host, loop),
+            conditions=conditions,
+            health=Health(host, process, conditions),
             loop=loop,
             operations=Operations(host.clock, journal),
             journal=journal,
             streams=EventStreams(host.directory, journal),
-            sampler=Sampler(host.directory, journal),
-            orphans=OrphanWatch(host.orphaned_memory),
-            clocks=RankClocks(),
+            sampler=sampler,
+            watch=watch,
+            clocks=clocks,
             http=http,
             credentials=credentials,
             settings_lock=asyncio.Lock(),
@@ -72,6 +81,10 @@ class AppState:
     @property
     def uptime(self) -> float:
         return self.host.clock() - self.started_at
+
+
+def _measure_tier(directory: Directory) -> TierMeasurements | None:
+    return None if directory.tier is None else directory.tier.measure()
 
 
 async def _state_of(request: Request) -> AppState:

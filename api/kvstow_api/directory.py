@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.engine import PoolFacade
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus
 from kvstow_api.hostedtier import HostTier

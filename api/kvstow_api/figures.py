@@ -6,7 +6,7 @@ seconds for the present value. `FIGURES` is the one place where a figure of a po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
@@ -100,9 +100,13 @@ class Figure(NamedTuple):
     curve: Curve | None = None
 
 
-def sample_session(ranks: Iterable[RankStatus], time: float) -> SessionSample:
-    copied = [(rank.load_bytes_total, rank.store_bytes_total) for rank in ranks] or [(0, 0)]
-    return SessionSample(time, max(loaded for loaded, _ in copied), max(stored for _, stored in copied))
+def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | None:
+    """None until every rank has reported: a rank that was there before the server comes with what it has copied in its
+    whole life."""
+    if not ranks or any(rank.boot_id is None for rank in ranks):
+        return None
+    loaded = max(rank.load_bytes_total for rank in ranks)
+    return SessionSample(time, loaded, max(rank.store_bytes_total for rank in ranks))
 
 
 def curves_of(pool: str | None, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:
@@ -128,7 +132,7 @@ def now_of(samples: Sequence[Sample]) -> NowView:
     """Every figure of the last `NOW_SECONDS`, or of all samples if they cover less."""
     if not samples:
         return NowView(seconds=0.0)
-    first, last = _ends(samples)
+    first, last = ends_of_now(samples)
     return NowView(
         seconds=last.time - first.time, **{name: figure.value(first, last) for name, figure in FIGURES.items()}
     )
@@ -138,7 +142,7 @@ def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
     """As `now_of`, for a session."""
     if not samples:
         return SessionNowView()
-    first, last = _ends(samples)
+    first, last = ends_of_now(samples)
     seconds = last.time - first.time
     return SessionNowView(
         seconds=seconds,
@@ -150,7 +154,7 @@ def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
 _Sample = TypeVar("_Sample", Sample, SessionSample)
 
 
-def _ends(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
+def ends_of_now(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
     """The last sample, and the first one that is at most `NOW_SECONDS` older."""
     last = samples[-1]
     return next(one for one in samples if last.time - one.time <= NOW_SECONDS), last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,23 +24,27 @@ HealthCheck = Callable[[], str | None]
 class ApiHost:
     """What `create_app` needs to know of its host.
 
-    `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must not
-    contain secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: if set, requests
-    that change anything need one of its tokens. `viewer_token_file`: if set, reading needs one of its tokens or an
-    admin's. `allowed_hosts`: Host names, besides those of loopback, that the server accepts over TCP; None accepts any.
-    `client_certificates`: the server verifies them, and a valid one counts as an admin's token. `certificate_ends`:
-    when the server's own certificate expires, in seconds since the epoch; None without TLS. `agent_token`: lets a
-    rank's agent report and do nothing else; without it only an admin may report. `readiness_require`: checks of
-    `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
-    first report. `live_checks` fail `/livez`: only for problems that a restart fixes, such as a dead thread;
-    `ready_checks` and `startup_checks` fail the probes of their name. `host_memory` measures the memory of the host's
-    machine, and `orphaned_memory` what node services have left in it; both are called on a thread.
+    `addresses`: where the server listens. `attach`: where engines attach, as they need it in their `attach`; None where
+    none can. `host_name`: the machine's, or the pod's. `settings`: shown, like them, to every reader of `/v1/info`, so
+    it must not contain secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: if
+    set, requests that change anything need one of its tokens. `viewer_token_file`: if set, reading needs one of its
+    tokens or an admin's. `allowed_hosts`: Host names, besides those of loopback, that the server accepts over TCP;
+    None accepts any. `client_certificates`: the server verifies them, and a valid one counts as an admin's token.
+    `certificate_ends`: when the server's own certificate expires, in seconds since the epoch; None without TLS.
+    `agent_token`: lets a rank's agent report and do nothing else; without it only an admin may report.
+    `readiness_require`: checks of `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a
+    rank may be silent before its first report. `live_checks` fail `/livez`: only for problems that a restart fixes,
+    such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name. `host_memory` measures
+    the memory of the host's machine, and `orphaned_memory` what node services have left in it; both are called on a
+    thread.
     """
 
     directory: Directory
     version: str
     mode: str
     addresses: tuple[str, ...] = ()
+    attach: str | None = None
+    host_name: str = field(default_factory=socket.gethostname)
     settings: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, str] = field(default_factory=dict)
     token_file: Path | None = None

@@ -66,8 +66,8 @@ def field_text(name: str, value: object) -> str:
 
     >>> field_text("load_bytes", 2048), field_text("timeout", 2.5), field_text("hit_ratio", 0.5)
     ('2 KiB', '2.5 s', '50.0 %')
-    >>> field_text("blocks", 1234), field_text("port", 9595), field_text("paused", True), field_text("error", None)
-    ('1,234', '9595', 'yes', '-')
+    >>> field_text("blocks", 1234), field_text("op_id", 12345), field_text("paused", True), field_text("error", None)
+    ('1,234', '12345', 'yes', '-')
     """
     match value:
         case None:
@@ -85,13 +85,13 @@ def field_text(name: str, value: object) -> str:
 
 _SIZES = {"bytes", "size", "chunk"}
 _TIMES = {"seconds", "timeout", "delay", "deadline", "pause", "latency"}
-_IDENTIFIERS = {"port", "pid"}
-"""Numbers that identify something: written without separators."""
+_IDENTIFIERS = {"port", "pid", "rank", "slot", "id", "ranks"}
+"""Words in the names of numbers that identify something: written without separators."""
 
 
 def _number(name: str, value: float) -> str:
     words = set(name.split("_"))
-    if name in _IDENTIFIERS:
+    if name.split("_")[-1] in _IDENTIFIERS and not name.startswith("num_"):
         return str(value)
     if name.endswith("bytes_per_second"):
         return rate(value)

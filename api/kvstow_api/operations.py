@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import get_args
 
-from kvstow.control.sweeps import Sweep
+from kvstow.control.administration import Sweep
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
 from kvstow.stats import Histogram
 from kvstow_api.journal import Journal

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
-from kvstow.stats import DIRECTIONS, PendingTransfers
-from kvstow.status import BypassStatus, DrainStatus, TransferStatus
+from kvstow.stats import PendingTransfers
+from kvstow.status import TransferStatus
 from kvstow_api.numberformat import counted, duration
 from kvstow_api.pooloverview import PoolOverview, PoolReadings, Row, pool_overview
-from kvstow_api.poolrows import PoolRow, bypass_trouble, pool_row
+from kvstow_api.poolrows import PoolRow, pool_row
 from kvstow_api.rankrows import RankRow, rank_rows
 from kvstow_api.sessionrows import SESSION_COLUMNS, SessionRow, session_row
-from kvstow_api.switches import Switch, switches
 from kvstow_api.tierrows import TierRow, tier_row
+from kvstow_api.views.doctor import ConditionView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.server import ReadinessView
 from kvstow_api.views.sessions import SessionView
@@ -27,6 +27,8 @@ from kvstow_api.views.transfers import TransfersView
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""
+
+_GOOD_STATES = ("ready", "pinning", "starting")
 
 _R = TypeVar("_R", PoolRow, SessionRow, TierRow)
 
@@ -39,41 +41,45 @@ class Readings(NamedTuple):
     model: str | None
     mode: str
     version: str
+    host_name: str
+    attach: str | None
     node: bool
     readiness: ReadinessView
-    drain: DrainStatus
-    bypass: BypassStatus
     pools: Sequence[PoolView]
     sessions: Sequence[SessionView]
     transfers: TransfersView
     asked: str | None
     pool: PoolReadings | None
     tier: TierView = NO_TIER
+    conditions: Sequence[ConditionView] = ()
 
 
 class MemoryBar(NamedTuple):
-    """The memory of all pools together. `failure`: why it cannot grow, empty if it can."""
+    """The memory of all pools together."""
 
     populated_bytes: int
     target_bytes: int
     progress: str
-    failure: str
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The server, a row for each pool, and everything below: of the pool `selected` if there is one, else of all.
+    """The server, what is wrong, a row for each pool, and everything below: of the pool `selected` if there is one,
+    else of all. `reason` is empty if a condition tells it; `attach`: what engines have as `attach`, empty where none
+    can attach.
 
     `selected` is the pool that the viewer has chosen, or the only one. `choices`: the pools that a viewer can choose
     from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `tier`: the store of the fleet
     tier, empty without one; then there are no `tiers`. `pool` is None, and there are no
-    `ranks` but those in trouble, while no pool is selected.
+    `ranks` but those that a condition concerns, while no pool is selected.
     """
 
     about: str
+    host_name: str
+    attach: str
     state: str
     reason: str
-    switches: tuple[Switch, ...]
+    conditions: tuple[ConditionView, ...]
     memory: MemoryBar
     pools: tuple[PoolRow, ...]
     selected: str | None
@@ -86,6 +92,12 @@ class Overview:
     pending: tuple[Row, ...]
     oldest: tuple[Row, ...]
     pool: PoolOverview | None
+
+    @property
+    def empty(self) -> str:
+        """What to say where there is no pool."""
+        how = f'; vLLM attaches with "attach": "{self.attach}" in kv_connector_extra_config' if self.attach else ""
+        return f"no engine has attached yet, so there is no pool{how}"
 
     @property
     def session_columns(self) -> Mapping[str, str]:
@@ -106,27 +118,35 @@ def overview(given: Readings) -> Overview:
     is_missing = given.asked not in (None, *names)
     selected = None if given.pool is None else pool_to_show(names, given.asked)
     sessions = [session for session in given.sessions if selected in (None, session.pool)]
-    everywhere = [direction for direction in DIRECTIONS if getattr(given.bypass, direction)]
-    told = (given.readiness.reason, bypass_trouble(everywhere))
-    paused = [pool.name for pool in given.pools if pool.pinning_paused]
+    bad = [one for one in given.conditions if one.severity != "info"]
+    pools, engines = {one.pool for one in bad}, {one.session for one in bad}
+    tiers = {one.pool for one in bad if one.name.startswith("tier_")}
+    troubled = {(one.session, one.rank) for one in bad}
     if given.pool is None:
-        ranks = tuple(rank for rank in rank_rows(given.readiness.ranks) if rank.trouble)
+        ranks = tuple(rank for rank in rank_rows(given.readiness.ranks, troubled=troubled) if rank.troubled)
     else:
-        ranks = rank_rows(given.pool.ranks, pinning_paused=selected in paused)
+        paused = any(pool.pinning_paused for pool in given.pools if pool.name == selected)
+        ranks = rank_rows(given.pool.ranks, pinning_paused=paused, troubled=troubled)
+    state, reason = given.readiness.state, given.readiness.reason
+    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in given.conditions)
     return Overview(
         about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
-        state=given.readiness.state,
-        reason=given.readiness.reason,
-        switches=tuple(switches(given.drain, given.bypass, paused, several=len(names) > 1)),
+        host_name=given.host_name,
+        attach=given.attach or "",
+        state=state,
+        reason="" if is_told else given.readiness.reason,
+        conditions=tuple(given.conditions),
         memory=_memory(given),
-        pools=tuple(pool_row(pool, told=told) for pool in given.pools),
+        pools=tuple(pool_row(pool, troubled=pool.name in pools) for pool in given.pools),
         selected=selected,
         choices=names if len(names) > 1 or is_missing else (),
         is_missing=is_missing,
-        sessions=tuple(session_row(session, on_node=given.node) for session in sessions),
+        sessions=tuple(session_row(session, troubled=session.id in engines) for session in sessions),
         ranks=ranks,
         tier=given.tier.url or "",
-        tiers=tuple(tier_row(one) for one in given.tier.items if selected in (None, one.pool)),
+        tiers=tuple(
+            tier_row(one, troubled=(one.pool in tiers)) for one in given.tier.items if selected in (None, one.pool)
+        ),
         pending=_pending(given.transfers.pending),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
         pool=None if given.pool is None else pool_overview(given.pool),
@@ -134,8 +154,8 @@ def overview(given: Readings) -> Overview:
 
 
 def select_rows(rows: Sequence[_R], most: int) -> list[_R]:
-    """At most `most` rows, in order: those in trouble before others."""
-    first = sorted(range(len(rows)), key=lambda number: not rows[number].trouble)
+    """At most `most` rows, in order: those that a condition concerns before others."""
+    first = sorted(range(len(rows)), key=lambda number: not rows[number].troubled)
     return [rows[number] for number in sorted(first[:most])]
 
 
@@ -145,7 +165,7 @@ def _memory(given: Readings) -> MemoryBar:
     progress = size if populated >= target else f"{format_size(populated)} of {size} {verb}"
     if given.node:
         progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
-    return MemoryBar(populated, target, progress, given.readiness.memory.failure or "")
+    return MemoryBar(populated, target, progress)
 
 
 def _pending(pending: PendingTransfers) -> tuple[Row, ...]:

@@ -6,8 +6,8 @@ from collections import Counter
 
 from kvstow.stats import DIRECTIONS
 from kvstow.status import SESSION_STATES, SessionState
-from kvstow_api.appstate import AppState
-from kvstow_api.directory import HostedPool
+from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.sampler import Sampler
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.sessions import SessionView
 
@@ -18,20 +18,20 @@ def settings_etag(pool: HostedPool) -> str:
     return f'"{pool.facade.engine_id}-{pool.facade.admin.settings_revision}"'
 
 
-def pool_views(app: AppState) -> list[PoolView]:
+def pool_views(directory: Directory, sampler: Sampler) -> list[PoolView]:
     """Of all pools. O(pools + sessions)."""
     states: dict[str, Counter[SessionState]] = {}
-    for session in app.directory.sessions():
+    for session in directory.sessions():
         states.setdefault(session.pool, Counter())[session.status.state] += 1
-    return [_view(app, pool, states.get(pool.name, Counter())) for pool in app.directory.pools()]
+    return [_view(sampler, pool, states.get(pool.name, Counter())) for pool in directory.pools()]
 
 
-def pool_view(app: AppState, pool: HostedPool) -> PoolView:
-    states = Counter(session.status.state for session in app.directory.sessions() if session.pool == pool.name)
-    return _view(app, pool, states)
+def pool_view(directory: Directory, sampler: Sampler, pool: HostedPool) -> PoolView:
+    states = Counter(session.status.state for session in directory.sessions() if session.pool == pool.name)
+    return _view(sampler, pool, states)
 
 
-def _view(app: AppState, hosted: HostedPool, states: Counter[SessionState]) -> PoolView:
+def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -> PoolView:
     etag = settings_etag(hosted)
     facade, highest = hosted.facade, hosted.max_capacity_slots
     readiness, stats, desired, bypass = facade.readiness(), facade.stats(), facade.desired(), facade.admin.bypass
@@ -63,10 +63,10 @@ def _view(app: AppState, hosted: HostedPool, states: Counter[SessionState]) -> P
         drain_mode=facade.admin.drain_status.mode,
         bypassed=[direction for direction in DIRECTIONS if getattr(bypass, direction)],
         pending=stats.transfers.pending,
-        now=app.sampler.now_of_pool(hosted.name),
+        now=sampler.now_of_pool(hosted.name),
     )
 
 
-def session_views(app: AppState) -> list[SessionView]:
+def session_views(directory: Directory, sampler: Sampler) -> list[SessionView]:
     """Of all sessions, the oldest first."""
-    return [SessionView.of(one, app.sampler.now_of_session(one.session_id)) for one in app.directory.sessions()]
+    return [SessionView.of(one, sampler.now_of_session(one.session_id)) for one in directory.sessions()]

@@ -6,7 +6,7 @@ A probe fails if one of its required checks fails. Informational checks are show
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,17 +19,29 @@ _NO_EXCLUSION: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """`failure` is None for a check that fails while a condition of the table says so."""
+
     name: str
-    failure: HealthCheck
+    failure: HealthCheck | None = None
     required: bool = True
 
-    def run(self) -> str | None:
-        """Why the check fails, None if it passes. A check that raises has failed."""
+    def run(self, told: Mapping[str, str] = {}) -> str | None:
+        """Why the check fails, None if it passes. A check that raises has failed. `told`: failures by conditions."""
         try:
-            return self.failure()
+            return told.get(self.name) if self.failure is None else self.failure()
         except Exception as error:  # the probe must answer whatever a host's check raises
             logger.exception("health check %s raised", self.name)
             return f"the check raised {type(error).__name__}"
+
+
+class _Unknown(dict[str, str]):
+    """In place of the failures that conditions tell, if they could not be read: all of these checks fail."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def get(self, name: str, default: object = None) -> str:
+        return f"the check raised {type(self._error).__name__}"
 
 
 class Finding(NamedTuple):
@@ -67,19 +79,30 @@ class Verdict(NamedTuple):
 class Probe:
     """A named set of checks."""
 
-    def __init__(self, name: str, checks: Iterable[Check]) -> None:
+    def __init__(self, name: str, checks: Iterable[Check], conditions: Callable[[], Mapping[str, str]] = dict) -> None:
+        """`conditions`: the failures that conditions tell, by the names of the checks."""
         self.name = name
+        self._conditions = conditions
         self.checks = {check.name: check for check in checks}
 
     def run(self, exclude: Collection[str] = _NO_EXCLUSION) -> Verdict:
         """Run all checks except those in `exclude`."""
-        return Verdict(self.name, tuple(_find(check, check.name in exclude) for check in self.checks.values()))
+        told = self._tell()
+        return Verdict(self.name, tuple(_find(check, check.name in exclude, told) for check in self.checks.values()))
 
     def run_one(self, name: str) -> Verdict:
         """Run one of `checks`, which is required here even if it is informational."""
         check = self.checks[name]
-        return Verdict(f"{self.name}/{name}", (Finding(name, check.run(), required=True, excluded=False),))
+        found = Finding(name, check.run(self._tell()), required=True, excluded=False)
+        return Verdict(f"{self.name}/{name}", (found,))
+
+    def _tell(self) -> Mapping[str, str]:
+        try:
+            return self._conditions()
+        except Exception as error:  # the probe must answer
+            logger.exception("the conditions of %s could not be read", self.name)
+            return _Unknown(error)
 
 
-def _find(check: Check, excluded: bool) -> Finding:
-    return Finding(check.name, None if excluded else check.run(), check.required, excluded)
+def _find(check: Check, excluded: bool, told: Mapping[str, str]) -> Finding:
+    return Finding(check.name, None if excluded else check.run(told), check.required, excluded)

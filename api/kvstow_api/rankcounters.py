@@ -40,7 +40,8 @@ class RankCounters:
     from zero when it restarts, but its former boot stays in the sum.
 
     An engine that attaches again comes with the boots and counters that it had, which are not added twice. What a rank
-    counts between the last `note` and its end is missing. Used on the event loop. O(ranks).
+    copies before the first `note` of it, or counts between the last one and its end, is missing. Used on the event
+    loop. O(ranks).
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,8 @@ class _PoolCounters:
         if rank.boot_id is None:
             return
         name, now = (rank.rank, rank.boot_id), CountedRank.of(rank)
-        before = self._boots.get(name, CountedRank())
+        # A rank that was there before this server comes with what it has copied in its whole life.
+        before = self._boots.get(name) or now._replace(pin_failures={})
         self.sums[rank.rank] = self.sums.get(rank.rank, CountedRank()).grown(before, now)
         self._boots[name] = now
         self._boots.move_to_end(name)

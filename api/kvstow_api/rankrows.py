@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
@@ -15,7 +15,7 @@ _SHORTEST_WAIT = 1.0  # seconds
 
 
 class RankRow(NamedTuple):
-    """`progress` of pinning; `trouble` is empty if the rank is well; `place`: host, pid and device, as far as known,
+    """`progress` of pinning; `troubled`: a condition concerns the rank; `place`: host, pid and device, as far as known,
     and the session first if there are several."""
 
     rank: int
@@ -23,20 +23,32 @@ class RankRow(NamedTuple):
     pinned_bytes: int
     target_bytes: int
     progress: str
-    trouble: str
+    troubled: bool
     place: str
 
 
-def rank_rows(ranks: Sequence[RankView], *, pinning_paused: bool = False) -> tuple[RankRow, ...]:
+def rank_state(rank: RankStatus) -> str:
+    """What the rank has last reported, unless that is old."""
+    age = rank.last_report_age_seconds
+    return f"silent for {duration(round(age))}" if age is not None and age > _REPORTS_ARE_FRESH else rank.state
+
+
+def rank_rows(
+    ranks: Sequence[RankView],
+    *,
+    pinning_paused: bool = False,
+    troubled: Collection[tuple[str | None, int | None]] = (),
+) -> tuple[RankRow, ...]:
+    """`troubled`: sessions and numbers of ranks that a condition concerns."""
     several = len({rank.session for rank in ranks}) > 1
     return tuple(
         RankRow(
             rank.rank,
-            rank.state,
+            rank_state(rank),
             rank.pinned_bytes,
             rank.target_bytes,
             _progress(rank, pinning_paused),
-            _trouble(rank),
+            (rank.session, rank.rank) in troubled,
             _place(rank, several),
         )
         for rank in ranks
@@ -44,8 +56,8 @@ def rank_rows(ranks: Sequence[RankView], *, pinning_paused: bool = False) -> tup
 
 
 def select_ranks(ranks: Sequence[RankRow], most: int) -> list[RankRow]:
-    """At most `most` ranks, in order: those in trouble, then those that have pinned least."""
-    first = sorted(range(len(ranks)), key=lambda number: (not ranks[number].trouble, ranks[number].pinned_bytes))
+    """At most `most` ranks, in order: those that a condition concerns, then those that have pinned least."""
+    first = sorted(range(len(ranks)), key=lambda number: (not ranks[number].troubled, ranks[number].pinned_bytes))
     return [ranks[number] for number in sorted(first[:most])]
 
 
@@ -63,10 +75,3 @@ def _progress(rank: RankStatus, paused: bool) -> str:
 def _place(rank: RankView, several: bool) -> str:
     process = f"pid {rank.pid}" if rank.pid is not None else None
     return ", ".join(filter(None, (rank.session if several else None, rank.host, process, rank.device)))
-
-
-def _trouble(rank: RankStatus) -> str:
-    error = ": ".join(part for part in (rank.error_reason, rank.error) if part)
-    age = rank.last_report_age_seconds
-    silence = f"last report {duration(age)} ago" if age is not None and age > _REPORTS_ARE_FRESH else ""
-    return "; ".join(part for part in (error, silence) if part)

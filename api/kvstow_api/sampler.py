@@ -32,6 +32,9 @@ logger = logging.getLogger("kvstow.api")
 
 _INTERVAL = 1.0
 _TICKS_PER_POINT = round(CURVE_INTERVAL / _INTERVAL)
+_TICKS_PER_REJECTED = 10
+REJECTED_SECONDS = 600.0
+"""How long a refusal of an engine is a condition."""
 _STATES: Mapping[SessionState, str] = {
     "attaching": "not all ranks have reported and registered slots",
     "attached": "it loads and stores",
@@ -52,6 +55,10 @@ class Sampler:
         """The state of each tier, by its pool and namespace."""
         self.rank_counters = RankCounters()
         self._node_state: str | None = None
+        self._rejected: deque[Mapping[str, int]] = deque(
+            maxlen=round(REJECTED_SECONDS / _INTERVAL) // _TICKS_PER_REJECTED
+        )
+        self._ticks = 0
         self._failing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -79,6 +86,16 @@ class Sampler:
         samples = self._pools.get(pool)
         return () if samples is None else tuple(samples.kept)
 
+    def recent(self, pool: str) -> Sequence[Sample]:
+        """The last samples of a pool, the oldest first."""
+        samples = self._pools.get(pool)
+        return () if samples is None else tuple(samples.recent)
+
+    def rejected_lately(self) -> Mapping[str, int]:
+        """Connections of engines that were refused within `REJECTED_SECONDS`, by reason."""
+        now, before = self._directory.rejected, self._rejected[0] if self._rejected else {}
+        return {reason: count - before.get(reason, 0) for reason, count in now.items()}
+
     def now_of_session(self, session_id: str) -> SessionNowView:
         samples = self._sessions.get(session_id)
         return session_now_of(() if samples is None else samples.recent)
@@ -89,6 +106,9 @@ class Sampler:
         directory = self._directory
         if directory.is_node:
             self._note_node()
+            if self._ticks % _TICKS_PER_REJECTED == 0:
+                self._rejected.append(dict(directory.rejected))
+            self._ticks += 1
         former, self._pools = self._pools, {}
         pools, sessions = directory.pools(), directory.sessions()
         self.rank_counters.note(pools, sessions)
@@ -130,10 +150,14 @@ class Sampler:
         if state != samples.state:
             self._note_session(session, state, _STATES[state])
         samples.session, samples.state = session, state
-        samples.recent.append(sample_session(session.status.ranks, time.monotonic()))
+        sample = sample_session(session.status.ranks, time.monotonic())
+        if sample is not None:
+            samples.recent.append(sample)
         self._sessions[session.session_id] = samples
 
     def _note_session(self, session: HostedSession, state: str, reason: str) -> None:
+        name = f"session {session.session_id} ({session.engine}, pool {session.pool})"
+        logger.info("%s is %s: %s", name, state, reason)
         self._journal.add(
             "session",
             pool=session.pool,
@@ -148,6 +172,7 @@ class Sampler:
         readiness = pool.facade.readiness()
         if readiness.state != samples.state and not self._is_growth(samples.state, readiness.state):
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
+            logger.info("pool %s is %s: %s", pool.name, readiness.state, readiness.reason)
             samples.state = readiness.state
         samples.add(Sample(time.monotonic(), pool.facade.stats()))
 
@@ -155,6 +180,7 @@ class Sampler:
         readiness = host_readiness(self._directory)
         if readiness.state != self._node_state:
             self._journal.add("state", pool=None, state=readiness.state, reason=readiness.reason)
+            logger.info("the node is %s: %s", readiness.state, readiness.reason)
             self._node_state = readiness.state
 
     def _note_changes(

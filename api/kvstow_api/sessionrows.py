@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvstow_api.numberformat import ABSENT, counted, duration, rate
+from kvstow_api.numberformat import ABSENT, duration, rate
 from kvstow_api.views.sessions import SessionView
 
 SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
@@ -28,12 +28,10 @@ SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
 )
 """Fields of a `SessionRow` and their titles. The most important come first: a narrow terminal omits the last ones."""
 
-_NAMED_RANKS = 3
-
 
 class SessionRow(NamedTuple):
     """An engine as text. `name` is the session's id, `oldest` the age of its oldest transfer, and `holds` the number of
-    slots that others cannot have because of it. `trouble`: what is wrong with the engine, empty if nothing is."""
+    slots that others cannot have because of it. `troubled`: a condition concerns the engine."""
 
     name: str
     state: str
@@ -48,14 +46,13 @@ class SessionRow(NamedTuple):
     registered: str
     age: str
     process: str
-    trouble: str
+    troubled: bool
 
 
 assert tuple(SESSION_COLUMNS) == SessionRow._fields[:-1]
 
 
-def session_row(session: SessionView, *, on_node: bool) -> SessionRow:
-    """`on_node`: an operator can detach the engine."""
+def session_row(session: SessionView, *, troubled: bool = False) -> SessionRow:
     process = "" if session.pid is None else f"pid {session.pid}"
     return SessionRow(
         name=session.id,
@@ -71,29 +68,8 @@ def session_row(session: SessionView, *, on_node: bool) -> SessionRow:
         registered=f"{session.registered_slots:,}",
         age=_age(session.age_seconds),
         process=", ".join(filter(None, (session.host, process))) or ABSENT,
-        trouble=_trouble(session, on_node),
+        troubled=troubled,
     )
-
-
-def _trouble(session: SessionView, on_node: bool) -> str:
-    end = f"; end it: kvstow detach {session.id} --kill" if on_node else ""
-    match session.state:
-        case "stuck":
-            age = duration(session.oldest_seconds)
-            return f"its oldest transfer has been in flight for {age}, so it loads and stores nothing{end}"
-        case "lost" if session.processes:
-            kept = counted(session.quarantined_slots, "slot")
-            workers = counted(session.processes, "worker")
-            return f"its connection has ended, and {kept} are kept because {workers} may still copy{end}"
-        case "lost":
-            return "its connection has ended"
-        case "attaching":
-            late = [rank.rank for rank in session.ranks if not rank.registered_slots]
-            if not late:
-                return "not all ranks have reported yet"
-            ranks = f"rank {', '.join(map(str, late))}" if len(late) <= _NAMED_RANKS else f"{len(late)} ranks"
-            return f"no slot is registered yet on {ranks}"
-    return ""
 
 
 def _age(seconds: float) -> str:

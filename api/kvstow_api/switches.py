@@ -1,36 +1,9 @@
-"""What an operator has switched off: drain, bypass and paused pinning, in words."""
+"""What an operator has switched off: drain and bypass, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
 from kvstow.status import BypassStatus, DrainStatus
 from kvstow_api.numberformat import counted, duration
-
-
-class Switch(NamedTuple):
-    """Something that an operator has switched off; `undo` is the command that switches it on again."""
-
-    words: str
-    undo: str
-
-
-def switches(
-    drain: DrainStatus,
-    bypass: BypassStatus,
-    paused: Sequence[str] = (),
-    *,
-    several: bool = False,
-) -> Iterator[Switch]:
-    """`paused`: the pools that pin nothing for now. `several`: a command has to name the pool."""
-    if drain.active:
-        yield Switch(drain_words(drain), "kvstow undrain")
-    if bypass.load or bypass.store:
-        yield Switch(bypass_words(bypass), "kvstow bypass --off")
-    for pool in paused:
-        of_pool, flag = (f" in pool {pool}", f" --pool {pool}") if several else ("", "")
-        yield Switch(f"pinning is paused{of_pool}", f"kvstow pinning resume{flag}")
 
 
 def bypassed(bypass: BypassStatus) -> list[str]:

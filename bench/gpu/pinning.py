@@ -30,7 +30,7 @@ from kvstow.config import PoolConfig
 from kvstow.devices.cuda import CudaRegistrar
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.hoststeps import HostSteps
-from kvstow.memory.pace import AdaptivePace, FixedPace, Pace
+from kvstow.memory.pinning import AdaptivePace, FixedPace, Pace
 from kvstow.memory.region import HostRegion
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -1,4 +1,4 @@
-"""Sizes in bytes, written for people: `8GiB`, `2MiB`, `4096`."""
+"""Sizes in bytes, written for people: `8GiB`, `8Gi` as in Kubernetes, `2MiB`, `4096`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvstow.errors import ConfigError
 _UNITS = {
     "": 1,
     "b": 1,
+    **{name: 1 << (10 * number) for number, name in enumerate(("ki", "mi", "gi", "ti"), 1)},
+    **{name: 10 ** (3 * number) for number, name in enumerate("kmgt", 1)},
     "kib": 1 << 10,
     "mib": 1 << 20,
     "gib": 1 << 30,
@@ -20,7 +22,9 @@ _UNITS = {
     "tb": 10**12,
 }
 _PATTERN = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.IGNORECASE)
-_ALLOWED = "a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024) or kB MB GB TB"
+_ALLOWED = (
+    "a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024) or kB MB GB TB, with or without the B"
+)
 
 
 def parse_size(text: str | int, key: str = "size") -> int:

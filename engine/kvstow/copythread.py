@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from kvstow.devices.base import Device, Fence, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
-from kvstow.memory.slotpool import Hold
+from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
 from kvstow.opqueues import OpQueues, PendingOp
 
@@ -49,7 +49,7 @@ class CopyThread:
         self,
         name: str,
         device: Device,
-        hold: Callable[[int], Hold],
+        hold: Callable[[int], SlotHold],
         slot_bytes: int,
         max_queued: int,
         clock: Callable[[], float],

@@ -15,8 +15,7 @@ from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence, Launcher
 from kvstow.errors import CopyError
-from kvstow.memory.poolstatus import PoolStatus
-from kvstow.memory.slotpool import SlotPool
+from kvstow.memory.slotpool import PoolStatus, SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
     Completion,
@@ -52,7 +51,7 @@ class DataPlane:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """If this raises, the caller still owns pool and device. `launcher`: the device's, if it has one; then `submit`
-        and `launch_refused` belong to the host's thread. `reports`: of the previous boot in this process."""
+        belongs to the host's thread. `reports`: of the previous boot in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -102,24 +101,28 @@ class DataPlane:
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never raises: an op that cannot be taken (queue full, copy
-        thread failed or closed) comes back as a failed completion. Does not block without a launcher. A launcher
-        launches the work of `plan` here, after that of older plans, and its device needs no `after`."""
+        thread failed or closed), or is for another boot of this rank, comes back as a failed completion. Does not block
+        without a launcher. A launcher launches the work of `plan` here, after that of older plans, and its device needs
+        no `after`."""
         if self._launcher is None:
-            self._copies.submit(plan.ops, after)
+            self._copies.submit([op for op in plan.ops if self._has_memory_of(op)], after)
             return
         self._launcher.write(plan.launches)
         for op in plan.ops:
-            self._launch(self._launcher, op)
+            if self._has_memory_of(op):
+                self._launch(self._launcher, op)
+            elif op.direction == "store":
+                with suppress(CopyError):  # other ranks launch it, and here its failure is reported
+                    self._launcher.gather(op.blocks)
+                    self._launcher.launch_rest()
 
-    def launch_refused(self, plan: StepPlan) -> None:
-        """The host has failed the ops of `plan`, which were planned for an earlier boot. A launcher launches what other
-        ranks launch for them."""
-        if self._launcher is not None:
-            for op in plan.ops:
-                if op.direction == "store":
-                    with suppress(CopyError):  # the host has reported its failure
-                        self._launcher.gather(op.blocks)
-                        self._launcher.launch_rest()
+    def _has_memory_of(self, op: Op) -> bool:
+        """Whether the op's slots are in this memory; else the op fails here. In another boot's they held other
+        bytes."""
+        if op.boots and op.boots[self.rank] != self.boot_id:
+            self._copies.fail(op, CopyError("this rank has restarted since the op began"))
+            return False
+        return True
 
     def take_staged(self) -> list[StagedLoad]:
         """The loads of which pieces have been staged since the last call, if there is a launcher."""

@@ -73,7 +73,9 @@ class MissingPackageError(KvstowError):
     code = "missing_package"
 
     def __init__(self, use: str, package: str, extra: str) -> None:
-        super().__init__(f"{use} needs {package}, which is not installed: pip install 'kvstow[{extra}]'")
+        super().__init__(
+            f"{use} needs {package}, which is not installed: pip install '.[{extra}]' in KVStow's checkout"
+        )
 
 
 class PinError(_ReasonError):

@@ -27,13 +27,15 @@ RANK_STATES: tuple[RankState, ...] = get_args(RankState)
 class Op:
     """One store or load: pair `i` moves block `blocks[i]` to or from slot `slots[i]` on every rank.
 
-    `op_id` is never reused by an engine.
+    `op_id` is never reused by an engine. `boots[rank]`: the boot whose memory has the slots; empty if the memory is not
+    that of the ranks.
     """
 
     op_id: int
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
+    boots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

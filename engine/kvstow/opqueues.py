@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstow.devices.base import Fence, Ticket
 from kvstow.errors import QueueFullError
-from kvstow.memory.slotpool import Hold
+from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Direction, Op
 
 _STORES_AT_ONCE = 2  # more would make a sampled token's copy wait behind them on the link
@@ -21,7 +21,7 @@ class PendingOp:
     op: Op
     after: Fence | None
     submitted: float
-    hold: Hold | None = None
+    hold: SlotHold | None = None
     ticket: Ticket | None = None
     queue_seconds: float = 0.0
     source_free: bool = False

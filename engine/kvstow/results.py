@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -93,3 +93,23 @@ class Settled:
     request_id: str
     blocks: tuple[int, ...]
     error: str | None
+
+
+class Needed(NamedTuple):
+    """The keys of a hit, in the order of the tokens at which their blocks end, and how many blocks of tokens
+    (`BreakEven`) it saves computing."""
+
+    keys: Sequence[bytes]
+    blocks: int
+
+
+class Needs(Protocol):
+    """Where some group needs only a part of a prefix, a leading run of keys is not a hit. The host knows the groups and
+    decides what one is. O(keys)."""
+
+    @property
+    def most(self) -> int:
+        """`Needed.blocks`, if all keys were there."""
+
+    def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
+        """The longest hit of one request, of at most so many blocks; `has` says for each key whether it is present."""

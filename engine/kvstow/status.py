@@ -128,12 +128,22 @@ class HostedNamespace:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryWait:
+    """A pool that waits for memory which the processes of a session can still reach."""
+
+    pool: str
+    session: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryStatus:
     """A host's memory, over all pools and ranks: what it is to have, and what is populated. `failure`: why it cannot
     grow further, or null.
 
     `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
-    to others; `notices` are sentences that say what they wait for. `orphaned_bytes` are taken by processes that no
+    to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way.
+    `orphaned_bytes` are taken by processes that no
     service uses any more; null where that is not measured.
 
     `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
@@ -147,6 +157,7 @@ class MemoryStatus:
     used_bytes: int = 0
     recalled_bytes: int = 0
     orphaned_bytes: int | None = None
+    waits: tuple[MemoryWait, ...] = ()
     notices: tuple[str, ...] = ()
     keeper: KeeperState | None = None
     keeper_restarts: int = 0

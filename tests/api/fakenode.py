@@ -9,9 +9,9 @@ from itertools import count
 from typing import Any
 
 from kvstow.config import EngineConfig
+from kvstow.control.administration import HostSwitches
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.hostswitches import HostSwitches
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Completion, Op, RankReport

@@ -492,12 +492,12 @@ async def test_a_token_file_that_others_may_use_is_reported(
     client: httpx.AsyncClient = await launch(token_file=token_file)
     told = [] if words is None else [f"token_file: {words}"]
     assert [record.message for record in caplog.records] == [line.replace(":", f" {token_file}:") for line in told]
-    findings = (await client.get("/v1/doctor")).json()["findings"]
-    assert [finding["what"] for finding in findings if finding["check"] == "token_files"] == told
+    conditions = (await client.get("/v1/doctor")).json()["conditions"]
+    assert [one["what"] for one in conditions if one["name"] == "token_files"] == told
     token_file.chmod(0o600)
     await client.delete("/v1/drain", headers=ADMIN)
-    findings = (await client.get("/v1/doctor")).json()["findings"]
-    assert "token_files" not in [finding["check"] for finding in findings]
+    conditions = (await client.get("/v1/doctor")).json()["conditions"]
+    assert "token_files" not in [one["name"] for one in conditions]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])

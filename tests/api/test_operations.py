@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstow.config import EngineConfig
+from kvstow.control.administration import Sweep
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys

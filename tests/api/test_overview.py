@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.api.test_doctor import GIB
+from tests.api.test_conditions import GIB
 from tests.api.test_poolrows import NOW, POOL
 from tests.api.test_rankrows import RANK
 from tests.api.test_sessionrows import SESSION
-from tests.api.test_switches import NO_DRAIN, OPEN
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
-from kvstow.status import BypassStatus, MemoryStatus
+from kvstow.status import MemoryStatus
 from kvstow_api.client.decoding import decode
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.overview import Readings, overview, pool_to_show, select_rows
 from kvstow_api.pooloverview import NOT_PINNED, PoolReadings
 from kvstow_api.sessionrows import session_row
+from kvstow_api.views.doctor import ConditionView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.server import ReadinessView
 from kvstow_api.views.transfers import TransfersView, TransferView
@@ -58,10 +58,10 @@ def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
         "model": "some/model",
         "mode": "test",
         "version": "1.2.3",
+        "host_name": "node-7",
+        "attach": "unix:/run/kvstow/attach.sock",
         "node": True,
         "readiness": READINESS,
-        "drain": NO_DRAIN,
-        "bypass": OPEN,
         "pools": pools,
         "sessions": [],
         "transfers": TRANSFERS,
@@ -84,10 +84,26 @@ def test_a_pool_has_the_curves_and_their_present_values() -> None:
     assert pool.slots == dict.fromkeys(SLOT_STATES, 0) | {NOT_PINNED: 16}
 
 
-def test_a_pool_does_not_repeat_a_bypass_of_all_pools() -> None:
-    one, all_of_them = replace(POOL, bypassed=["load"]), BypassStatus(load=True, store=False, ttl_seconds_left=None)
-    assert overview(readings([one])).pools[0].trouble
-    assert not overview(readings([one], bypass=all_of_them)).pools[0].trouble
+def condition(**changes: Any) -> ConditionView:
+    given = {"name": "n", "severity": "warning", "what": "w", "why": "y", "fix": "f", "evidence": {}}
+    return ConditionView(**{**given, **changes})
+
+
+def test_rows_that_a_condition_concerns_are_marked() -> None:
+    pools = [replace(POOL, name=name) for name in ("a", "b")]
+    sessions = [replace(SESSION, id=name, pool="a") for name in ("s1", "s2")]
+    found = [condition(pool="a", session="s1"), condition(severity="info", pool="b", session="s2")]
+    shown = overview(readings(pools, sessions=sessions, conditions=found))
+    assert [row.troubled for row in shown.pools] == [True, False]
+    assert [row.troubled for row in shown.sessions] == [True, False]
+    assert list(shown.conditions) == found
+
+
+def test_the_reason_is_not_told_twice() -> None:
+    degraded = replace(READINESS, state="degraded", reason="rank 1 is silent")
+    assert overview(readings([POOL], readiness=degraded)).reason == "rank 1 is silent"
+    assert overview(readings([POOL], readiness=degraded, conditions=[condition()])).reason == ""
+    assert overview(readings([POOL], conditions=[condition()])).reason == READINESS.reason
 
 
 def test_transfers_of_several_sessions_are_told_apart() -> None:
@@ -99,8 +115,8 @@ def test_transfers_of_several_sessions_are_told_apart() -> None:
 
 
 def test_rows_in_trouble_are_selected_first() -> None:
-    rows = [session_row(replace(SESSION, id=str(number)), on_node=True) for number in range(6)]
-    rows[4] = rows[4]._replace(trouble="it is stuck")
+    rows = [session_row(replace(SESSION, id=str(number))) for number in range(6)]
+    rows[4] = rows[4]._replace(troubled=True)
     assert [row.name for row in select_rows(rows, 3)] == ["0", "1", "4"]
 
 
@@ -126,13 +142,13 @@ def test_the_pool_that_is_shown_is_the_chosen_one_or_the_only_one(
 def test_a_selected_pool_narrows_sessions_and_ranks() -> None:
     pools = [replace(POOL, name=name) for name in ("a", "b")]
     sessions = [replace(SESSION, id=f"in-{name}", pool=name) for name in ("a", "b")]
-    broken = replace(RANK, rank=1, error="no more")
-    readiness = replace(READINESS, ranks=(RANK, broken))
-    given = readings(pools, sessions=sessions, readiness=readiness)
+    readiness = replace(READINESS, ranks=(RANK, replace(RANK, rank=1)))
+    found = [condition(session=RANK.session, rank=1)]
+    given = readings(pools, sessions=sessions, readiness=readiness, conditions=found)
     everything = overview(given)
     assert [row.name for row in everything.sessions] == ["in-a", "in-b"]
     assert "pool" in everything.session_columns
-    assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks in trouble"
+    assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks that a condition concerns"
     assert (everything.selected, everything.pool) == (None, None)
     chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), CURVES)
     one = overview(given._replace(asked="b", pool=chosen))

@@ -19,6 +19,7 @@ from kvstow_api.page.live import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
 
+NAME = f"kvstow {socket.gethostname()}"
 LIVE = "document.getElementById('live').textContent"
 
 
@@ -36,7 +37,7 @@ def test_changes_are_shown_without_reloading(browser: Browser, serve: Any, ranks
     ranks.begin_store([b"\x00\x01"])
     ranks.engine.admin.drain("all", None)
     browser.until("document.getElementById('state').innerText.includes('draining')")
-    browser.until("document.title === 'kvstow: draining'")
+    browser.until(f"document.title === '{NAME}: draining'")
     browser.until("document.getElementById('pending').innerText.includes('4 KiB')")
     assert browser.evaluate("window.same")
     assert browser.complaints == []
@@ -47,7 +48,7 @@ def test_a_lost_connection_is_shown_in_page_and_title(browser: Browser, engine: 
         browser.open(listeners.url)
         browser.until(f"{LIVE} === 'live'")
     browser.until(f"{LIVE}.startsWith('no answer since')")
-    assert browser.evaluate("document.title") == "kvstow: no answer"
+    assert browser.evaluate("document.title") == f"{NAME}: no answer"
     assert browser.evaluate("document.getElementById('live').getBoundingClientRect().top") < 100
     assert browser.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "0.5"
 
@@ -61,7 +62,7 @@ def test_a_page_without_a_stream_says_so_and_polls(browser: Browser, serve: Any,
             assert viewer.recv(1 << 16).startswith(b"HTTP/1.1 200")
         browser.open(listeners.url)
         browser.until(f"{LIVE}.startsWith('updated every 5 s')")
-        assert browser.evaluate("document.title") == "kvstow: ready"
+        assert browser.evaluate("document.title") == f"{NAME}: ready"
         ranks.engine.admin.drain("all", None)
         browser.until("document.getElementById('state').innerText.includes('draining')")
     browser.until(f"{LIVE} === 'live'")
@@ -79,7 +80,7 @@ def test_a_refused_page_shows_the_status(browser: Browser, serve: Any, ranks: An
     browser.ask("Page.addScriptToEvaluateOnNewDocument", source=refused)
     browser.open(serve().url)
     browser.until(f"{LIVE}.startsWith('refused (401) since')")
-    assert browser.evaluate("document.title") == "kvstow: refused (401)"
+    assert browser.evaluate("document.title") == f"{NAME}: refused (401)"
 
 
 def test_the_policy_blocks_foreign_scripts_and_styles(browser: Browser, serve: Any, ranks: Any) -> None:
@@ -116,12 +117,13 @@ def test_every_link_is_reachable_by_keyboard(browser: Browser, serve: Any, ranks
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast_in_both_colour_schemes(browser: Browser, serve: Any, ranks: Any, scheme: str) -> None:
     browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     back = browser.evaluate(_COLOUR.format(element="document.body", part="backgroundColor"))
     assert (luminance(back) > 0.5) == (scheme == "light")
     card = browser.evaluate(_COLOUR.format(element="document.querySelector('section')", part="backgroundColor"))
-    for selector in ("h1", "h2", ".quiet", "td", ".checks li"):
+    for selector in ("h1", "h2", ".quiet", "td", ".conditions li", ".conditions b"):
         colour = browser.evaluate(_COLOUR.format(element=f"document.querySelector('{selector}')", part="color"))
         for behind in (back, card):
             assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
@@ -207,7 +209,7 @@ def test_a_dead_service_leaves_the_rows_as_they_were(browser: Browser, engine: A
         browser.until(f"{LIVE} === 'live'")
     browser.until(f"{LIVE}.startsWith('no answer since')")
     assert "s3" in browser.text
-    assert browser.evaluate("document.title") == "kvstow: no answer"
+    assert browser.evaluate("document.title") == f"{NAME}: no answer"
 
 
 @pytest.mark.parametrize("width", [360, 800, 1040, 1600])
@@ -233,7 +235,7 @@ def test_rows_have_enough_contrast(browser: Browser, serve: Any, node: FakeNode,
     browser.until(f"{LIVE} === 'live'")
     card = browser.evaluate(_COLOUR.format(element="document.querySelector('section')", part="backgroundColor"))
     back = browser.evaluate(_COLOUR.format(element="document.querySelector('.selected')", part="backgroundColor"))
-    for selector in (".lines thead th", ".selected a", ".selected td", ".trouble td", "td.lost"):
+    for selector in (".lines thead th", ".selected a", ".selected td", ".troubled th", "td.lost"):
         colour = browser.evaluate(_COLOUR.format(element=f"document.querySelector('{selector}')", part="color"))
         for behind in (back, card):
             assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
@@ -270,7 +272,8 @@ def test_the_fleet_tier_is_shown_and_changes(
     browser.until(f"{section}.querySelector('tbody td') !== null")
     assert browser.evaluate(f"{section}.querySelector('tbody td').innerText") == "on"
     tier._note_outage("no answer in 0.5 s")
-    browser.until(f"{section}.innerText.includes('no answer in 0.5 s')")
+    browser.until("document.getElementById('state').innerText.includes('no answer in 0.5 s')")
+    browser.until(f"{section}.querySelector('.troubled') !== null")
     width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert browser.evaluate(width), "the page scrolls sideways"
     assert browser.complaints == []

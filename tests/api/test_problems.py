@@ -137,7 +137,7 @@ async def test_an_invalid_field_is_named_with_its_value(client: httpx.AsyncClien
         ("POST", "/v1/pools/host/protect", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
         ("GET", "/v1/pools/host/blocks/zz", None, "key", "hex"),
         ("GET", "/v1/operations?page_token=zz", None, "page_token", "next_page_token"),
-        ("GET", "/readyz?exclude=nothing", None, "exclude", "engine, ranks, pool"),
+        ("GET", "/readyz?exclude=nothing", None, "exclude", "engine, pool, pinned"),
     ],
 )
 async def test_allowed_values_are_listed(

@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from tests.api.test_doctor import GIB
-from tests.api.test_doctor import RANK as OF_DOCTOR
+from tests.api.test_conditions import GIB
+from tests.api.test_conditions import RANK as PLAIN
 
 from kvstow_api.rankrows import RankRow, rank_rows, select_ranks
 from kvstow_api.views.ranks import RankView
 
-RANK = RankView(**asdict(OF_DOCTOR), pool="a", session="s1")
+RANK = RankView(**asdict(PLAIN), pool="a", session="s1")
 
 
 def line_of(rank: RankView) -> RankRow:
@@ -49,24 +49,15 @@ def test_a_rank_shows_its_host_pid_and_device() -> None:
     assert line_of(replace(RANK, host="node-7", pid=4711, device="cuda:1")).place == "node-7, pid 4711, cuda:1"
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({}, ""),
-        ({"last_report_age_seconds": None}, ""),
-        ({"error_reason": "memlock", "error": "no more"}, "memlock: no more"),
-        ({"last_report_age_seconds": 75.0}, "last report 1m 15s ago"),
-        ({"error": "no more", "last_report_age_seconds": 8.0}, "no more; last report 8 s ago"),
-    ],
-)
-def test_silence_and_errors_are_the_trouble_of_a_rank(changes: dict[str, Any], told: str) -> None:
-    assert line_of(replace(RANK, **changes)).trouble == told
+@pytest.mark.parametrize(("age", "state"), [(None, "ready"), (5.0, "ready"), (12.3, "silent for 12 s")])
+def test_a_silent_rank_does_not_show_the_state_that_it_last_reported(age: float | None, state: str) -> None:
+    assert line_of(replace(RANK, last_report_age_seconds=age)).state == state
 
 
 def test_ranks_in_trouble_are_selected_first() -> None:
     ranks = [replace(RANK, rank=number, pinned_bytes=number * GIB) for number in range(6)]
-    ranks[5] = replace(ranks[5], error="no more")
-    assert [rank.rank for rank in select_ranks(rank_rows(ranks), 3)] == [0, 1, 5]
+    rows = rank_rows(ranks, troubled={(RANK.session, 5)})
+    assert [rank.rank for rank in select_ranks(rows, 3)] == [0, 1, 5]
 
 
 def test_ranks_of_several_sessions_are_told_apart() -> None:

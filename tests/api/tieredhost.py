@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.store import ClientHealth, ClientStats

@@ -11,7 +11,7 @@ from kvstow import opqueues
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
-from kvstow.memory.slotpool import Hold
+from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, Direction, Op
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeTicket
 
@@ -30,9 +30,9 @@ class Harness:
         )
         self.seen: list[Completion] = []
 
-    def hold(self, end_slot: int) -> Hold:
+    def hold(self, end_slot: int) -> SlotHold:
         self.held.append(end_slot)
-        return Hold(partial(self.held.remove, end_slot))
+        return SlotHold(partial(self.held.remove, end_slot))
 
     def submit(self, *op_ids: int, direction: Direction = "store") -> None:
         self.copies.submit([Op(op_id, direction, (op_id,), (op_id,)) for op_id in op_ids], None)

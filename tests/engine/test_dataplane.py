@@ -4,6 +4,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.poolstatus import PoolStatus
+from kvstow.memory.slotpool import PoolStatus
 from kvstow.messages import Completion, DesiredState, Direction, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch
 
@@ -74,6 +75,19 @@ class CpuRank:
 @pytest.fixture
 def make_rank(make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually) -> Callable[[], CpuRank]:
     return lambda: CpuRank(make_pool(), make_data_plane, eventually)
+
+
+def test_ops_of_another_boot_fail_and_those_beside_them_do_not(make_data_plane: MakeDataPlane) -> None:
+    """Their slots are in the memory of that boot, and hold other bytes here."""
+    device = FakeDevice()
+    plane = make_data_plane(device=device)
+    boots = {1: ("before",), 2: (plane.boot_id,), 3: ()}
+    plane.submit(StepPlan(tuple(Op(op_id, "load", (op_id,), (op_id,), named) for op_id, named in boots.items())))
+    (failed,) = plane.take_completions()
+    assert (failed.op_id, failed.error) == (1, "CopyError: this rank has restarted since the op began")
+    for op_id in (2, 3):
+        device.ticket(op_id).finish()
+    assert {done.mark for done in wait_for(plane, 2, 3).values()} == {"done"}
 
 
 def test_blocks_survive_a_store_and_a_load(make_rank: Callable[[], CpuRank]) -> None:
@@ -191,13 +205,13 @@ def test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan(make_dat
     plane.drive()
     assert launcher.calls == []
     assert plane.take_staged() == [StagedLoad(2, 1)]
-    plane.launch_refused(StepPlan(ops))
-    assert launcher.calls == ["gather (1,)", "rest", "gather (3,)", "rest"]
+    plane.submit(StepPlan(tuple(replace(op, op_id=op.op_id + 10, boots=("before",)) for op in ops)))
+    assert launcher.calls == ["gather (1,)", "rest", "gather (3,)", "rest"], "what other ranks launch for them"
+    assert [done.mark for done in wait_for(plane, 11, 12, 13).values()] == ["failed"] * 3
 
 
 def test_without_a_launcher_nothing_is_staged(make_rank: Callable[[], CpuRank]) -> None:
     plane = make_rank().plane
-    plane.launch_refused(StepPlan((Op(1, "store", (1,), (1,)),)))
     assert plane.take_staged() == []
     assert plane.take_completions() == []
 

@@ -12,7 +12,7 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ranks import RankTable
+from kvstow.control.ranktable import RankTable
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout, Region

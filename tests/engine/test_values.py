@@ -21,7 +21,19 @@ REPORT = ready_report(4096, 8)
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), (4096, 4096), ("8GiB", 8 << 30), (" 2 mib ", 2 << 20), ("1.5KiB", 1536), ("60GB", 60 * 10**9)],
+    [
+        ("4096", 4096),
+        (4096, 4096),
+        ("8GiB", 8 << 30),
+        (" 2 mib ", 2 << 20),
+        ("1.5KiB", 1536),
+        ("60GB", 60 * 10**9),
+        ("64Gi", 64 << 30),
+        ("4G", 4 * 10**9),
+        ("512Mi", 512 << 20),
+        ("1.5Ti", 3 << 39),
+        ("2k", 2000),
+    ],
 )
 def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_size(text) == size

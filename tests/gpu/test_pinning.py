@@ -23,7 +23,7 @@ from kvstow.devices.cuda import CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import DriverError
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.poolstatus import PoolStatus
+from kvstow.memory.slotpool import PoolStatus
 
 MIB = 1 << 20
 CAPTURES = 300

@@ -23,7 +23,7 @@ from kvstow.stats import FaultStats, LookupStats
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
-from kvstow_api.doctor import CHECKS, NODE_CHECKS
+from kvstow_api.conditions.table import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.metrics.tier import tier_families
@@ -127,7 +127,15 @@ def flags(command: click.Command) -> Iterator[str]:
 
 @cache
 def known() -> frozenset[str]:
-    found = {*scraped(), *tier_metrics(), *flags(app), *CHECKS, *NODE_CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
+    found = {
+        *scraped(),
+        *tier_metrics(),
+        *flags(app),
+        *(one.name for one in TABLE),
+        *get_args(RankState),
+        *POLICIES,
+        *FOREIGN,
+    }
     found |= {field.name for view in (StatsView, LookupStats, FaultStats, SessionsView) for field in fields(view)}
     found |= {column.title for columns, _ in LISTS.values() for column in columns}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}

@@ -113,7 +113,6 @@ class Scheduler:
         free = [block for block in self.random.permutation(BLOCKS).tolist() if block not in busy]
         writes = {*free[: self.random.integers(0, 8)], *self.unknown}
         self.unknown.clear()
-        boots = self.engine.boot_ids()
         launches = self.order.take()
         self.order.expect(ops)
         last = self.num_ranks - 1
@@ -121,7 +120,6 @@ class Scheduler:
             Step(
                 tuple(ops),
                 launches,
-                boots[rank],
                 contents,
                 tuple(self.ended),
                 tuple(sorted(writes)),

@@ -23,12 +23,11 @@ from kvstow.messages import Completion, DesiredState, LoadLaunch, Op, RankReport
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does. `boot`: for which boot the ops are planned. `contents`: by load, the store of each block and
-    its place there. `loaded`: loads that have ended well on all ranks. `hold`: the copy thread must wait."""
+    """What a rank does. `contents`: by load, the store of each block and its place there. `loaded`: loads that have
+    ended well on all ranks. `hold`: the copy thread must wait."""
 
     ops: tuple[Op, ...] = ()
     launches: tuple[LoadLaunch, ...] = ()
-    boot: str | None = None
     contents: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     loaded: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -140,16 +139,12 @@ class RankProcess:
         if step.desired is not None:
             rank.plane.apply(step.desired)
         rank.plane.submit(StepPlan(launches=step.launches))
-        if step.boot == rank.plane.boot_id:
-            for op in step.ops:
-                if op.direction == "store":
-                    self.saved[op.op_id] = rank.blocks(op.blocks)
-                else:
-                    self.loads[op.op_id] = op, step.contents[op.op_id]
-            rank.plane.submit(StepPlan(step.ops))
-        else:
-            rank.plane.launch_refused(StepPlan(step.ops))
-            ended += [Completion(op.op_id, "failed", "this rank has restarted") for op in step.ops]
+        for op in step.ops:
+            if op.direction == "store":
+                self.saved[op.op_id] = rank.blocks(op.blocks)
+            else:
+                self.loads[op.op_id] = op, step.contents[op.op_id]
+        rank.plane.submit(StepPlan(step.ops))
         rank.overwrite(step.writes)  # a program of all ranks, also without writes
         completions = (*ended, *rank.plane.take_completions())
         return Outcome(boot, completions, tuple(rank.plane.take_staged()), rank.plane.report())

@@ -445,7 +445,9 @@ def test_a_store_that_fails_here_is_gathered(make_rank: MakeRank, monkeypatch: p
     assert "slot 32 is not pinned" in rank.failure(rank.store(range(8), range(25, 33)))
     assert launched == [("gather", (0, 1, 2, 3)), ("gather", (4, 5, 6, 7))]
     launched.clear()
-    rank.plane.launch_refused(StepPlan((Op(50, "store", (3, 1), (1, 2)), Op(51, "load", (4,), (3,)))))
+    boots = ("before",)
+    refused = Op(50, "store", (3, 1), (1, 2), boots), Op(51, "load", (4,), (3,), boots)
+    rank.plane.submit(StepPlan(refused))
     assert launched == [("gather", (3, 1))]
     rank.done(rank.store([1], [1]))
 

@@ -120,7 +120,7 @@ class Engine:
 
     def wait_ready(self) -> None:
         """Wait until the scheduler's half knows the rank as it is now, with its whole pool."""
-        self.step_until(lambda: self.offload.boot_ids() == (self.side.plane.boot_id,))
+        self.step_until(lambda: self.offload.ranks.boots == (self.side.plane.boot_id,))
         self.step_until(lambda: self.offload.stats().pool.usable_slots == SLOTS)
 
     def step_until(self, condition: Callable[[], bool]) -> None:

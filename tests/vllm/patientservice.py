@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvstow.control import fleettier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.tier import breakeven, lookupthread, rate
 from kvstow_service.cli import main
 from kvstow_service.node.tier import nodetier

@@ -13,8 +13,8 @@ from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.ticket import SessionTicket
 from kvstow.config import EngineConfig
 from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock

@@ -186,10 +186,10 @@ def test_a_report_that_comes_with_a_step_is_accepted_and_a_wrong_one_is_counted(
     host.add_rank(make_hello())
     rank = NoDataPlane(0, 100, "cuda", "no device")
     host.receive(0, RankUpdate(report=rank.report()))
-    assert engine_of(host).boot_ids() == (rank.boot_id,)
+    assert engine_of(host).ranks.boots == (rank.boot_id,)
     host.receive(0, RankUpdate(report=NoDataPlane(7, 100).report()))
     assert engine_of(host).stats().faults.errors["rank_report"] == 1
-    assert engine_of(host).boot_ids() == (rank.boot_id,)
+    assert engine_of(host).ranks.boots == (rank.boot_id,)
 
 
 def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(

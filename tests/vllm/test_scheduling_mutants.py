@@ -147,7 +147,7 @@ def blocks_that_wait_for_slots_are_not_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def ranks_leave_sessions_under_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvstow.attach.opgate.OpGate.is_quiet", lambda self: True)
+    patch.setattr("kvstow.attach.worker.OpGate.is_quiet", lambda self: True)
 
 
 def unwanted_answers_are_kept(patch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def kv_caches() -> dict[str, torch.Tensor]:
 
 
 def load(number: int, boot: str) -> PlannedStep:
-    op = Op(number, "load", (1,), (0,))
-    return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), ("r",), {})
+    op = Op(number, "load", (1,), (0,), (boot,))
+    return PlannedStep(number, StepPlan(), StepPlan((op,)), ("r",), {})
 
 
 def test_a_registered_rank_introduces_itself_and_is_pinned(worker: EmbeddedWorkerHost) -> None:

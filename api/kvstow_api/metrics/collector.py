@@ -18,6 +18,7 @@ from kvstow_api.metrics.pools import pool_families
 from kvstow_api.metrics.ranks import rank_families
 from kvstow_api.metrics.server import (
     certificate_families,
+    condition_family,
     fact_families,
     host_families,
     http_families,
@@ -58,8 +59,11 @@ class Collector(BaseCollector):
         yield from fault_families(taken)
         yield from tier_families(app.directory)
         yield from host_families(app.directory)
-        yield from memory_families(app.directory, app.orphans.num_bytes)
+        yield from memory_families(app.directory, app.watch.measured.orphaned_bytes)
         yield from readiness_families(app.health)
+        yield condition_family(
+            app.conditions.find().conditions, {pool.name: pool.model for pool in app.directory.pools()}
+        )
         yield from operation_families(app.operations)
         yield from http_families(app.http)
         yield histogram("kvstow_event_loop_lag_seconds", "Lag of the event loop", [], [((), app.loop.snapshot())])

@@ -14,9 +14,9 @@ from prometheus_client import Metric
 
 from kvstow.errors import PinError
 from kvstow.status import RankStatus
+from kvstow_api.conditions.engine import rank_failure
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, joined
 from kvstow_api.metrics.snapshots import RANK, Snapshots
-from kvstow_api.readychecks import rank_failure
 
 _SHARED = "memory that all ranks share is that of rank 0"
 _PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
@@ -119,7 +119,7 @@ def rank_families(taken: Snapshots, now: float) -> Iterator[Metric]:
         "1 while the rank reports and can copy, in all engines",
         RANK,
         [
-            (labels, float(all(rank_failure(rank, pool.hosted.facade.config.report_timeout) is None for rank in found)))
+            (labels, float(not any(rank_failure(rank, pool.hosted.facade.config.report_timeout) for rank in found)))
             for labels, pool, found in ranks
         ],
     )

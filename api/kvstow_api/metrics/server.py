@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from prometheus_client import Metric
@@ -17,6 +18,7 @@ from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram
 from kvstow_api.metrics.snapshots import POOL, Snapshots
 from kvstow_api.operations import KINDS, Operations
 from kvstow_api.requests import HttpCounters
+from kvstow_api.views.doctor import ConditionView
 
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
 
@@ -53,12 +55,6 @@ def memory_families(directory: Directory, orphaned_bytes: int | None) -> Iterato
         [],
         [] if orphaned_bytes is None else scalar(orphaned_bytes),
     )
-    yield gauge(
-        "kvstow_node_memory_notices",
-        "Pools whose memory has to wait for others",
-        [],
-        scalar(len(memory.notices)),
-    )
     has_keeper = memory.keeper is not None
     yield gauge(
         "kvstow_node_keeper_up",
@@ -71,6 +67,17 @@ def memory_families(directory: Directory, orphaned_bytes: int | None) -> Iterato
         "Keepers that were started in place of one that was gone",
         [],
         scalar(memory.keeper_restarts) if has_keeper else [],
+    )
+
+
+def condition_family(conditions: Sequence[ConditionView], models: Mapping[str, str]) -> Metric:
+    """`models`: those of the pools, by name. No label names a session or a rank, because they come and go."""
+    counts = Counter((one.name, one.severity, one.pool or "", models.get(one.pool or "", "")) for one in conditions)
+    return gauge(
+        "kvstow_condition",
+        "Conditions that `kvstow doctor` tells, by name and severity; absent while there is none",
+        ["condition", "severity", *POOL],
+        [(labels, float(count)) for labels, count in counts.items()],
     )
 
 

@@ -1,4 +1,4 @@
-"""The content of the status page: the overview, and the checks and events that only the page shows."""
+"""The content of the status page: the overview, and the events that only the page shows."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ from kvstow_api.overview import NUM_OLDEST, Overview, Readings, overview, pool_t
 from kvstow_api.pooloverview import PoolReadings
 from kvstow_api.poolrows import PoolRow
 from kvstow_api.poolview import pool_views, session_views
-from kvstow_api.probe import Finding
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.sessionrows import SessionRow
 from kvstow_api.tierrows import TierRow
 from kvstow_api.tierview import tier_view
 from kvstow_api.transferviews import transfers_view
+from kvstow_api.views.doctor import ConditionView
 from kvstow_api.views.pools import POOL_NAME
 
 _ROWS = 32
 _RANKS = 16
 _EVENTS = 8
-
-
-class Check(NamedTuple):
-    """`level`: ok, bad, or open for a failed check that fails no probe. `words`: why it fails, unless the engine's
-    reason says so."""
-
-    name: str
-    level: str
-    words: str
+_CONDITIONS = 12
 
 
 class EventLine(NamedTuple):
@@ -44,12 +36,14 @@ class EventLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`pools`, `sessions` and `ranks`: those of the overview, as far as they fit; `more_...` counts the others.
+    """`conditions`, `pools`, `sessions` and `ranks`: those of the overview, as far as they fit; `more_...` counts the
+    others.
     `server` has nothing that changes while it runs: a section of the page is sent again whenever it changes."""
 
     overview: Overview
     server: str
-    checks: tuple[Check, ...]
+    conditions: tuple[ConditionView, ...]
+    more_conditions: int
     pools: tuple[PoolRow, ...]
     more_pools: int
     sessions: tuple[SessionRow, ...]
@@ -72,22 +66,25 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         model=host.settings.get("model"),
         mode=host.mode,
         version=host.version,
+        host_name=host.host_name,
+        attach=host.attach,
         node=directory.is_node,
         readiness=host_readiness(directory),
-        drain=directory.switches.drain_status,
-        bypass=directory.switches.bypass,
-        pools=pool_views(app),
-        sessions=session_views(app),
+        pools=pool_views(directory, app.sampler),
+        sessions=session_views(directory, app.sampler),
         transfers=transfers_view(shown_pools, NUM_OLDEST),
         asked=asked,
         tier=tier_view(directory),
+        conditions=app.conditions.find().conditions,
         pool=None if chosen is None else _pool_readings(app, shown_pools[0]),
     )
     shown = overview(readings)
     return Content(
         overview=shown,
-        server=", ".join((shown.about, *host.addresses[:1], f"since {app.started:%Y-%m-%d %H:%M:%S} UTC")),
-        checks=tuple(_check(one, shown.reason) for one in app.health.probes["readyz"].run().findings),
+        server=", ".join((shown.about, *host.addresses[:1], f"since {app.started:%Y-%m-%d %H:%M:%S} UTC"))
+        + (f"; engines attach at {shown.attach}" if shown.attach else ""),
+        conditions=shown.conditions[:_CONDITIONS],
+        more_conditions=max(0, len(shown.conditions) - _CONDITIONS),
         pools=tuple(select_rows(shown.pools, _ROWS)),
         more_pools=max(0, len(shown.pools) - _ROWS),
         sessions=tuple(select_rows(shown.sessions, _ROWS)),
@@ -106,12 +103,6 @@ def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
         ranks=rank_views(app.directory, pool),
         curves=app.sampler.curves_of(pool.name),
     )
-
-
-def _check(finding: Finding, reason: str) -> Check:
-    failure = finding.failure or ""
-    level = "ok" if finding.failure is None else "bad" if finding.required else "open"
-    return Check(finding.name, level, "" if failure.endswith(reason) else failure)
 
 
 def _events(app: AppState, pool: str | None) -> tuple[EventLine, ...]:

@@ -68,7 +68,7 @@ class StatusPage:
         view = self._refreshed(renderer, pool)
         if view.document is None:
             html = {name: section.html for name, section in view.sections.items()}
-            view.document = renderer.document(view.state, html).encode()
+            view.document = renderer.document(self._app.host.host_name, view.state, html).encode()
         return view.document
 
     async def headers(self) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 (() => {
   const status = document.getElementById("live");
   const parts = document.querySelectorAll("header[id], section[id]");
-  const name = () => { document.title = `kvstow: ${document.querySelector(".pill").textContent}`; };
+  const title = (words) => { document.title = `kvstow ${document.querySelector(".host").textContent}: ${words}`; };
+  const name = () => title(document.querySelector(".pill").textContent);
   const current = (words) => {
     status.textContent = words;
     document.body.classList.remove("lost");
@@ -11,7 +12,7 @@
     if (!document.body.classList.contains("lost"))
       status.textContent = `${what} since ${new Date().toLocaleTimeString()}: the figures are outdated. Retrying`;
     document.body.classList.add("lost");
-    document.title = `kvstow: ${what}`;
+    title(what);
   };
   const read = async () => {
     let answer;

@@ -51,9 +51,11 @@ class Renderer:
     def sections(self, content: Content) -> dict[str, str]:
         return {name: getattr(self._macros, name)(content).strip() for name in SECTIONS}
 
-    def document(self, state: str, sections: Mapping[str, str]) -> str:
-        """The whole page, from the engine's state and the output of `sections`."""
-        return self._page.render(state=state, sections=sections, style=self._style, script=self._script)
+    def document(self, host_name: str, state: str, sections: Mapping[str, str]) -> str:
+        """The whole page, from the host's name, its state and the output of `sections`."""
+        return self._page.render(
+            host_name=host_name, state=state, sections=sections, style=self._style, script=self._script
+        )
 
     @cached_property
     def headers(self) -> Mapping[str, str]:

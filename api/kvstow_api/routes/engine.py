@@ -43,10 +43,15 @@ SwitchChoice = Annotated[SwitchQuery, Query()]
 
 @router.get("/readiness", responses=reading(404))
 async def get_readiness(app: App, query: Annotated[ReadinessQuery, Query()]) -> ReadinessView:
-    """The state of the host, or of one pool, and of each rank."""
+    """The state of the host, or of one pool, and of each rank, and what is wrong with them."""
     pool = None if query.pool is None else find_pool(app.directory, query.pool)
     view = host_readiness(app.directory, pool)
-    return replace(view, memory=replace(view.memory, orphaned_bytes=app.orphans.num_bytes))
+    found = app.conditions.find().conditions
+    return replace(
+        view,
+        memory=replace(view.memory, orphaned_bytes=app.watch.measured.orphaned_bytes),
+        conditions=[one for one in found if query.pool in (None, one.pool)],
+    )
 
 
 @router.get("/stats", responses=reading(404, 409))

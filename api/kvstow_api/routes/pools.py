@@ -8,8 +8,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from kvstow.control.poolfacade import PoolFacade
-from kvstow.control.sweeps import SLICE_SLOTS, Sweep
+from kvstow.control.administration import Sweep
+from kvstow.control.engine import PoolFacade
+from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
@@ -45,13 +46,13 @@ _MAX_BLOCKS = 4096  # blocks searched for one page of a state or a namespace: so
 @router.get("/pools", responses=reading())
 async def list_pools(app: App) -> PoolsView:
     """All pools."""
-    return PoolsView(items=pool_views(app))
+    return PoolsView(items=pool_views(app.directory, app.sampler))
 
 
 @router.get("/pools/{pool}", responses={**ETAG, **reading(404)})
 async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
     """One pool. The ETag names its settings."""
-    view = pool_view(app, pool)
+    view = pool_view(app.directory, app.sampler, pool)
     response.headers["ETag"] = view.etag
     return view
 

@@ -12,8 +12,6 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from kvstow_api import livesettings, loglevels
 from kvstow_api.appstate import App
 from kvstow_api.bodies import LogLevelBody
-from kvstow_api.doctor import examine
-from kvstow_api.doctor.gathering import gather
 from kvstow_api.figures import CurvesView
 from kvstow_api.openapi import ETAG, Description, changing, reading
 from kvstow_api.page.live import StatusPage
@@ -74,6 +72,8 @@ async def get_info(app: App) -> InfoView:
         version=host.version,
         mode=host.mode,
         node=app.directory.is_node,
+        host_name=host.host_name,
+        attach=host.attach,
         addresses=list(host.addresses),
         engine_id=app.directory.engine_id,
         started=app.started,
@@ -157,5 +157,7 @@ async def get_curves(app: App, query: Annotated[PoolQuery, Query()]) -> CurvesVi
 
 @router.get("/v1/doctor", responses=reading())
 async def get_doctor(app: App) -> DoctorView:
-    """Problems found, the worst first, each with its fix and the numbers behind it."""
-    return examine(*await gather(app))
+    """What is wrong, the worst first: each condition with what mends it and the numbers behind it. Measures everything
+    anew; `/v1/readiness` has the same conditions from the last measurements."""
+    await app.watch.look()
+    return app.conditions.find()

@@ -23,7 +23,7 @@ SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0
 @router.get("/sessions", responses=reading())
 async def list_sessions(app: App) -> SessionsView:
     """All sessions, the oldest first, lost ones included."""
-    return SessionsView(items=session_views(app), rejected=dict(app.directory.rejected))
+    return SessionsView(items=session_views(app.directory, app.sampler), rejected=dict(app.directory.rejected))
 
 
 @router.delete("/sessions/{session_id}", status_code=202, responses=changing(404, 409, body=False))

@@ -1,4 +1,4 @@
-"""The findings of the doctor."""
+"""The conditions of a server: what is wrong, whom it concerns, and what mends it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ Severity = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FindingView:
-    """What the check `check` found, why it matters, how to fix it, and the measured numbers behind it. `pool` and
-    `session`: what it is about; null for the host."""
+class ConditionView:
+    """Something that an operator should know: its cause, why it matters, the command that mends it, and the measured
+    numbers behind it. `pool`, `session` and `rank`: whom it concerns; null for the host. `name` is that of the metric
+    `kvstow_condition` and of the alerts."""
 
-    check: str
+    name: str
     severity: Severity
     pool: str | None = None
     session: str | None = None
+    rank: int | None = None
     what: str
     why: str
     fix: str
@@ -26,11 +28,11 @@ class FindingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorView:
-    """`findings`, the worst first; `healthy` if none is worse than `info`. `skipped`: checks that had nothing to
-    measure, and why."""
+    """`conditions`, the worst first; `healthy` if none is worse than `info`. `checked` names those that were looked
+    for; `skipped`: those for which there was nothing to measure, and why."""
 
-    checked: datetime
+    time: datetime
     healthy: bool
-    findings: list[FindingView]
-    checks: list[str]
+    conditions: list[ConditionView]
+    checked: list[str]
     skipped: dict[str, str]

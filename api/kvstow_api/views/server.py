@@ -9,19 +9,23 @@ from typing import Any, Literal, get_args
 from kvstow.stats import EngineState, FaultStats, LookupStats, PoolStats, TransferStats
 from kvstow.status import MemoryStatus, Readiness
 from kvstow.tier.tierstatus import TierState
+from kvstow_api.views.doctor import ConditionView
 from kvstow_api.views.ranks import RankView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoView:
-    """`addresses`: where the server listens. `node`: engines attach to this server and leave it; otherwise it is
-    embedded in the only one. `engine_id` is new in each life of the engine or the node. `token_required`: whether
-    changes need a bearer token, or a client certificate."""
+    """`host_name`: the machine or the pod that it runs on. `addresses`: where the server listens. `attach`: what
+    engines have as `attach` to use it, null where none can attach. `node`: engines attach to this server and leave it;
+    otherwise it is embedded in the only one. `engine_id` is new in each life of the engine or the node.
+    `token_required`: whether changes need a bearer token, or a client certificate."""
 
     name: str = "kvstow"
     version: str
     mode: str
     node: bool
+    host_name: str
+    attach: str | None
     addresses: list[str]
     engine_id: str
     started: datetime
@@ -58,12 +62,14 @@ class TierReadinessView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadinessView(Readiness):
     """The state of the host, of each pool, and of the ranks of all sessions. Slots are those of all pools. `memory` is
-    that of all pools and ranks. No state depends on those of the `tiers`."""
+    that of all pools and ranks. No state depends on those of the `tiers`. `conditions`: what is wrong, the worst
+    first."""
 
     ranks: tuple[RankView, ...]
     pools: list[PoolReadinessView]
     memory: MemoryStatus
     tiers: list[TierReadinessView] = field(default_factory=list)
+    conditions: list[ConditionView] = field(default_factory=list)
 
 
 Section = Literal["pool", "transfers", "lookups", "stores", "evictions", "faults"]

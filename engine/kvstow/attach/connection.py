@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
-from kvstow.attach.channel import Channel, close_fds
-from kvstow.attach.frames import Frame, encode_header
+from kvstow.attach.channel import Channel, Frame, close_fds, encode_header
 from kvstow.attach.hello import TRANSIENT_REFUSALS, CallError, Hello, Refused, Welcome
-from kvstow.attach.kinds import Kind, refusal_of
+from kvstow.attach.payloads import Kind, refusal_of
 from kvstow.errors import (
     AttachError,
     AttachRefusedError,
@@ -378,3 +377,57 @@ def _payload_of(message: Message) -> bytes:
     payload = message.pack()
     encode_header(message.KIND, len(payload))
     return payload
+
+
+_T = TypeVar("_T")
+
+
+class Answer(Generic[_T]):
+    """The answer to a request of an `AttachedEngine`. Once it is `done` it has a `value`. If the service answered, the
+    value is its answer. If the service refused the request or disconnected, the value promises nothing (no hits, no
+    op), and `error` says why."""
+
+    __slots__ = ("_call", "_read", "_value", "error", "is_unwanted")
+
+    def __init__(self, call: Call, read: Callable[[Call], _T], without: _T) -> None:
+        """`read` makes the value from a call that is done. If it raises, the value is `without`."""
+        self.error: str | None = None
+        self.is_unwanted = False
+        """Set once the host no longer needs the value."""
+        self._call: Call | None = call
+        self._read = read
+        self._value = without
+
+    @property
+    def done(self) -> bool:
+        return self._call is None
+
+    @property
+    def value(self) -> _T:
+        """Raises `AttachError` until the answer is `done`."""
+        if self._call is not None:
+            raise AttachError("the node service has not answered yet")
+        return self._value
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the answer is not done yet and the service has said that it needs time."""
+        return self._call is not None and self._call.is_pending
+
+    @property
+    def call(self) -> Call | None:
+        """The call, until the answer is `done`."""
+        return self._call
+
+    def resolve(self) -> None:
+        """Read the value from the call, which must be done. Raises `ProtocolError` if the service sent a wrong answer;
+        the value is then the one for no answer."""
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            self._value = self._read(call)
+        except (CallFailedError, DisconnectedError) as error:
+            self.error = str(error)
+        except AttachError as error:
+            self.error = str(error)
+            raise

@@ -14,18 +14,19 @@ from pathlib import Path
 from secrets import randbits
 from typing import NamedTuple, TypeVar
 
-from kvstow.attach.answer import Answer
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
+    EventPage,
     Found,
     Hold,
     LoadBegun,
     Lookup,
     LookupPrompt,
     Prefill,
+    ReadEvents,
     Refresh,
     Release,
     Reset,
@@ -33,15 +34,13 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.connection import AttachConnection, Call, Message
-from kvstow.attach.eventcalls import EventPage, ReadEvents
+from kvstow.attach.channel import Frame
+from kvstow.attach.connection import Answer, AttachConnection, Call, Message
 from kvstow.attach.extentcalls import Detach
-from kvstow.attach.frames import Frame
-from kvstow.attach.hello import Hello, Welcome
+from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_of, unique_id
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
-from kvstow.attach.kinds import Kind
 from kvstow.attach.openops import OpenOps
-from kvstow.attach.ticket import SessionTicket, count_of, number_of, unique_id
+from kvstow.attach.payloads import Kind
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from kvstow.attach.kinds import Kind
-from kvstow.attach.payloads import PayloadReader, pack_rows, pack_text, pack_u64s
+from kvstow.attach.payloads import Kind, PayloadReader, pack_rows, pack_text, pack_u64s
 from kvstow.errors import InvalidRequestError, ProtocolError
 from kvstow.messages import DesiredState, RankReport
 

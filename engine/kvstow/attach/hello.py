@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Self, cast
+from hashlib import sha256
+from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
-from kvstow.attach.jsonobject import JsonObject, parse_object
-from kvstow.attach.kinds import VERSION, Kind, Role
+from kvstow.attach.payloads import VERSION, JsonObject, Kind, Role, parse_object
 from kvstow.errors import AttachRefusedError, InvalidRequestError, ProtocolError
 from kvstow.plaintext import MOST_NAME
+
+_COUNT_BITS = 40
+
+
+class SessionTicket(NamedTuple):
+    """Lets the engine's workers join its session. `number` counts the engine's sessions from 1. `token` is a secret of
+    this engine's processes."""
+
+    number: int
+    token: str
+
+
+def digest_of(token: str) -> str:
+    """Tells tokens apart without letting anybody join."""
+    return sha256(token.encode()).hexdigest()
+
+
+def unique_id(number: int, count: int) -> int:
+    """An id of an op or a lease that is unique across all sessions of an engine. A service counts from 1, so a later
+    session may repeat its numbers."""
+    return number << _COUNT_BITS | count
+
+
+def number_of(identifier: int) -> int:
+    """The number of the session that an id belongs to."""
+    return identifier >> _COUNT_BITS
+
+
+def count_of(identifier: int) -> int:
+    return identifier & ((1 << _COUNT_BITS) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

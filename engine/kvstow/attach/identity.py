@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Self
 
-from kvstow.attach.jsonobject import JsonObject
+from kvstow.attach.payloads import JsonObject
 
 SLOT_FORMAT = 1
 """How KVStow places pages in a slot (`KVLayout.offsets`)."""

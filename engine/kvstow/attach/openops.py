@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvstow.attach.calls import SettledOp
-from kvstow.attach.ticket import unique_id
+from kvstow.attach.hello import unique_id
 from kvstow.messages import Completion, Direction, Mark, Op
 from kvstow.results import Settled
 

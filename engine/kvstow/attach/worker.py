@@ -9,22 +9,218 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-from kvstow.attach.channel import Channel, close_fds
-from kvstow.attach.connection import AttachConnection
-from kvstow.attach.extentcalls import Detach
-from kvstow.attach.frames import Frame
-from kvstow.attach.hello import Hello, Welcome
-from kvstow.attach.opgate import OpGate
-from kvstow.attach.rank import ExtentPool, Fence, RankPlane
-from kvstow.attach.ticket import SessionTicket
-from kvstow.attach.workercalls import WorkerCalls
-from kvstow.errors import AttachError, KvstowError
-from kvstow.messages import Completion, StepPlan
+from kvstow.attach.channel import Channel, Frame, close_fds
+from kvstow.attach.connection import AttachConnection, Call
+from kvstow.attach.extentcalls import (
+    Desired,
+    Detach,
+    ExtentGrant,
+    ExtentSlots,
+    GrantedExtents,
+    PopulatedExtents,
+    RegisteredExtents,
+    ReleasedExtents,
+    Report,
+    RevokedExtents,
+)
+from kvstow.attach.hello import Hello, SessionTicket, Welcome, number_of
+from kvstow.attach.payloads import Kind
+from kvstow.errors import AttachError, KvstowError, PinError
+from kvstow.messageorder import is_news
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+
+
+class Fence(Protocol):
+    """Compute work that was launched. `query()` says, without blocking, whether it has finished."""
+
+    def query(self) -> bool: ...
+
+
+class ExtentPool(Protocol):
+    """Memory that the service's messages change. `kvstow.memory.mappedpool.MappedPool` implements it."""
+
+    def begin_session(self) -> None: ...
+    def grant(self, slot_stride: int, grants: Sequence[ExtentGrant], fds: Sequence[int]) -> None: ...
+    def drop_earlier(self) -> None: ...
+    def set_populated(self, extents: Iterable[tuple[int, int]]) -> None: ...
+    def revoke(self, extent_ids: Iterable[int]) -> None: ...
+    def registered_slots(self) -> Sequence[tuple[int, int]]: ...
+    def take_released(self) -> list[int]: ...
+
+
+class RankPlane(Protocol):
+    """The rank's data plane over that pool. `kvstow.dataplane.DataPlane` implements it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pending_ops(self) -> int: ...
+    def start(self, *, at_ease: bool = False) -> None: ...
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
+    def take_completions(self) -> list[Completion]: ...
+    def apply(self, desired: DesiredState) -> None: ...
+    def report(self) -> RankReport: ...
+    def add_listener(self, callback: Callable[[], None]) -> None: ...
+    def close(self, timeout: float = 5.0) -> bool: ...
+
+
+_REFUSED = "the session of this op has ended"
+
+
+class OpGate:
+    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe.
+
+    Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be.
+    """
+
+    def __init__(self, plane: RankPlane, *, stores: bool) -> None:
+        """`stores` is False if another rank stores the same bytes for this one."""
+        self._plane = plane
+        self._stores = stores
+        self._lock = threading.Lock()
+        self._number = 0
+        self._refused: list[Completion] = []
+
+    def open(self, number: int) -> None:
+        """Let ops of the session with this number through."""
+        with self._lock:
+            self._number = number
+
+    def shut(self) -> None:
+        with self._lock:
+            self._number = 0
+
+    def is_quiet(self) -> bool:
+        return self._plane.pending_ops == 0
+
+    def submit(self, plan: StepPlan, after: Fence | None) -> None:
+        """Never blocks or raises: see `DataPlane.submit`."""
+        wanted = [op for op in plan.ops if self._stores or op.direction == "load"]
+        with self._lock:
+            ops = tuple([op for op in wanted if number_of(op.op_id) == self._number])
+            self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in wanted if op not in ops]
+            if ops:  # under the lock: no op may enter after `shut`
+                self._plane.submit(StepPlan(ops), after)
+
+    def take_completions(self) -> list[Completion]:
+        with self._lock:
+            refused, self._refused = self._refused, []
+        return refused + self._plane.take_completions()
+
+
+REPORT_SECONDS = 1.0
+GAP_SECONDS = 0.05
+"""The pause between two checks of what the pool has registered. On a busy host, each check costs a handover of the
+interpreter."""
+
+logger = logging.getLogger("kvstow.attach")
+
+
+class WorkerCalls:
+    """Used by the worker's thread alone, except `is_changed`.
+
+    An order matters: the worker reports that slots are no longer used, and the state that the rank has applied, before
+    it lets go of their extents.
+    """
+
+    def __init__(
+        self, connection: AttachConnection, plane: RankPlane, pool: ExtentPool, clock: Callable[[], float]
+    ) -> None:
+        self.is_changed = False
+        """The pool or the rank has changed since the last check."""
+        self.problem: str | None = None
+        """Why granted memory is missing, as a sentence."""
+        self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
+        self._has_ended = False
+        """From now on, only what the service wants back counts."""
+        self._reports: list[Call] = []
+        self._reported: RankReport | None = None
+        self._registered: dict[int, int] = {}
+        self._next_look = self._next_report = float("-inf")
+
+    def begin_session(self) -> None:
+        """The connection is attached to a new session."""
+        self._has_ended = False
+        self._reports, self._reported, self._registered = [], None, {}
+        self._next_look = self._next_report = float("-inf")
+        self.problem = None
+
+    def end_session(self) -> None:
+        """The connection has ended. Messages received in it may still arrive."""
+        self._has_ended = True
+
+    # -- hearing --------------------------------------------------------------------------------------------
+
+    def take(self, frame: Frame) -> None:
+        """Handle a frame, and own its descriptors. Raises `ProtocolError`."""
+        if frame.kind == Kind.DESIRED:
+            self._plane.apply(Desired.unpack(frame.payload).desired)
+            return
+        self.is_changed = True
+        if frame.kind == Kind.REVOKED:  # also after the end: there may be no session in which it is asked for again
+            self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
+        elif frame.kind == Kind.EXTENTS and not self._has_ended:
+            self._take_grants(frame)
+        elif frame.kind == Kind.POPULATED and not self._has_ended:
+            self._pool.set_populated(PopulatedExtents.unpack(frame.payload).extents)
+        else:
+            close_fds(frame.fds)
+
+    def advance(self) -> None:
+        """Take the answers that have arrived. Raises `AttachError`."""
+        reports, self._reports = self._reports, []
+        for call in reports:
+            if call.done:
+                self._plane.apply(call.answer(Desired).desired)
+            else:
+                self._reports.append(call)
+
+    def _take_grants(self, frame: Frame) -> None:
+        try:
+            granted = GrantedExtents.unpack(frame.payload)
+            if len(granted.extents) != len(frame.fds):
+                raise AttachError(f"{len(granted.extents)} extents came with {len(frame.fds)} file descriptors")
+        except AttachError:
+            close_fds(frame.fds)
+            raise
+        try:
+            self._pool.grant(granted.slot_stride, granted.extents, frame.fds)
+        except PinError as error:
+            logger.warning("rank %d cannot use memory that it was granted: %s", self._plane.rank, error)
+            self.problem = str(error)
+        if granted.is_all:  # last: what was granted again stays mapped
+            self._pool.drop_earlier()
+
+    # -- speaking -------------------------------------------------------------------------------------------
+
+    def speak(self) -> float:
+        """Report what has changed and what is due. Returns the seconds until there may be more to report."""
+        now = self._clock()
+        if now >= (self._next_look if self.is_changed else self._next_report):
+            self.is_changed = False  # before the check: a change after that is for the next check
+            self._look(now)
+            self._next_look = now + GAP_SECONDS if any(self._registered.values()) else now  # the first slots are urgent
+        return max(0.0, (self._next_look if self.is_changed else self._next_report) - now)
+
+    def _look(self, now: float) -> None:
+        registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
+        news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
+        self._registered = registered
+        if news:
+            self._connection.tell(RegisteredExtents(tuple(news)))
+        report = self._plane.report()
+        if released or now >= self._next_report or is_news(report, self._reported):
+            self._next_report, self._reported = now + REPORT_SECONDS, report
+            self._reports.append(self._connection.call(Report(report)))
+        if released:
+            self._connection.tell(ReleasedExtents(tuple(released)))
+
 
 DETACHED_SECONDS = 0.1
 """The pause between two checks for an absent service."""
@@ -36,8 +232,6 @@ FAULT_SECONDS = 1.0
 
 _MAX_SETTLED = 16
 _NO_TICKET = SessionTicket(0, "")
-
-logger = logging.getLogger("kvstow.attach")
 
 
 class AttachedWorker:

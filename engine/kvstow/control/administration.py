@@ -1,20 +1,181 @@
-"""Operations on the pool of a running engine."""
+"""Operations on the pool of a running engine. Those over many slots are sweeps, which work in slices."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from threading import Lock
 from typing import Literal
 
 from kvstow.config import POLICIES
-from kvstow.control import sweeps
-from kvstow.control.pool import Pool
-from kvstow.control.sweeps import Sweep
+from kvstow.control.namespaces import Namespace
+from kvstow.control.pool import Pool, PoolAcceptance
+from kvstow.control.session import sessions_of
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult, ProtectionResult
+
+
+class Sweep:
+    """Bulk work that releases the engine's lock between slices, so that no scheduler waits for all of it.
+
+    Used by one thread at a time, which steps it to the end or cancels it, even after an error. `total` and `done` count
+    slots to visit; `evicted_slots` and `evicted_bytes` (of one rank) count what was removed, or would be in a dry run.
+    `waiting`: the next slice can do nothing until transfers or leases end; try again later.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        total: int,
+        slot_bytes: int,
+        work: Callable[[Sweep], Iterator[None]],
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`work` does one slice up to each yield, where it holds no lock. The garbage collector may close an abandoned
+        generator on a thread that holds the lock, so `work` must have no `finally` that takes it; instead, `undo` is
+        called if the sweep is cancelled or fails."""
+        self.kind = kind
+        self.total = total
+        self.done = 0
+        self.evicted_slots = 0
+        self.waiting = False
+        self.finished = False
+        self.cancelled = False
+        self._slot_bytes = slot_bytes
+        self._slices = work(self)
+        self._undo = undo
+
+    @property
+    def evicted_bytes(self) -> int:
+        return self.evicted_slots * self._slot_bytes
+
+    def step(self) -> bool:
+        """Do one slice. True while there is more to do."""
+        if not self.finished:
+            try:
+                next(self._slices)
+            except StopIteration:
+                self.finished = True
+            except BaseException:
+                self.finished = True
+                self._undo()
+                raise
+        return not self.finished
+
+    def run(self) -> Sweep:
+        """Step until the end, or until it must wait."""
+        while self.step() and not self.waiting:
+            pass
+        return self
+
+    def cancel(self) -> None:
+        """Do no further slice. What was done is kept, but a resize restores the capacity."""
+        if not self.finished:
+            self.cancelled = self.finished = True
+            self._undo()
+
+
+Wanted = Callable[[int, int], list[int]]
+"""Selects the visible slots of a range to remove. Called with the lock held."""
+
+
+def evict_next(pool: Pool, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
+    """Remove the next `count` evictable blocks in the policy's order."""
+
+    def work(sweep: Sweep) -> Iterator[None]:
+        while sweep.done < count:
+            with pool.lock:
+                if dry_run:
+                    found = slice_size = min(count, pool.index.num_cached)
+                else:
+                    slice_size = min(pool.slice_slots, count - sweep.done)
+                    removal = pool.index.evict(slice_size)
+                    pool.note_removal(removal, reason)
+                    found = len(removal.keys)
+            sweep.evicted_slots += found
+            sweep.done += found
+            if dry_run or found < slice_size:
+                sweep.total = sweep.done
+                return
+            yield
+
+    return Sweep(kind, count, pool.config.slot_bytes, work)
+
+
+def scan(pool: Pool, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
+    """Visit all slots in ascending order, and remove the blocks in those that `wanted` selects."""
+    total = pool.index.slot_keys.num_slots
+    return Sweep(kind, total, pool.config.slot_bytes, lambda sweep: _scan(sweep, pool, reason, dry_run, wanted))
+
+
+def _scan(sweep: Sweep, pool: Pool, reason: str, dry_run: bool, wanted: Wanted) -> Iterator[None]:
+    while sweep.done < sweep.total:
+        end = min(sweep.done + pool.slice_slots, sweep.total)
+        with pool.lock:
+            found = wanted(sweep.done, end)
+            sweep.evicted_slots += len(found) if dry_run else pool.remove_blocks(found, reason)
+        sweep.done = end
+        yield
+
+
+def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
+    """Remove the visible blocks whose keys match, including held and protected ones, and disown those being stored."""
+    index = pool.index
+
+    def wanted(low: int, high: int) -> list[int]:
+        return [slot for slot, key in index.slot_keys.between(low, high) if matches(key)]
+
+    def work(sweep: Sweep) -> Iterator[None]:
+        if not dry_run:
+            with pool.lock:
+                filling = index.namespaces.keys_being_stored()
+            for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
+                matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
+                with pool.lock:
+                    index.namespaces.disown(matching)
+                yield
+        yield from _scan(sweep, pool, "purge", dry_run, wanted)
+
+    return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)
+
+
+def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
+    """`purge_matching` for exact keys: O(keys)."""
+    wanted = list(dict.fromkeys(keys))
+
+    def work(sweep: Sweep) -> Iterator[None]:
+        while sweep.done < len(wanted):
+            some = wanted[sweep.done : sweep.done + pool.slice_slots]
+            with pool.lock:
+                found = pool.index.namespaces.find_all(some)
+                if not dry_run:
+                    pool.index.namespaces.disown(some)
+                    pool.remove_blocks(found, "purge")
+            sweep.evicted_slots += len(found)
+            sweep.done += len(some)
+            yield
+
+    return Sweep("purge", len(wanted), pool.config.slot_bytes, work)
+
+
+def sweep_namespace(pool: Pool, namespace: Namespace) -> Sweep:
+    """Remove the blocks of a dropped namespace. A held slot is freed when its last lease or load ends."""
+    index = pool.index
+
+    def wanted(low: int, high: int) -> list[int]:
+        return index.namespaces.slots_of(namespace, low, high)
+
+    def work(sweep: Sweep) -> Iterator[None]:
+        yield from _scan(sweep, pool, "purge", False, wanted)
+        with pool.lock:
+            index.namespaces.forget_if_empty(namespace)
+
+    return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)
+
 
 logger = logging.getLogger("kvstow.admin")
 
@@ -45,8 +206,8 @@ class Administrator:
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return sweeps.scan(self._pool, "evict", "operator", dry_run, wanted)
-        return sweeps.evict_next(self._pool, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
+            return scan(self._pool, "evict", "operator", dry_run, wanted)
+        return evict_next(self._pool, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
 
     def purge(
         self,
@@ -75,21 +236,21 @@ class Administrator:
             bytes=num_bytes,
         )
         if everything:
-            return sweeps.purge_matching(self._pool, lambda key: True, dry_run)
+            return purge_matching(self._pool, lambda key: True, dry_run)
         if key_prefixes is not None:
             prefixes = tuple(key_prefixes)
             if not prefixes or not all(prefixes):
                 raise InvalidRequestError("key_prefixes is empty or has an empty prefix; allowed: non-empty prefixes")
-            return sweeps.purge_matching(self._pool, lambda key: key.startswith(prefixes), dry_run)
+            return purge_matching(self._pool, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
-            return sweeps.purge_keys(self._pool, keys, dry_run)
+            return purge_keys(self._pool, keys, dry_run)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return sweeps.scan(self._pool, "purge", "purge", dry_run, wanted)
+            return scan(self._pool, "purge", "purge", dry_run, wanted)
         if age_seconds is not None:
             wanted = self._evictable_since("stored", age_seconds, "age_seconds")
-            return sweeps.scan(self._pool, "purge", "purge", dry_run, wanted)
-        return sweeps.evict_next(self._pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
+            return scan(self._pool, "purge", "purge", dry_run, wanted)
+        return evict_next(self._pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove_block(self, key: bytes) -> None:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
@@ -125,7 +286,7 @@ class Administrator:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
         return slots if slots is not None else -(-(num_bytes or 0) // self._pool.config.slot_bytes)
 
-    def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> sweeps.Wanted:
+    def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> Wanted:
         if not 0 <= seconds < inf:
             raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
         pool, index = self._pool, self._pool.index
@@ -289,7 +450,7 @@ class Administrator:
         pool = self._pool
         with pool.lock:
             gate = pool.acceptance
-            pending = sum(len(session.ops) for session in pool.sessions)
+            pending = sum(session.open_transfers for session in sessions_of(pool))
             leases = pool.num_leases
             left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - pool.clock())
             active = gate.drain_mode is not None
@@ -326,3 +487,72 @@ def _exactly_one(**selectors: object) -> None:
     given = [name for name, value in selectors.items() if value is not None]
     if len(given) != 1:
         raise InvalidRequestError(f"selectors given: {given or 'none'}; allowed: exactly one of {list(selectors)}")
+
+
+class HostSwitches:
+    """Switches all pools of a host, and those that are made later: call `apply_to` with each new pool once it is among
+    those of `admins`. Offers what an `Administrator` offers for one pool. Every call is safe from any thread.
+
+    A switch of the host replaces those of single pools, and ending it ends theirs.
+    """
+
+    def __init__(
+        self, admins: Callable[[], Iterable[Administrator]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._admins, self._clock = admins, clock
+        self._state = PoolAcceptance()
+        self._lock = Lock()
+
+    def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
+        """See `Administrator.drain`."""
+        check_deadline(deadline_seconds)
+        with self._lock:
+            deadline = inf if deadline_seconds is None else self._clock() + deadline_seconds
+            for admin in self._admins():
+                admin.drain(mode, deadline_seconds)
+            self._state.drain_mode, self._state.drain_deadline = mode, deadline
+        return self.drain_status
+
+    def undrain(self) -> DrainStatus:
+        with self._lock:
+            self._state.drain_mode, self._state.drain_deadline = None, inf
+            for admin in self._admins():
+                admin.undrain()
+        return self.drain_status
+
+    @property
+    def drain_status(self) -> DrainStatus:
+        """Of the host; what is in flight in all pools."""
+        pools = [admin.drain_status for admin in self._admins()]
+        pending, leases = sum(one.pending_transfers for one in pools), sum(one.leases for one in pools)
+        with self._lock:
+            mode, deadline = self._state.drain_mode, self._state.drain_deadline
+            left = None if deadline == inf else max(0.0, deadline - self._clock())
+        active = mode is not None
+        return DrainStatus(active, mode, left, active and not pending and not leases, pending, leases)
+
+    def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
+        """See `Administrator.set_bypass`."""
+        check_ttl(ttl_seconds)
+        with self._lock:
+            until = inf if ttl_seconds is None else self._clock() + ttl_seconds
+            for admin in self._admins():
+                admin.set_bypass(load=load, store=store, ttl_seconds=ttl_seconds)
+            self._state.set_bypass(load=load, store=store, until=until)
+        return self.bypass
+
+    @property
+    def bypass(self) -> BypassStatus:
+        with self._lock:
+            return self._state.bypass(self._clock())
+
+    def apply_to(self, admin: Administrator) -> None:
+        """Switch a new pool as the others."""
+        with self._lock:
+            now = self._clock()
+            bypass = self._state.bypass(now)
+            if bypass.load or bypass.store:
+                admin.set_bypass(load=bypass.load, store=bypass.store, ttl_seconds=bypass.ttl_seconds_left)
+            if self._state.drain_mode is not None:
+                deadline = self._state.drain_deadline
+                admin.drain(self._state.drain_mode, None if deadline == inf else max(0.0, deadline - now))

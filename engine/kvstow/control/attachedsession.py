@@ -1,19 +1,17 @@
-"""Sessions of engines in other processes, which come and go while the pool stays."""
+"""Sessions of a pool whose memory is its host's: those of engines in other processes, which come and go while the pool
+stays, and the host's own."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from logging import INFO
-from typing import TYPE_CHECKING
 
-from kvstow.control.leases import LeaseBook
+from kvstow.control.namespaces import Namespace
+from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.session import Session
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.messages import RankReport
 from kvstow.status import SessionState, SessionStatus
-
-if TYPE_CHECKING:
-    from kvstow.control.sharedpool import SharedPool
 
 
 class AttachedSession(Session):
@@ -31,10 +29,9 @@ class AttachedSession(Session):
     `SharedPool.process_died` has been called for every process that `map_memory` has named.
     """
 
-    pool: SharedPool
     owns_memory = False
 
-    def __init__(self, pool: SharedPool, session_id: int, engine: str, namespace: str) -> None:
+    def __init__(self, pool: Pool, session_id: int, engine: str, namespace: str) -> None:
         super().__init__(pool, namespace)
         self.session_id = session_id
         self.engine = engine
@@ -102,8 +99,7 @@ class AttachedSession(Session):
             pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
         for slots in self._held:
             pool.unhold(slots)
-        pool.index.end_quarantine(self.quarantined_slots)
-        pool.deallocate(self.quarantined_slots)
+        pool.end_quarantine(self.quarantined_slots)
         self._held, self.quarantined_slots = [], []
 
     def held_slots(self) -> Iterator[tuple[int, ...]]:
@@ -118,7 +114,9 @@ class AttachedSession(Session):
         with pool.lock:
             if self.is_lost:
                 raise ConflictError(f"{self.label}the session has ended; attach again")
-            joined = pool.join_namespace(pool.fresh_name(self.namespace.name) if namespace is None else namespace)
+            if namespace is None:
+                namespace = pool.index.namespaces.fresh_name(self.namespace.name, pool.desired.engine_id)
+            joined = pool.join_namespace(namespace)
             pool.index.namespaces.leave(self.namespace)
             self.namespace = joined
             self.leases.break_all()
@@ -205,3 +203,53 @@ class AttachedSession(Session):
         if self.ops.num_stuck:
             return "stuck"
         return "attached" if self.ranks.can_copy() and self.watermark != 0 else "attaching"
+
+
+_BOOT = "tier"
+"""Its ranks are the host's transfers, which restart only with the host."""
+
+
+class TierSession(AttachedSession):
+    """A session of the host's own, for one namespace; made by `SharedPool.attach_tier`.
+
+    Its slots are kept like those of an engine's session: until `SharedPool.process_died` was called for each process
+    that `map_memory` has named, or until `close`. Otherwise it is no engine: it does not count as a session of its
+    namespace, and no figure of the pool's engines includes it. All such sessions of a pool have one number, by which
+    the next service knows their slots.
+    """
+
+    is_engine = False
+
+    def __init__(self, pool: Pool, session_id: int, namespace: Namespace) -> None:
+        self._joins = namespace
+        super().__init__(pool, session_id, "fleet tier", namespace.name)
+        self.name, self.label = "fleet tier", "fleet tier: "
+        for rank in range(len(self.ranks)):
+            report = RankReport.without_pool(rank, _BOOT, "ready", pool.config.slot_bytes_of(rank))
+            self.ranks.update(report, pool.clock())
+        self.adapt_to_pool()
+
+    @property
+    def boot_id(self) -> str:
+        """The same for every rank."""
+        return _BOOT
+
+    def join_namespace(self, name: str) -> Namespace:
+        return self._joins
+
+    def leave_namespace(self) -> None:
+        """Does nothing: the namespace does not count this session."""
+
+    def set_registered(self, registered_slots: int, applied: int) -> None:
+        """`set_memory` for every rank."""
+        for rank in range(len(self.ranks)):
+            self.set_memory(rank, registered_slots, applied)
+
+    def close(self) -> None:
+        """End the session. No transfer may be under way; raises `ConflictError` otherwise, and changes nothing."""
+        with self.pool.lock:
+            if len(self.ops):
+                raise ConflictError(f"{self.label}{len(self.ops)} transfers are under way")
+            self.processes.clear()
+            self.end("the node service has closed it")
+        self.pool.write_log()

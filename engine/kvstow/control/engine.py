@@ -1,16 +1,145 @@
-"""The control plane of an embedded engine: a pool and its only session."""
+"""The control plane as a host, its admin API, probes and metrics see it: snapshots and administration of one pool, and
+the engine that is a pool with one session."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from heapq import merge
+from itertools import islice
+from math import inf
 
 from kvstow.config import EngineConfig
-from kvstow.control.pool import Pool
-from kvstow.control.poolfacade import PoolFacade
-from kvstow.control.session import Session
-from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.status import HOST_NAME
+from kvstow.control.administration import Administrator
+from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.ops import OpenOp, OpenTierOp
+from kvstow.control.pool import SLICE_SLOTS, Pool
+from kvstow.control.session import Session, sessions_of
+from kvstow.errors import IntegrityError
+from kvstow.keys import format_key
+from kvstow.messages import DesiredState
+from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
+from kvstow.status import HOST_NAME, BlockPage, BlockStatus, Readiness, TransferState, TransferStatus
+
+
+class PoolFacade:
+    """Snapshots and administration of one pool. Every call is safe from any thread.
+
+    `engine_id` names this life of the pool. `check_integrity` holds the lock for O(pool), snapshots for O(1) or as they
+    say.
+    """
+
+    config: EngineConfig
+    engine_id: str
+    admin: Administrator
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.config = pool.config
+        self.engine_id = pool.desired.engine_id
+        self.admin = Administrator(pool)
+
+    @property
+    def events(self) -> BlockEventLog:
+        return self._pool.events
+
+    @property
+    def used_slots(self) -> int:
+        """Slots that hold a block, or will. O(1), without the lock."""
+        return self._pool.used_slots
+
+    def desired(self) -> DesiredState:
+        """The desired state of every rank."""
+        with self._pool.lock:
+            return self._pool.desired
+
+    @property
+    def integrity_error(self) -> str | None:
+        """What the last integrity check found."""
+        with self._pool.lock:
+            return self._pool.integrity_error
+
+    def tick(self) -> None:
+        """See `Pool.tick`."""
+        self._pool.tick()
+
+    def check_integrity(self) -> None:
+        """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
+        1 s for a million slots: for tests and quiet hours."""
+        pool = self._pool
+        with pool.lock:
+            defects = _defects(pool)
+            pool.integrity_error = "; ".join(defects) or None
+            pool.counters.faults.errors["integrity"] += bool(defects)
+        if defects:
+            raise IntegrityError("; ".join(defects))
+
+    def count_error(self, code: str) -> None:
+        """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""
+        with self._pool.lock:
+            self._pool.counters.faults.errors[code] += 1
+
+    # -- snapshots ------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """One consistent copy of all counters. O(1)."""
+        pool, config = self._pool, self._pool.config
+        with pool.lock:
+            now = pool.clock()
+            pool_stats = PoolStats(
+                capacity_slots=pool.capacity,
+                usable_slots=pool.slots.in_service,
+                slot_bytes=config.slot_bytes,
+                policy=pool.index.policy_name,
+                leases=pool.num_leases,
+                slots=_slot_counts(pool),
+            )
+            return pool.counters.snapshot(_state_of(pool, now)[0], pool_stats, _pending(pool, now), config.block_tokens)
+
+    def readiness(self) -> Readiness:
+        """Whether traffic can flow, the reason if not, and the status of each rank. O(ranks)."""
+        pool = self._pool
+        with pool.lock:
+            now = pool.clock()
+            name, reason = _state_of(pool, now)
+            engines = [session for session in sessions_of(pool) if session.is_engine and not session.is_lost]
+            ranks = [status for session in engines for status in session.ranks.statuses(now)]
+            return Readiness(name, reason, pool.slots.in_service, pool.capacity, tuple(ranks))
+
+    def transfers(self, limit: int = 1000) -> list[TransferStatus]:
+        """Ops in flight, oldest first."""
+        pool = self._pool
+        with pool.lock:
+            now = pool.clock()
+            by_session = [
+                [(entry.op.op_id, entry, session) for entry in islice(session.ops, limit)]
+                for session in sessions_of(pool)
+            ]
+            return [_transfer(entry, session, now) for _, entry, session in islice(merge(*by_session), limit)]
+
+    def block(self, key: bytes) -> BlockStatus | None:
+        """The visible block under `key`."""
+        pool = self._pool
+        with pool.lock:
+            slots = pool.index.namespaces.find_all((key,))
+            return _block(pool, slots[0], key, pool.clock()) if slots else None
+
+    def blocks(self, start_slot: int = 0, limit: int = 100) -> BlockPage:
+        """Visible blocks in order of their slots, from `start_slot` on. Visits 1,024 slots at most: a page may be short
+        or empty and still have a `next_slot`."""
+        pool = self._pool
+        with pool.lock:
+            now = pool.clock()
+            end = min(start_slot + SLICE_SLOTS, pool.index.slot_keys.num_slots)
+            found: list[BlockStatus] = []
+            slot = start_slot
+            while slot < end and len(found) < limit:
+                key = pool.index.slot_keys.key_of[slot]
+                if key is not None:
+                    found.append(_block(pool, slot, key, now))
+                slot += 1
+            return BlockPage(tuple(found), slot if slot < pool.index.slot_keys.num_slots else None)
 
 
 class OffloadEngine(Session, PoolFacade):
@@ -38,3 +167,172 @@ class OffloadEngine(Session, PoolFacade):
         """The host stops: nothing is served from now on. Idempotent."""
         with self.pool.lock:
             self.acceptance.closed = self.pool.closed = True
+
+
+def _defects(pool: Pool) -> list[str]:
+    """Inconsistencies between the records of the control plane. O(pool); the caller holds the lock."""
+    found = pool.index.defects()
+    in_use = pool.index.slots_in_use()
+    used = pool.slots.used_slots()
+    listed = sorted(slot for slots in in_use.values() for slot in slots)
+    if len(set(listed)) != len(listed):
+        found.append("a slot is in two states")
+    if set(listed) != used:
+        found.append(f"{len(set(listed) ^ used)} used slots are in no state, or free ones in some")
+    if pool.slots.counted() != (pool.slots.free, pool.slots.in_service):
+        found.append("the counts of free slots and slots in service are wrong")
+    if pool.slots.leaving != sum(slot >= pool.slots.limit for slot in used):
+        found.append("the count of used slots above the limit is wrong")
+    kept = {slot for slot in pool.index.visible_slots() if slot not in pool.lost}
+    if any(map(pool.index.times.outlived_a_loss, kept)):
+        found.append("blocks that a rank has lost are visible")
+    if not pool.resizing and any(slot >= pool.slots.limit for slot in kept):
+        found.append("blocks above the usable slots are visible")
+    counts = _slot_counts(pool)
+    if counts.usable != pool.slots.in_service:
+        found.append(f"the states {counts} do not add up to {pool.slots.in_service}")
+    if not all(session.ops.is_consistent() for session in sessions_of(pool)):
+        found.append("the transfers that may become stuck are not those that are not stuck")
+    stores = [entry for session in sessions_of(pool) for entry in session.ops if entry.fills_slots]
+    for name, abandoned in (("filling", False), ("quarantined", True)):
+        written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
+        if abandoned:
+            written.update(*(session.quarantined_slots for session in sessions_of(pool)))
+        if written != in_use[name]:
+            found.append(f"the {name} slots are not those of the open stores")
+    holders = Counter(slot for session in sessions_of(pool) for slots in session.held_slots() for slot in set(slots))
+    if holders != pool.index.holders():
+        found.append("the held slots are not those of leases and loads")
+    if not all(session.leases.is_consistent() for session in sessions_of(pool)):
+        found.append("the count of leased slots is wrong")
+    users = Counter(session.namespace for session in sessions_of(pool) if session.is_engine and not session.is_lost)
+    if any(namespace.num_sessions != users[namespace] for namespace in pool.index.namespaces):
+        found.append("the count of a namespace's sessions is wrong")
+    return found
+
+
+def _slot_counts(pool: Pool) -> SlotCounts:
+    index = pool.index
+    return SlotCounts(
+        free=pool.slots.free,
+        filling=index.num_filling,
+        cached=index.num_cached,
+        leased=index.num_leased,
+        protected=index.num_protected,
+        quarantined=index.num_quarantined,
+    )
+
+
+def _pending(pool: Pool, now: float) -> PendingTransfers:
+    loads = stores = load_blocks = store_blocks = stuck = 0
+    started = now
+    for session in sessions_of(pool):
+        ops = session.ops
+        loads += ops.num_ops["load"]
+        stores += ops.num_ops["store"]
+        load_blocks += ops.num_blocks["load"]
+        store_blocks += ops.num_blocks["store"]
+        stuck += ops.num_stuck
+        oldest = ops.oldest_copy()
+        if oldest:
+            started = min(started, oldest.started)
+    slot_bytes = pool.config.slot_bytes
+    return PendingTransfers(
+        loads=loads,
+        stores=stores,
+        load_blocks=load_blocks,
+        store_blocks=store_blocks,
+        load_bytes=load_blocks * slot_bytes,
+        store_bytes=store_blocks * slot_bytes,
+        oldest_seconds=now - started,
+        stuck=stuck,
+    )
+
+
+def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
+    """The engine's state, and the reason for it as a sentence."""
+    if pool.closed:
+        return "stopped", "the engine was closed"
+    if pool.acceptance.drain_mode:
+        return "draining", f"an operator drains the engine (mode {pool.acceptance.drain_mode})"
+    trouble = _trouble(pool, now)
+    if trouble:
+        return "degraded", trouble
+    silent = pool.silent_ranks()
+    if silent:
+        return "starting", f"ranks {silent} have not reported yet"
+    if pool.slots.limit < pool.ceiling:
+        return "pinning", f"{pool.slots.limit} of {pool.ceiling} slots are pinned on every rank"
+    return "ready", "all slots are pinned"
+
+
+def _trouble(pool: Pool, now: float) -> str:
+    for session in sessions_of(pool):
+        if session.host_error:
+            return f"{session.label}the host has failed: {session.host_error}"
+    if pool.integrity_error:
+        return f"an integrity check failed: {pool.integrity_error}"
+    for session in sessions_of(pool):
+        trouble = _session_trouble(session, now) if session.is_engine and not session.is_lost else ""
+        if trouble:
+            return session.label + trouble
+    return ""
+
+
+def _session_trouble(session: Session, now: float) -> str:
+    if session.ops.num_stuck:
+        oldest = session.ops.oldest_copy()
+        assert oldest is not None
+        return f"{session.ops.num_stuck} transfers are stuck: {session.ops.stuck_reason(oldest, now)}"
+    for record in session.ranks.records():
+        report = record.report
+        if record.reported_at is None:
+            continue
+        if report.state in ("degraded", "failed", "stopped"):
+            return f"rank {report.rank} is {report.state}: {report.error or 'no reason given'}"
+        age = now - record.reported_at
+        if age > session.pool.config.report_timeout:
+            return f"rank {report.rank} has been silent for {age:.1f} s"
+    return ""
+
+
+def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
+    op = entry.op
+    ranks = len(session.pool.storing_ranks) if op.direction != "load" else len(session.ranks)
+    phase: TransferState = "queued"
+    if entry.abandoned:
+        phase = "quarantined"
+    elif entry.stuck:
+        phase = "stuck"
+    elif len(entry.pending) < ranks or (op.direction == "store" and len(entry.reading) < ranks):
+        phase = "running"
+    return TransferStatus(
+        op_id=op.op_id,
+        session=session.name,
+        direction=op.direction,
+        state=phase,
+        blocks=len(op.slots),
+        bytes=len(op.slots) * session.pool.config.slot_bytes,
+        age_seconds=now - entry.started,
+        pending_ranks=tuple(sorted(entry.pending)),
+        idle_ranks=() if isinstance(entry, OpenTierOp) else tuple(session.ops.idle_ranks(entry, now)),
+        failed=entry.error is not None,
+        request_id=entry.request_id,
+    )
+
+
+def _block(pool: Pool, slot: int, key: bytes, now: float) -> BlockStatus:
+    index = pool.index
+    expiry = index.protection_end(slot)
+    holds = index.holds(slot)
+    name: SlotState = "protected" if expiry is not None else "leased" if holds else "cached"
+    return BlockStatus(
+        key=format_key(key),
+        namespace=index.namespaces.of_slot(slot).name,
+        slot=slot,
+        state=name,
+        age_seconds=now - index.times.stored_at(slot),
+        idle_seconds=now - index.times.used_at(slot),
+        leases=holds,
+        protection_ttl_seconds=None if expiry is None or expiry == inf else max(0.0, expiry - now),
+    )

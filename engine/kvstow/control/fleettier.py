@@ -5,32 +5,88 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from math import inf
+from typing import Literal, NamedTuple
 
 from kvstow.control.session import Session
-from kvstow.control.tierfetches import TierFetches
-from kvstow.control.tierfinder import TierFinder
-from kvstow.control.tierneeds import Found, Needs
-from kvstow.control.tierputs import TierPuts
-from kvstow.control.tiersettings import TierSettings
-from kvstow.control.tiertraffic import TierTraffic
-from kvstow.control.tierwait import TierWait
+from kvstow.control.tiertraffic import TierFetches, TierPuts, TierTraffic
+from kvstow.errors import ConfigError
 from kvstow.messages import TierOp
-from kvstow.results import TierSettled
+from kvstow.results import Needed, Needs, TierSettled
 from kvstow.tier.breaker import Breaker
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
-from kvstow.tier.lookups import LookupTable
+from kvstow.tier.lookups import Inquiry, LookupTable
 from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How a session uses the tier. Times are in seconds.
+
+    `deadline`: the longest that a request waits for its fetches; it never waits longer than computing the blocks would
+    take. `lookup_wait`: the longest that it waits to hear what the store has. `prefill_rate`: tokens per second, if the
+    host knows it (`BreakEven`). `replicated`: all ranks hold the same bytes.
+    """
+
+    deadline: float = 2.0
+    lookup_wait: float = 0.02
+    prefill_rate: float | None = None
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "lookup_wait"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "more than 0 seconds")
+        if self.prefill_rate is not None and not 0 < self.prefill_rate < inf:
+            raise ConfigError("prefill_rate", self.prefill_rate, "more than 0 tokens per second")
+
+
+class LongerHit(NamedTuple):
+    """A hit that is longer than the pool's own. `keys`: all that are needed of it; `blocks`: how many blocks of tokens
+    longer it is; `beyond`: how many of the keys the pool's own hit does not need."""
+
+    keys: Sequence[bytes]
+    blocks: int
+    beyond: int
+
+    @property
+    def worth(self) -> float:
+        """How many blocks of tokens one of its keys saves computing."""
+        return self.blocks / len(self.keys)
+
+
+NOTHING = LongerHit((), 0, 0)
+
+
+@dataclass(slots=True)
+class TierWait:
+    """A request that may find more in the tier than in the pool. `first`: how many leading keys the pool has at least.
+    `until`: when it continues with what has arrived. `needs`: None where a hit is a leading run of `keys`. `inquiry`:
+    what the store is asked for it, and `version` that of the table when it was looked at last. `ops`: the fetches that
+    it waits for; those at the end of the list may be over."""
+
+    keys: Sequence[bytes]
+    first: int
+    began: float
+    until: float
+    needs: Needs | None = None
+    state: Literal["asking", "fetching", "over"] = "asking"
+    inquiry: Inquiry | None = None
+    version: int = -1
+    ops: list[int] = field(default_factory=list)
+
+
 logger = logging.getLogger("kvstow.tier")
 
 
 class FleetTier:
-    """Decides for each request whether to fetch, and puts every block that is stored. `TierFinder` knows what a request
-    can have, `TierFetches` and `TierPuts` what is under way.
+    """Decides for each request whether to fetch, and puts every block that is stored. `TierFetches` and `TierPuts` know
+    what is under way.
 
     The host's thread calls `step` once a step, gives what `take_plans` returns to the ranks, and passes their
     completions to the session. No call waits for the store. Each is O(blocks concerned), except `close`.
@@ -76,7 +132,6 @@ class FleetTier:
         )
         self._puts = TierPuts(self.traffic, clock, slots=slots)
         self._fetches = TierFetches(self.traffic)
-        self._finder = TierFinder(self.traffic, self._fetches, self._table)
         self._session = session
         session.on_stored = self._note_stored
         self._asked = 0
@@ -129,7 +184,7 @@ class FleetTier:
 
     def _look(self, wait: TierWait) -> None:
         """Begin to fetch, as soon as it is known what the store has."""
-        found = self._finder.find(wait)
+        found = self._find(wait)
         if found is None:
             return
         wait.state = "over"
@@ -145,7 +200,7 @@ class FleetTier:
         elif remote or wait.ops:
             self._fetch(wait, remote, found)
 
-    def _fetch(self, wait: TierWait, remote: Sequence[bytes], found: Found) -> None:
+    def _fetch(self, wait: TierWait, remote: Sequence[bytes], found: LongerHit) -> None:
         """Fetch `remote`, if that pays for a request that gets what it has `found` then."""
         estimate = self._decide(remote, found, len(remote))
         if not estimate.pays:
@@ -156,13 +211,13 @@ class FleetTier:
             # no hit.
             whole = wait.needs is not None
             keys = found.keys if whole else remote
-            wait.ops += self._fetches.begin(self.fingerprint, keys, found, whole=whole)
+            wait.ops += self._fetches.begin(self.fingerprint, keys, found.worth, whole=whole)
         if wait.ops:
             wait.state = "fetching"
             compute = inf if estimate.compute_seconds is None else estimate.compute_seconds
             wait.until = wait.began + min(self._settings.deadline, compute)
 
-    def _decide(self, remote: Sequence[bytes], found: Found, fetched: int) -> Estimate:
+    def _decide(self, remote: Sequence[bytes], found: LongerHit, fetched: int) -> Estimate:
         """Whether to fetch `fetched` blocks. If that does not pay, a few of those that are `remote` are fetched now and
         then to measure the store."""
         queued = self._fetches.num_blocks
@@ -171,7 +226,7 @@ class FleetTier:
             self.counters.declined_requests += 1
             if self._breaker.is_closed and not queued and self.break_even.wants_probe():
                 assert self.fingerprint is not None
-                self._fetches.begin(self.fingerprint, remote[:PROBE_BLOCKS], found)
+                self._fetches.begin(self.fingerprint, remote[:PROBE_BLOCKS], found.worth)
         return estimate
 
     @property
@@ -183,6 +238,94 @@ class FleetTier:
     @property
     def _is_on(self) -> bool:
         return self.fingerprint is not None and not self._is_closed
+
+    # -- what a request can have of the pool, of fetches under way and of the store together --------------------
+
+    def _find(self, wait: TierWait) -> LongerHit | None:
+        """What the request can have; None: not known yet, and the store is asked."""
+        needs = wait.needs
+        found = self._find_leading(wait) if needs is None else self._find_needed(wait, needs)
+        if found is not None and wait.inquiry is not None:
+            self._table.drop(wait.inquiry)
+        return found
+
+    def _find_leading(self, wait: TierWait) -> LongerHit | None:
+        """The keys from `wait.first` on that the pool, fetches under way and the store have; None: not known yet."""
+        inquiry, version = wait.inquiry, self._table.version
+        if inquiry is not None and inquiry.is_open and version == wait.version:
+            return None
+        wait.version = version
+        end = self._end_of(wait)
+        if end is None:
+            return None
+        return LongerHit(wait.keys[wait.first : end], end - wait.first, end - wait.first)
+
+    def _find_needed(self, wait: TierWait, needs: Needs) -> LongerHit | None:
+        """What a request needs of several groups for the longest hit that the pool, fetches under way and the store
+        give together, and how much longer it is than that of the pool alone; None: not known yet. O(keys) when the
+        request comes and when the store has answered, and O(keys log keys) where the pool is short of slots."""
+        if wait.inquiry is None:
+            if needs(self.traffic.visible).blocks == needs.most:
+                return NOTHING
+            absent = [key for key in self.traffic.absent(wait.keys) if key not in self._fetches]
+            if None in self._table.known(absent):
+                wait.inquiry = self._table.want(absent, 0)
+                return None
+        elif wait.inquiry.is_open:
+            return None
+        pool = needs(self.traffic.visible)
+        longest = self._longest(needs, pool.blocks)
+        saved = longest.blocks - pool.blocks
+        if saved <= 0:
+            return NOTHING
+        return LongerHit(longest.keys, saved, len(set(longest.keys).difference(pool.keys)))
+
+    def _longest(self, needs: Needs, least: int) -> Needed:
+        """The longest hit that the three give together and that the pool has room for; if none is longer than `least`
+        blocks, a shorter one. Bisects, so it may miss a longer hit that needs fewer slots, as with chunked attention.
+        """
+        longest = needs(self._has)
+        if longest.blocks <= least or self.traffic.has_room(longest.keys):
+            return longest
+        longest, most = Needed((), 0), longest.blocks - 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            hit = needs(self._has, middle)
+            if self.traffic.has_room(hit.keys):
+                longest, least = hit, middle
+            else:
+                most = hit.blocks - 1
+        return longest
+
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key, whether the pool, a fetch under way or the store has it. What the store has does not count
+        while an engine stores the same key, because a fetch cannot fill that slot."""
+        fetched = set(self.traffic.absent(keys))
+        return [
+            visible or key in self._fetches or (known is True and key in fetched)
+            for key, visible, known in zip(keys, self.traffic.visible(keys), self._table.known(keys), strict=True)
+        ]
+
+    def _end_of(self, wait: TierWait) -> int | None:
+        """How many leading keys the pool, fetches under way and the store have; None: not known yet, and the store is
+        asked about the rest. Of those, the pool has `wait.first`. Each look continues where one of the three ends:
+        O(keys that they have)."""
+        keys = wait.keys
+        wait.first = at = self.traffic.visible_until(keys, wait.first).end
+        while at < len(keys):
+            begun = at
+            at += len(list(takewhile(self._fetches.__contains__, islice(keys, at, None))))
+            known = self._table.present_until(keys, at)
+            reach = self.traffic.visible_until(keys, known.end)
+            at = reach.end
+            if at > begun:
+                continue
+            if known.is_final or reach.is_filling:
+                return at
+            if wait.inquiry is None or not wait.inquiry.is_open:
+                wait.inquiry = self._table.want(keys, at)
+            return None
+        return at
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -16,14 +16,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Literal
 
-from kvstow.control.arc import ArcPolicy
-from kvstow.control.keymap import SlotKeys
-from kvstow.control.namespaces import Namespace, Namespaces
-from kvstow.control.policy import EvictionPolicy, LruPolicy
-from kvstow.control.protections import Protections
-from kvstow.control.recency import Links, RecencyList
-from kvstow.control.refcounts import RefCounts
-from kvstow.control.slottimes import SlotTimes
+from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
+from kvstow.control.policy import ArcPolicy, EvictionPolicy, Links, LruPolicy, RecencyList
+from kvstow.control.slots import Protections, RefCounts, SlotTimes
 from kvstow.errors import ConfigError
 
 _SHARE = 16

@@ -5,35 +5,81 @@ has finished, because until then some rank may still read or write its slots and
 
 Completions are idempotent: one for an op that is not open, or from a rank that has finished it, is counted and changes
 nothing. Op ids are never reused, so a late completion cannot meet a later op.
+
+The other end of puts and fetches is the store of the fleet tier. A put holds its slots as a load does. Rank 0 writes
+its object when all other ranks have ended their puts, so a look-up that finds rank 0's object may expect the others. A
+fetch fills its slots as a store does: no key is visible before every rank holds its bytes, and what a rank did not get
+is a miss on all of them, with all that follows it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from logging import ERROR, WARNING
-from typing import TYPE_CHECKING
 
-from kvstow.control.openop import OpenOp, OpenTierOp
-from kvstow.control.tierops import TierLedger
-from kvstow.messages import Completion, Direction, Mark, Op, TierDirection, TierOp
-from kvstow.results import Settled
+from kvstow.control.index import Removal
+from kvstow.control.namespaces import Namespace
+from kvstow.control.pool import Pool, PoolSession
+from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
+from kvstow.results import Settled, TierSettled
+from kvstow.stats import DirectionStats
 
-if TYPE_CHECKING:
-    from kvstow.control.index import Removal
-    from kvstow.control.namespaces import Namespace
-    from kvstow.control.pool import Pool
-    from kvstow.control.session import Session
+LAST_RANK = 0
+"""The rank whose object a put writes last."""
+
+
+@dataclass(slots=True)
+class OpenOp:
+    """An op that some rank has not finished.
+
+    `held`: slots that a load or a put keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks
+    that may still read the blocks of a store. `abandoned`: a stuck store or fetch that the host no longer waits for;
+    its slots are quarantined until it ends.
+    """
+
+    op: Op | TierOp
+    namespace: Namespace
+    keys: tuple[bytes, ...]
+    held: tuple[int, ...]
+    request_id: str
+    started: float
+    pending: set[int]
+    reading: set[int] = field(default_factory=set)
+    error: str | None = None
+    abandoned: bool = False
+    stuck: bool = False
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+    @property
+    def fills_slots(self) -> bool:
+        """Whether the op writes slots, whose keys are not visible meanwhile."""
+        return self.op.direction in ("store", "fetch")
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenTierOp(OpenOp):
+    """A put or a fetch. `moved`: leading slots that every rank so far has moved. `waits_for_others`: rank 0 has not
+    been given this put yet."""
+
+    tier_op: TierOp
+    moved: int
+    waits_for_others: bool
+    failed: int = 0
+    full: bool = False
+    outage: bool = False
 
 
 class OpsInFlight:
-    """The open ops of a session, by id. Used with the lock of its pool held. O(1), or O(slots of the op) where it ends,
-    unless a method says otherwise."""
+    """The open ops of a session of a pool, by id. Used with the lock of the pool held. O(1), or O(slots of the op)
+    where it ends, unless a method says otherwise."""
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._pool = session, session.pool
+    def __init__(self, pool: Pool, owner: PoolSession) -> None:
+        self.pool, self._owner = pool, owner
         self.tier = TierLedger(self)
-        self._ranks = frozenset(range(session.pool.config.num_ranks))
+        self._ranks = frozenset(range(pool.config.num_ranks))
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
         """Those that are not stuck. Like `_open`, in order of their start."""
@@ -48,10 +94,6 @@ class OpsInFlight:
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken."""
-
-    @property
-    def pool(self) -> Pool:
-        return self._pool
 
     def __len__(self) -> int:
         return len(self._open)
@@ -79,14 +121,15 @@ class OpsInFlight:
         now: float,
     ) -> Op:
         """Start an op with a new id, for every rank to finish."""
-        pool = self._pool
+        pool = self.pool
         pool.last_op_id += 1
-        op = Op(pool.last_op_id, direction, blocks, slots)
+        boots = self._owner.ranks.boots if self._owner.owns_memory else ()
+        op = Op(pool.last_op_id, direction, blocks, slots, boots)
         if direction == "store":
             pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
         else:
             pending, reading = set(self._ranks), set[int]()
-        entry = OpenOp(op, self._session.namespace, keys, held, request_id, now, pending, reading)
+        entry = OpenOp(op, self._owner.namespace, keys, held, request_id, now, pending, reading)
         self._open[op.op_id] = self._moving[op.op_id] = self._copies[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
@@ -103,14 +146,14 @@ class OpsInFlight:
         now: float,
     ) -> TierOp:
         """Start a put or a fetch with a new id, for these ranks to finish. A put holds its slots."""
-        pool = self._pool
+        pool = self.pool
         pool.last_op_id += 1
         op = TierOp(pool.last_op_id, direction, fingerprint, keys, slots)
         is_put = direction == "put"
         entry = OpenTierOp(
             op=op,
             tier_op=op,
-            namespace=self._session.namespace,
+            namespace=self._owner.namespace,
             keys=keys,
             held=slots if is_put else (),
             request_id="",
@@ -127,7 +170,7 @@ class OpsInFlight:
 
     def complete(self, rank: int, completion: Completion) -> None:
         """Take a completion of `rank`; end the op if it was the last one."""
-        entry, faults = self._open.get(completion.op_id), self._pool.counters.faults
+        entry, faults = self._open.get(completion.op_id), self.pool.counters.faults
         if entry is None:
             faults.stale_completions += 1
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
@@ -140,7 +183,7 @@ class OpsInFlight:
     def _remove_unloadable(self, entry: OpenOp) -> None:
         """At the first failure of a load: the request must not find its keys again and load in a circle."""
         if entry.op.direction == "load":
-            self._pool.remove_blocks(entry.op.slots, "load_failed")
+            self.pool.remove_blocks(entry.op.slots, "load_failed")
 
     def _accept(self, entry: OpenOp, rank: int, completion: Completion) -> None:
         was_reading = bool(entry.reading)
@@ -159,7 +202,7 @@ class OpsInFlight:
             self._settle(entry, "source_free")
 
     def _end(self, entry: OpenOp) -> None:
-        pool, op = self._pool, entry.op
+        pool, op = self.pool, entry.op
         self._forget(entry)
         if isinstance(entry, OpenTierOp):
             self.tier.end(entry)
@@ -173,7 +216,7 @@ class OpsInFlight:
             pool.counters.transfers.of(op.direction).error += 1
             pool.counters.faults.errors[f"{op.direction}_failed"] += 1
             pool.log(
-                *(WARNING, "%s%s %d of %d blocks failed: %s", self._session.label),
+                *(WARNING, "%s%s %d of %d blocks failed: %s", self._owner.label),
                 *(op.direction, op.op_id, len(op.blocks), entry.error),
             )
         else:
@@ -184,7 +227,7 @@ class OpsInFlight:
         if not entry.abandoned:
             self._settle(entry, "failed" if entry.error else "done")
         if entry.stuck:
-            self._session.refresh_acceptance()
+            self._owner.refresh_acceptance()
 
     def _forget(self, entry: OpenOp) -> None:
         op = entry.op
@@ -199,17 +242,16 @@ class OpsInFlight:
             self.held_slots -= len(entry.held)
 
     def _end_load(self, entry: OpenOp) -> None:
-        self._pool.unhold(entry.held)
+        self.pool.unhold(entry.held)
         if entry.error:
-            self._pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.slots)
-            self._pool.counters.fallbacks["load_failed"] += 1
+            self.pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.slots)
+            self.pool.counters.fallbacks["load_failed"] += 1
 
     def _end_store(self, entry: OpenOp) -> None:
-        pool, op = self._pool, entry.op
+        pool, op = self.pool, entry.op
         outcomes = pool.counters.stores
         if entry.abandoned:
-            pool.index.end_quarantine(op.slots)
-            pool.deallocate(op.slots)
+            pool.end_quarantine(op.slots)
         elif entry.error:
             entry.namespace.pending_stores.finish(entry.keys, op.slots)
             pool.deallocate(op.slots)
@@ -218,12 +260,12 @@ class OpsInFlight:
             published = self.publish(entry.namespace, entry.keys, op.slots)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)
-            if self._session.on_stored is not None:
-                self._session.on_stored(published.keys)
+            if self._owner.on_stored is not None:
+                self._owner.on_stored(published.keys)
 
     def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> Removal:
         """Make the keys of filled slots visible. Frees the slots of those that were disowned meanwhile."""
-        pool = self._pool
+        pool = self.pool
         published = pool.index.publish(namespace, keys, slots, pool.clock())
         pool.deallocate(published.freed)
         if pool.journal is not None and published.keys:
@@ -246,22 +288,22 @@ class OpsInFlight:
         """Fail the ops of a rank that has restarted. If its memory is lost, stores that it had finished fail, too, when
         the other ranks have ended them. O(open ops)."""
         pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
-        session = self._session
-        if session.owns_memory:
+        owner = self._owner
+        if owner.owns_memory:
             for entry in self._open.values():
                 if entry.op.direction == "store":
                     entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"
-        loss = "its memory is lost, " if session.owns_memory else ""
-        self._pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", session.label, rank, loss, len(pending))
+        loss = "its memory is lost, " if owner.owns_memory else ""
+        self.pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", owner.label, rank, loss, len(pending))
         for op_id, entry in pending:
-            if session.owns_memory:
+            if owner.owns_memory:
                 self._remove_unloadable(entry)
             self._accept(entry, rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
 
     def dissolve(self) -> list[OpenOp]:
         """Forget all ops and results, because the session has ended. Stores fail, and their slots are quarantined: the
         session's processes may still write them. Returns the ops that were open."""
-        pool, dissolved = self._pool, list(self._open.values())
+        pool, dissolved = self.pool, list(self._open.values())
         for entry in dissolved:
             op = entry.op
             self._forget(entry)
@@ -281,7 +323,7 @@ class OpsInFlight:
         A store or a fetch fails now: its slots are quarantined, because the silent rank may still write them. A load
         keeps waiting, because that rank may still write the host's blocks, and a put, because it may still read its
         slots. Puts and fetches stop no others."""
-        pool = self._pool
+        pool = self.pool
         entry = next(iter(self._moving.values()), None)
         if entry is None or entry.started >= now - pool.config.transfer_timeout:
             return False
@@ -295,7 +337,7 @@ class OpsInFlight:
         pool.log(
             ERROR,
             "%s%s %d is stuck after %g s: %s%s",
-            *(self._session.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
+            *(self._owner.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
             "; loads and stores stop until it ends" if is_copy else "",
         )
         if entry.fills_slots:
@@ -313,7 +355,7 @@ class OpsInFlight:
     def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
         """Ranks that have not completed the op and have nothing under way: the host has not submitted the op to them,
         or has not collected or passed on their completion."""
-        return [rank for rank in sorted(entry.pending) if self._session.ranks.idle_since(rank, entry.started, now)]
+        return [rank for rank in sorted(entry.pending) if self._owner.ranks.idle_since(rank, entry.started, now)]
 
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
         """What keeps the op from ending: ranks that work on it, or the host."""
@@ -323,7 +365,7 @@ class OpsInFlight:
         busy = sorted(entry.pending.difference(idle))
         reasons = [f"ranks {busy} have not finished it"] if busy else []
         if idle:
-            missed = self._session.ranks.uncollected(idle)
+            missed = self._owner.ranks.uncollected(idle)
             fault = f"not collected {missed} completions" if missed else "not submitted it, or lost its answer"
             reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
         return "; ".join(reasons)
@@ -331,3 +373,98 @@ class OpsInFlight:
     def is_consistent(self) -> bool:
         """Whether exactly the ops that are not stuck may become so. For integrity checks."""
         return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}
+
+
+class TierLedger:
+    """What `OpsInFlight` knows of puts and fetches beside what all ops have. Used with the lock of the pool held."""
+
+    def __init__(self, ops: OpsInFlight) -> None:
+        self._ops = ops
+        self.plans: deque[tuple[int, TierOp]] = deque()
+        """Ranks, each with an op that it has not been given yet."""
+        self.settled: deque[TierSettled] = deque()
+        """Results that the host has not taken."""
+        self.stats: dict[TierDirection, DirectionStats] = {"put": DirectionStats(), "fetch": DirectionStats()}
+
+    def begin(self, entry: OpenTierOp) -> None:
+        """A transfer starts: plan it for its ranks. Rank 0 of a put waits for the others."""
+        ranks = entry.pending - {LAST_RANK} if entry.waits_for_others else entry.pending
+        self.plans.extend((rank, entry.tier_op) for rank in sorted(ranks))
+
+    def take_plans(self) -> list[tuple[int, TierOp]]:
+        """Those since the last call. A rank that has restarted since its op was planned does not get it: its slots hold
+        other bytes now."""
+        plans = [(rank, op) for rank, op in self.plans if self._is_pending(rank, op)]
+        self.plans.clear()
+        return plans
+
+    def _is_pending(self, rank: int, op: TierOp) -> bool:
+        entry = self._ops.get(op.op_id)
+        return entry is not None and rank in entry.pending
+
+    def accept(self, entry: OpenTierOp, completion: Completion) -> None:
+        """Note that a rank has finished its part."""
+        if isinstance(completion, TierCompletion):
+            entry.moved = min(entry.moved, completion.moved)
+            entry.failed = max(entry.failed, completion.failed)
+            entry.full |= completion.full
+            entry.outage |= completion.outage
+        if entry.waits_for_others and entry.pending == {LAST_RANK}:
+            self._go_on(entry)
+
+    def _go_on(self, entry: OpenTierOp) -> None:
+        """Give a put to rank 0, because all others have finished it."""
+        entry.waits_for_others = False
+        if entry.error or not entry.moved:
+            entry.pending.clear()
+            return
+        op, moved = entry.tier_op, entry.moved
+        self.plans.append((LAST_RANK, replace(op, keys=op.keys[:moved], slots=op.slots[:moved])))
+
+    def end(self, entry: OpenTierOp) -> None:
+        """Settle an op that all ranks have finished."""
+        pool, op = self._ops.pool, entry.tier_op
+        moved = 0 if entry.error else entry.moved
+        if op.direction == "put":
+            pool.unhold(entry.held)
+        elif entry.abandoned:
+            pool.end_quarantine(op.slots)
+        else:
+            self._fill(entry, op.keys, op.slots, moved)
+        stats = self.stats[op.direction]
+        if entry.error:
+            stats.error += 1
+        else:
+            stats.count_success(moved, moved * pool.config.slot_bytes, entry.seconds, entry.queue_seconds)
+        if not entry.abandoned:
+            self.settle(entry, moved)
+
+    def _fill(self, entry: OpenOp, keys: Sequence[bytes], slots: Sequence[int], moved: int) -> None:
+        """The leading slots of a fetch are valid on all ranks; the others are not."""
+        pool = self._ops.pool
+        if moved:
+            self._ops.publish(entry.namespace, keys[:moved], slots[:moved])
+        if moved < len(slots):
+            entry.namespace.pending_stores.finish(keys[moved:], slots[moved:])
+            pool.deallocate(slots[moved:])
+
+    def settle(self, entry: OpenTierOp, moved: int) -> None:
+        op = entry.tier_op
+        self.settled.append(
+            TierSettled(
+                op_id=op.op_id,
+                direction=op.direction,
+                keys=op.keys,
+                moved=moved,
+                seconds=entry.seconds,
+                failed=entry.failed,
+                full=entry.full,
+                outage=entry.outage,
+                error=entry.error,
+            )
+        )
+
+    def dissolve(self) -> None:
+        """The session has ended."""
+        self.plans.clear()
+        self.settled.clear()

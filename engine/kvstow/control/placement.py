@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from kvstow.control.namespaces import Namespace
-from kvstow.control.pool import Pool
-from kvstow.control.slotjournal import fit
+from kvstow.control.ops import OpsInFlight
+from kvstow.control.pool import Pool, PoolSession, fit
 from kvstow.messages import Op
 from kvstow.results import StoreGrant
 from kvstow.status import Refusal
-
-if TYPE_CHECKING:
-    from kvstow.control.session import Session
 
 _OUTCOME_OF: dict[Refusal, str] = {
     "not_ready": "dropped_not_ready",
@@ -26,8 +22,11 @@ _EVICTIONS_PER_SLOT = 4
 its new limit, and evicting them frees no usable slot."""
 
 
-def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
-    """Start a store of the keys that need a slot and find one. The caller holds the lock. O(keys) in every state."""
+def place_store(
+    session: PoolSession, ops: OpsInFlight, keys: Sequence[bytes], blocks: Sequence[int], request_id: str
+) -> StoreGrant:
+    """Start a store of the keys that need a slot and find one, as one of the session's `ops`. The caller holds the
+    lock. O(keys) in every state."""
     pool = session.pool
     now = pool.clock()
     outcomes: dict[str, int] = {}
@@ -52,13 +51,13 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
             if pool.journal is not None:
                 pool.journal.begin(slots, session.session_id)
             moved = tuple([blocks[i] for i in fresh])
-            op = session.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
+            op = ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
         pool.counters.stores[outcome] += count
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
-def place_fetch(session: Session, keys: Sequence[bytes], *, whole: bool = False) -> tuple[list[bytes], list[int]]:
+def place_fetch(session: PoolSession, keys: Sequence[bytes], *, whole: bool = False) -> tuple[list[bytes], list[int]]:
     """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
     ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. `whole`: none of
     the keys if there are not slots for all. None in a namespace that is dropped or forgotten: the fleet tier's session
@@ -81,14 +80,14 @@ def place_fetch(session: Session, keys: Sequence[bytes], *, whole: bool = False)
     return wanted, slots
 
 
-def has_room(session: Session, keys: Sequence[bytes]) -> bool:
+def has_room(session: PoolSession, keys: Sequence[bytes]) -> bool:
     """Whether `place_fetch` would find slots for all of the keys; as little exact as `store_room`. The caller holds the
     lock. O(keys)."""
     fresh, present = _select(session.namespace, keys, {})
     return len(fresh) <= store_room(session, kept=len(session.pool.index.evictable(present)))
 
 
-def store_room(session: Session, *, kept: int = 0) -> int:
+def store_room(session: PoolSession, *, kept: int = 0) -> int:
     """Slots for a store, free or by eviction; 0 while stores are refused. `kept`: evictable blocks that must stay. An
     upper bound while the session has not registered all slots, or leases too many. The caller holds the lock."""
     pool = session.pool
@@ -100,7 +99,7 @@ def store_room(session: Session, *, kept: int = 0) -> int:
     return room if session.watermark is None else min(room, session.watermark)
 
 
-def _refusal(session: Session, now: float) -> Refusal | None:
+def _refusal(session: PoolSession, now: float) -> Refusal | None:
     """Why no store may start, which includes that no slot is pinned yet."""
     return session.acceptance.store_refusal(now) or (None if session.pool.slots.limit else "not_ready")
 
@@ -136,7 +135,7 @@ def _select(
     return fresh, [*present, scattered]
 
 
-def _make_room(session: Session, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
+def _make_room(session: PoolSession, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
     """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix count as used and are not
     evicted.
 

@@ -1,4 +1,5 @@
-"""A pool: one memory layout, and everything whose life is that of the memory.
+"""A pool: one memory layout, and everything whose life is that of the memory; and what it knows of its sessions and its
+journal.
 
 Lock: every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say
 so.
@@ -9,31 +10,217 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvstow.config import EngineConfig
-from kvstow.control import snapshots
-from kvstow.control.acceptance import PoolAcceptance
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
-from kvstow.control.namespaces import Namespace
-from kvstow.control.slotjournal import ANY_SESSION, SlotJournal
-from kvstow.control.slots import SlotMap
-from kvstow.control.slottimes import AgeSampler
-from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.errors import IntegrityError, InvalidRequestError
+from kvstow.control.namespaces import Namespace, NamespaceLabel
+from kvstow.control.ranktable import RankTable
+from kvstow.control.slots import AgeSampler, SlotMap
+from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
+from kvstow.results import Lease
 from kvstow.stats import Counters
-from kvstow.status import Refusal
+from kvstow.status import BypassStatus, DrainMode, Refusal
 
-if TYPE_CHECKING:
-    from kvstow.control.recovery import EarlierUses
-    from kvstow.control.session import Session
+SLICE_SLOTS = 1024
+"""Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
+
+
+class PoolAcceptance:
+    """What operators have switched off in a pool (drain, bypass), and whether its blocks can be trusted. Not locked."""
+
+    def __init__(self) -> None:
+        self.drain_mode: DrainMode | None = None
+        self.drain_deadline = inf
+        self.rebuilding = False
+        """Blocks that a rank has lost are still being removed; nothing is served meanwhile."""
+        self.bypass_load = self.bypass_store = False
+        self.bypass_until = inf
+
+    def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
+        self.bypass_load, self.bypass_store, self.bypass_until = load, store, until
+
+    def bypasses_load(self, now: float) -> bool:
+        return self.bypass_load and now < self.bypass_until
+
+    def bypass(self, now: float) -> BypassStatus:
+        if now >= self.bypass_until:
+            return BypassStatus(load=False, store=False, ttl_seconds_left=None)
+        left = None if self.bypass_until == inf else self.bypass_until - now
+        return BypassStatus(self.bypass_load, self.bypass_store, left)
+
+
+class SessionAcceptance:
+    """Whether one session may load and store: what its pool allows, and its own state. Not locked."""
+
+    def __init__(self, pool: PoolAcceptance) -> None:
+        self._pool = pool
+        self.serving = False
+        """Every rank can copy and no transfer is stuck."""
+        self.closed = False
+
+    def is_kept_from_loading(self, now: float) -> bool:
+        """Whether an operator wants it to load nothing, ready or not."""
+        return self._pool.drain_mode == "all" or self._pool.bypasses_load(now)
+
+    def load_refusal(self, now: float) -> Refusal | None:
+        pool = self._pool
+        if pool.drain_mode == "all" or self.closed:
+            return "draining"
+        if not self.serving or pool.rebuilding:
+            return "not_ready"
+        return "bypassed" if pool.bypasses_load(now) else None
+
+    def store_refusal(self, now: float) -> Refusal | None:
+        pool = self._pool
+        if pool.drain_mode or self.closed:
+            return "draining"
+        if not self.serving or pool.rebuilding:
+            return "not_ready"
+        return "bypassed" if pool.bypass_store and now < pool.bypass_until else None
+
+
+class LeaseBook:
+    """The leases of a session that have not ended, oldest first. Not locked; O(1).
+
+    A broken lease cannot be used any more, though it still holds slots. `max_slots`: how many slots all leases together
+    may hold when a store finds no other slot; the oldest ones end for it.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Lease] = {}
+        self._last_id = 0
+        self._last_broken_id = 0
+        self.num_slots = 0
+        self.max_slots: float = inf
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._open.values())
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease with this id, unless it has ended."""
+        return self._open.get(lease_id)
+
+    def grant(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> Lease:
+        self._last_id += 1
+        lease = self._open[self._last_id] = Lease(self._last_id, keys, slots)
+        self.num_slots += len(slots)
+        return lease
+
+    def is_open(self, lease: Lease) -> bool:
+        return self._open.get(lease.lease_id) is lease
+
+    def is_broken(self, lease: Lease) -> bool:
+        return lease.lease_id <= self._last_broken_id
+
+    def break_all(self) -> None:
+        """All leases that were granted until now are broken."""
+        self._last_broken_id = self._last_id
+
+    def end(self, lease: Lease) -> bool:
+        """End the lease; False if it had ended before."""
+        if not self.is_open(lease):
+            return False
+        del self._open[lease.lease_id]
+        self.num_slots -= len(lease.slots)
+        return True
+
+    def is_consistent(self) -> bool:
+        """Whether the count of slots is right. For integrity checks."""
+        return self.num_slots == sum(len(lease.slots) for lease in self)
+
+    @property
+    def excess_slots(self) -> int:
+        """How many slots the leases hold beyond `max_slots`; a slot counts once for each of its leases."""
+        return int(max(0, self.num_slots - self.max_slots))
+
+    def end_excess(self) -> list[Lease]:
+        """End the oldest leases until the others hold at most `max_slots`; returns the ended ones."""
+        ended: list[Lease] = []
+        while self.num_slots > self.max_slots:
+            ended.append(next(iter(self._open.values())))
+            self.end(ended[-1])
+        return ended
+
+
+ANY_SESSION = 0
+"""Slots that sessions may still read, although they hold no block any more, are begun under this number."""
+
+
+class SlotJournal(Protocol):
+    """Used with the pool's lock held. No call waits or raises, unless the pool has a defect. O(slots given).
+
+    A slot is begun before any rank is told to write it, published once all ranks have its bytes, and cleared as soon as
+    it is free. So a slot that is published in the journal has whole bytes whenever the process ends.
+    """
+
+    max_key_bytes: int
+
+    def begin(self, slots: Sequence[int], session: int) -> None:
+        """The session's processes may use these slots, which hold no block."""
+
+    def publish(self, slots: Sequence[int], namespace: int, keys: Sequence[bytes]) -> None:
+        """Each slot holds the block with the key beside it, in the namespace with this number."""
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Nothing uses these slots."""
+
+    def name_namespaces(self, namespaces: Mapping[int, NamespaceLabel]) -> None:
+        """The namespaces by number, the most important first. Blocks of others are not recovered."""
+
+
+def fit(keys: Sequence[bytes], most: int) -> bool:
+    """Whether all keys have one length, from 1 to `most` bytes, as in one call of `publish`."""
+    widths = set(map(len, keys))
+    return not widths or (len(widths) == 1 and 1 <= max(widths) <= most)
+
+
+def check_width(keys: Sequence[bytes], most: int) -> None:
+    """Raises `InvalidRequestError` unless the keys `fit`."""
+    if not fit(keys, most):
+        widths = sorted(set(map(len, keys)))
+        raise InvalidRequestError(
+            f"keys of {widths} bytes; allowed: keys of one length, from 1 to {most} bytes, because the pool's "
+            "journal has a field of that size"
+        )
+
 
 logger = logging.getLogger("kvstow.engine")
+
+
+class PoolSession(Protocol):
+    """What a pool, and what works on it, knows of a `Session`; its attributes are described there."""
+
+    is_engine: bool
+    owns_memory: bool
+    session_id: int
+    namespace: Namespace
+    ranks: RankTable
+    leases: LeaseBook
+    acceptance: SessionAcceptance
+    is_lost: bool
+    quarantined_slots: list[int]
+    label: str
+    watermark: int | None
+    on_stored: Callable[[Sequence[bytes]], None] | None
+
+    @property
+    def pool(self) -> Pool: ...
+
+    def adapt_to_pool(self) -> None: ...
+
+    def refresh_acceptance(self) -> None: ...
+
+    def mark_stuck(self, now: float) -> bool: ...
 
 
 class Pool:
@@ -51,7 +238,7 @@ class Pool:
         self.lock = Lock()
         self.slots = SlotMap()
         self.index = Index(config.policy)
-        self.sessions: list[Session] = []
+        self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
@@ -123,6 +310,11 @@ class Pool:
         if self.journal is not None and slots:
             self.journal.clear(slots)
         self.slots.deallocate(slots)
+
+    def end_quarantine(self, slots: Sequence[int]) -> None:
+        """Nobody can write these slots any more."""
+        self.index.end_quarantine(slots)
+        self.deallocate(slots)
 
     def unhold(self, slots: Iterable[int]) -> None:
         self.deallocate(self.index.unhold(list(slots)))
@@ -213,16 +405,6 @@ class Pool:
         """Slots that hold a block, or will. O(1), without the lock."""
         return self.slots.in_service - self.slots.free
 
-    def check_integrity(self) -> None:
-        """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
-        1 s for a million slots: for tests and quiet hours."""
-        with self.lock:
-            defects = snapshots.defects(self)
-            self.integrity_error = "; ".join(defects) or None
-            self.counters.faults.errors["integrity"] += bool(defects)
-        if defects:
-            raise IntegrityError("; ".join(defects))
-
     def lose(self, low: int) -> None:
         """Some rank has lost the contents of its slots from `low` on.
 
@@ -248,3 +430,28 @@ class Pool:
     def _set_lost(self, slots: range) -> None:
         self.lost = slots or range(0)
         self.acceptance.rebuilding = bool(slots)
+
+
+class EarlierUses:
+    """What the processes of all earlier sessions may still use. The journal does not say which slots they were reading,
+    so these are all that were in use. Until the last of the processes has died, the pool evicts nothing, and the slots
+    that become free are kept in quarantine. Used with the pool's lock held."""
+
+    def __init__(self, pool: Pool, session: PoolSession) -> None:
+        self.session = session
+        """Ends with the last process."""
+        self._pool = pool
+        self._was_used = pool.slots.copy()
+
+    def keep(self, slots: Iterable[int]) -> list[int]:
+        """Keep those of the slots that were in use, and return the others. O(slots given)."""
+        kept: list[int] = []
+        others: list[int] = []
+        for slot in slots:
+            (kept if self._was_used.is_used(slot) else others).append(slot)
+        if kept:
+            self.session.quarantined_slots += kept
+            self._pool.index.keep_in_quarantine(kept)
+            if self._pool.journal is not None:
+                self._pool.journal.begin(kept, ANY_SESSION)
+        return others

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from kvstow.control.acceptance import SessionAcceptance
-from kvstow.control.keyruns import first_of_runs, key_runs, keys_of, runs_below
-from kvstow.control.leases import LeaseBook
-from kvstow.control.namespaces import Namespace
+from kvstow.control.namespaces import Namespace, first_of_runs, key_runs, keys_of, runs_below
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
-from kvstow.control.pool import Pool
-from kvstow.control.ranks import RankTable
-from kvstow.control.slotjournal import check_width
+from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
+from kvstow.control.ranktable import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -54,7 +50,7 @@ class Session:
         self.namespace = self.join_namespace(namespace)
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
-        self.ops = OpsInFlight(self)
+        self.ops = OpsInFlight(pool, self)
         self.acceptance = SessionAcceptance(pool.acceptance)
         self.host_error: str | None = None
         self.is_lost = False
@@ -261,7 +257,7 @@ class Session:
         if self.pool.journal is not None:
             check_width(keys, self.pool.journal.max_key_bytes)
         with self.pool.lock:
-            return place_store(self, keys, blocks, request_id)
+            return place_store(self, self.ops, keys, blocks, request_id)
 
     def store_room(self) -> int:
         """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""
@@ -348,13 +344,6 @@ class Session:
         pool.remove_lost()
         return self.desired()
 
-    def boot_ids(self) -> tuple[str | None, ...]:
-        """The current boot of each rank. A plan names the boots that its ops are for: after a restart its slots hold
-        other bytes."""
-        pool = self.pool
-        with pool.lock:
-            return tuple(self.ranks.boot_id(rank) for rank in range(len(self.ranks)))
-
     def desired(self) -> DesiredState:
         """The desired state of every rank."""
         with self.pool.lock:
@@ -398,3 +387,8 @@ class Session:
             self.pool.counters.faults.errors["host"] += 1
             self.host_error = self.host_error or reason
             self.refresh_acceptance()
+
+
+def sessions_of(pool: Pool) -> list[Session]:
+    """The sessions of a pool. The caller holds the lock."""
+    return [session for session in pool.sessions if isinstance(session, Session)]

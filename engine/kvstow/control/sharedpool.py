@@ -1,25 +1,28 @@
-"""Pools whose memory belongs to their host and outlives the engines that attach to it."""
+"""Pools whose memory belongs to their host and outlives the engines that attach to it, and the recovery of the blocks
+that an earlier service has left in such memory."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from logging import INFO
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.config import EngineConfig
-from kvstow.control import sweeps
-from kvstow.control.administration import Administrator
-from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.namespaces import Namespace
-from kvstow.control.pool import Pool
-from kvstow.control.slotjournal import ANY_SESSION, NamespaceLabel, SlotJournal
-from kvstow.control.sweeps import SLICE_SLOTS, Sweep
-from kvstow.control.tiersession import TierSession
+from kvstow.control.administration import Administrator, Sweep, sweep_namespace
+from kvstow.control.attachedsession import AttachedSession, TierSession
+from kvstow.control.namespaces import Namespace, NamespaceLabel
+from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool, SlotJournal
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
 from kvstow.status import NamespaceStatus, SessionStatus
+
+if TYPE_CHECKING:
+    from kvstow.control.indexjournal import RecoveredIndex
 
 
 class SharedPool(Pool):
@@ -52,7 +55,6 @@ class SharedPool(Pool):
         self._tier_session_id = 0
         self.last_op_id = secrets.randbits(32) << 20
         """What an engine still says of an earlier service's ops must not be taken for a word about these."""
-        self._last_epoch = 0
         self._journaled: dict[int, str] = {}
         """The names of namespaces in the journal."""
 
@@ -121,7 +123,7 @@ class SharedPool(Pool):
             self.journal_namespaces()
         if namespace is None:
             raise NotFoundError(f"there is no namespace {name!r}")
-        return sweeps.drop_namespace(self, namespace)
+        return sweep_namespace(self, namespace)
 
     def join_namespace(self, name: str) -> Namespace:
         namespace = super().join_namespace(name)
@@ -144,11 +146,6 @@ class SharedPool(Pool):
     def namespace_label(self, name: str) -> NamespaceLabel:
         """What the journal says of a namespace. The caller holds the lock."""
         return NamespaceLabel(name)
-
-    def fresh_name(self, name: str) -> str:
-        """The name of a new epoch of a namespace. The caller holds the lock."""
-        self._last_epoch += 1
-        return f"{name.partition('@')[0]}@{self.desired.engine_id}-{self._last_epoch}"
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -225,3 +222,96 @@ class SharedPool(Pool):
             raise InvalidRequestError(
                 f"capacity_slots is {capacity_slots}; allowed: whole extents of this pool, one of {sorted(sizes)}"
             )
+
+
+class EarlierSession(NamedTuple):
+    """A session of an earlier service. `number`: its id in the pool; `processes`: those with the pool's memory that may
+    be alive."""
+
+    number: int
+    engine: str
+    processes: frozenset[Hashable]
+
+
+def recover(
+    pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], sessions: Iterable[EarlierSession]
+) -> int:
+    """Take up what the pool's journal says, after the extents were added and before anybody attaches. `names`: of the
+    namespaces, by number. `sessions`: all that the earlier service had. Returns the number of blocks.
+
+    A slot that a session was writing is kept until its processes have died. Blocks in slots that are not populated are
+    lost. Takes the lock for a slice at a time.
+    """
+    earlier = [one for one in sessions if one.processes]
+    with pool.lock:
+        limit = pool.slots.limit
+        nameless = _drop(pool, found, names, {one.number for one in earlier}, limit)
+    num_blocks = 0
+    for tag, blocks in found.blocks.items():
+        if tag in names:
+            items = [item for item in blocks.items() if item[1] < limit]
+            _restore(pool, names[tag], tag, items)
+            num_blocks += len(items)
+    with pool.lock:
+        pool.last_session_id = max([0, *found.filling, *(one.number for one in earlier)])
+        for one in earlier:
+            _restore_session(pool, one, found.filling.get(one.number, ()))
+        if earlier:
+            everyone = frozenset[Hashable]().union(*(one.processes for one in earlier))
+            session = _restore_session(pool, EarlierSession(ANY_SESSION, "earlier sessions", everyone), nameless)
+            pool.earlier = EarlierUses(pool, session)
+            pool.log(
+                *(
+                    INFO,
+                    "%d blocks were recovered; nothing is evicted before %d processes have attached again or ended",
+                ),
+                *(num_blocks, len(everyone)),
+            )
+        pool.journal_namespaces()
+    pool.write_log()
+    return num_blocks
+
+
+def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], alive: set[int], limit: int) -> list[int]:
+    """Note in the journal what is not recovered. Returns the slots without a block that any session may still read. The
+    caller holds the lock."""
+    blocks = [(tag in names, slot) for tag, of_tag in found.blocks.items() for slot in of_tag.values()]
+    nameless = [slot for is_named, slot in blocks if not is_named and slot < limit]
+    lost = [slot for _, slot in blocks if slot >= limit]
+    for number, slots in found.filling.items():
+        lost += [slot for slot in slots if slot >= limit or number not in (*alive, ANY_SESSION)]
+    orphans = [slot for slot in found.filling.get(ANY_SESSION, ()) if slot < limit]
+    if not alive:
+        lost += nameless + orphans
+        nameless, orphans = [], []
+    if pool.journal is not None:
+        if nameless:
+            pool.journal.begin(nameless, ANY_SESSION)
+        if lost:
+            pool.journal.clear(lost)
+    return nameless + orphans
+
+
+def _restore(pool: SharedPool, name: str, tag: int, items: Sequence[tuple[bytes, int]]) -> None:
+    """Make the blocks of a namespace visible, in the order in which they were stored."""
+    with pool.lock:
+        namespace = pool.index.namespaces.restore(name, tag)
+    for start in range(0, len(items), pool.slice_slots):
+        keys, slots = zip(*sorted(items[start : start + pool.slice_slots], key=itemgetter(1)), strict=True)
+        with pool.lock:
+            pool.slots.take(slots)
+            namespace.pending_stores.start(keys, slots)
+            pool.index.publish(namespace, keys, slots, pool.clock())
+    with pool.lock:
+        pool.index.namespaces.leave(namespace)
+
+
+def _restore_session(pool: SharedPool, earlier: EarlierSession, filling: Sequence[int]) -> AttachedSession:
+    slots = [slot for slot in filling if slot < pool.slots.limit]
+    pool.slots.take(slots)
+    session = AttachedSession(pool, earlier.number, earlier.engine, "")
+    session.processes.update(earlier.processes)
+    session.quarantined_slots += slots
+    pool.index.keep_in_quarantine(slots)
+    session.end("the service has restarted")
+    return session

@@ -1,10 +1,16 @@
-"""Which slots exist, and which of them are free."""
+"""What a pool knows of each slot: whether it is free, held or protected, and when its block was stored and used."""
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from itertools import compress, islice, repeat
+from math import inf, nextafter
+from operator import ge
 
 from kvstow.errors import InvalidRequestError
+from kvstow.stats import AgeStats
 
 _ABSENT, _FREE, _USED = 0, 1, 2
 _RETIRE = bytes.maketrans(bytes([_FREE]), bytes([_ABSENT]))
@@ -131,3 +137,271 @@ class SlotMap:
         """(free, in service), counted again. O(pool): for integrity checks."""
         free = self._states.count(_FREE)
         return free, free + self._states.count(_USED)
+
+
+class RefCounts:
+    """Counts the holders of each slot, in set operations that run in C (30 ns a slot). Not locked.
+
+    `increment` and `decrement` come in pairs with the same slots; repeats within one call count once.
+    """
+
+    __slots__ = ("_extra", "_held")
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._extra: dict[int, int] = {}
+        """Holders beyond the first."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._held
+
+    def count(self, slot: int) -> int:
+        return self._extra.get(slot, 0) + 1 if slot in self._held else 0
+
+    def increment(self, slots: list[int]) -> list[int]:
+        """Add a holder to each slot. Returns the slots that had none, in the order given."""
+        wanted = set(slots)
+        if len(wanted) < len(slots):
+            slots = list(dict.fromkeys(slots))
+        again = self._held & wanted
+        self._held |= wanted
+        if not again:
+            return slots
+        for slot in again:
+            self._extra[slot] = self._extra.get(slot, 0) + 1
+        return [slot for slot in slots if slot not in again]
+
+    def decrement(self, slots: list[int]) -> list[int]:
+        """Take a holder from each slot. Returns the slots that have none left, in the order given."""
+        leaving = set(slots)
+        if len(leaving) < len(slots):
+            slots = list(dict.fromkeys(slots))
+        extra = self._extra
+        again = [slot for slot in leaving if slot in extra] if extra else []
+        for slot in again:
+            if extra[slot] == 1:
+                del extra[slot]
+            else:
+                extra[slot] -= 1
+        leaving.difference_update(again)
+        self._held -= leaving
+        return [slot for slot in slots if slot in leaving] if again else slots
+
+    def free_of(self, slots: list[int]) -> list[int]:
+        """The slots without a holder, in the order given."""
+        if not self._held or self._held.isdisjoint(slots):
+            return slots
+        return [slot for slot in slots if slot not in self._held]
+
+    def slots(self) -> set[int]:
+        """A copy of the slots with a holder. O(held)."""
+        return set(self._held)
+
+    def is_consistent(self) -> bool:
+        """Whether only held slots have further holders. For integrity checks."""
+        return self._extra.keys() <= self._held and all(count > 0 for count in self._extra.values())
+
+
+_GROUP = 1024
+"""Slots that share one count."""
+
+
+class Protections:
+    """Protected slots and the time at which each protection ends (`inf`: never). Not locked.
+
+    Holds one entry per protected slot, however often its protection is renewed. `add` and `discard` are O(1), apart
+    from a memmove over the distinct end times; each protect request adds at most one of those.
+    """
+
+    __slots__ = ("_counts", "_end_of", "_ends", "_slots_ending")
+
+    def __init__(self) -> None:
+        self._end_of: dict[int, float] = {}
+        self._slots_ending: dict[float, dict[int, None]] = {}
+        """Slots by end time, each group in the order of `add`; slots protected without an end are not here."""
+        self._ends: list[float] = []
+        """The keys of `_slots_ending`, sorted."""
+        self._counts: dict[int, int] = {}
+        """Number of protected slots in each group of 1,024 neighbours."""
+
+    def __len__(self) -> int:
+        return len(self._end_of)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._end_of
+
+    def end_of(self, slot: int) -> float | None:
+        """When the protection ends; None if the slot is not protected."""
+        return self._end_of.get(slot)
+
+    def add(self, slot: int, end: float) -> None:
+        """Protect a slot until `end`; replaces an earlier protection."""
+        self.discard(slot)
+        self._end_of[slot] = end
+        self._counts[slot // _GROUP] = self._counts.get(slot // _GROUP, 0) + 1
+        if end < inf:
+            if end not in self._slots_ending:
+                self._slots_ending[end] = {}
+                insort(self._ends, end)
+            self._slots_ending[end][slot] = None
+
+    def discard(self, slot: int) -> bool:
+        """End a protection; False if there was none."""
+        end = self._end_of.pop(slot, None)
+        if end is None:
+            return False
+        self._counts[slot // _GROUP] -= 1
+        if end < inf:
+            slots = self._slots_ending[end]
+            del slots[slot]
+            if not slots:
+                del self._slots_ending[end], self._ends[bisect_left(self._ends, end)]
+        return True
+
+    def due(self, now: float, limit: int) -> list[int]:
+        """Up to `limit` slots whose protections end at or before `now`, earliest end first. Where `limit` cuts a group
+        with one end time, the slots added last come, in the order of `add`. O(limit)."""
+        found: list[int] = []
+        if not self._ends or self._ends[0] > now:
+            return found
+        for end in self._ends:
+            if end > now or len(found) >= limit:
+                break
+            found += list(islice(reversed(self._slots_ending[end]), limit - len(found)))[::-1]
+        return found
+
+    def count_from(self, slot: int) -> int:
+        """How many slots from `slot` on are protected. O(pool / 1,024)."""
+        group = slot // _GROUP
+        above = sum(count for number, count in self._counts.items() if number > group)
+        return above + len(self.between(slot, (group + 1) * _GROUP))
+
+    def between(self, low: int, high: int) -> list[int]:
+        """The protected slots from `low` to below `high`. O(high - low)."""
+        return [slot for slot in range(low, high) if slot in self._end_of]
+
+    def unprotected(self, slots: list[int]) -> list[int]:
+        """Those of the slots that are not protected, in the order given."""
+        if not self._end_of or self._end_of.keys().isdisjoint(slots):
+            return slots
+        return [slot for slot in slots if slot not in self._end_of]
+
+    def slots(self) -> set[int]:
+        """A copy of the protected slots. O(protections): for integrity checks."""
+        return set(self._end_of)
+
+    def is_consistent(self) -> bool:
+        """Whether all records agree on which slots are protected. O(protections): for integrity checks."""
+        ending = {slot: end for end, slots in self._slots_ending.items() for slot in slots}
+        counted = {group: count for group, count in self._counts.items() if count}
+        expected: dict[int, int] = {}
+        for slot in self._end_of:
+            expected[slot // _GROUP] = expected.get(slot // _GROUP, 0) + 1
+        return (
+            ending == {slot: end for slot, end in self._end_of.items() if end < inf}
+            and self._ends == sorted(self._slots_ending)
+            and all(self._slots_ending.values())
+            and counted == expected
+        )
+
+
+_SHORT = 8
+"""Runs of fewer slots are written one by one: creating a slice takes as long."""
+_STRIDE = 61
+"""One block in so many is sampled, 2 us for 1,000 blocks. A prime, or it would always sample the same blocks of equally
+long prefixes."""
+
+
+class SlotTimes:
+    """Two times of the engine's clock for each slot. Not locked; 16 bytes a slot.
+
+    A run is a `range` of neighbouring slots, or any other sequence of slots. A range is written as a slice, so its cost
+    hardly depends on its length.
+    """
+
+    __slots__ = ("_lost_at", "_stored_at", "_used_at")
+
+    def __init__(self) -> None:
+        self._stored_at = array("d")
+        self._used_at = array("d")
+        self._lost_at = -inf
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for slots below `num_slots`."""
+        missing = bytes(8 * max(0, num_slots - len(self._used_at)))
+        self._stored_at.frombytes(missing)
+        self._used_at.frombytes(missing)
+
+    def stored_at(self, slot: int) -> float:
+        return self._stored_at[slot]
+
+    def used_at(self, slot: int) -> float:
+        return self._used_at[slot]
+
+    def mark_stored(self, slots: Sequence[int], now: float) -> None:
+        """The slots, in ascending order, have new content, which counts as a use, and as stored after any loss even if
+        the clock has not moved since."""
+        if now <= self._lost_at:
+            now = nextafter(self._lost_at, inf)
+        stored_at, used_at = self._stored_at, self._used_at
+        if len(slots) >= _SHORT and slots[-1] - slots[0] == len(slots) - 1:
+            moments = array("d", (now,)) * len(slots)
+            stored_at[slots[0] : slots[-1] + 1] = used_at[slots[0] : slots[-1] + 1] = moments
+        else:
+            for slot in slots:
+                stored_at[slot] = used_at[slot] = now
+
+    def mark_used(self, runs: Iterable[Sequence[int]], now: float) -> None:
+        """The content of the slots was used."""
+        used_at = self._used_at
+        for run in runs:
+            if len(run) >= _SHORT and isinstance(run, range):
+                used_at[run.start : run.stop] = array("d", (now,)) * len(run)
+            else:
+                for slot in run:
+                    used_at[slot] = now
+
+    def mark_lost(self, now: float) -> None:
+        """The content of all slots is lost."""
+        self._lost_at = max(now, nextafter(self._lost_at, inf))
+
+    def outlived_a_loss(self, slot: int) -> bool:
+        """Whether the content of the slot was stored before a loss."""
+        return self._stored_at[slot] <= self._lost_at
+
+    def stored_until(self, moment: float, low: int, high: int) -> list[int]:
+        """The slots from `low` to below `high` whose content was stored at `moment` or before."""
+        return _until(self._stored_at, moment, low, high)
+
+    def used_until(self, moment: float, low: int, high: int) -> list[int]:
+        """The slots from `low` to below `high` whose content was last used at `moment` or before."""
+        return _until(self._used_at, moment, low, high)
+
+
+def _until(moments: array[float], moment: float, low: int, high: int) -> list[int]:
+    return list(compress(range(low, high), map(ge, repeat(moment), moments[low:high])))
+
+
+class AgeSampler:
+    """Observes the ages of one block in 61. Not locked; each call is O(slots given / 61)."""
+
+    def __init__(self, times: SlotTimes, ages: AgeStats) -> None:
+        self._times, self._ages = times, ages
+        self._until_evicted = self._until_found = 0
+        """How many more blocks to skip before the next sample."""
+
+    def sample_found(self, slots: Sequence[int], now: float) -> None:
+        """Blocks were found, and their new use is not noted yet."""
+        for slot in slots[self._until_found :: _STRIDE]:
+            self._ages.reuse_gap.observe(now - self._times.used_at(slot))
+        self._until_found = (self._until_found - len(slots)) % _STRIDE
+
+    def sample_evicted(self, slots: Sequence[int], now: float) -> None:
+        """Blocks were evicted for capacity."""
+        for slot in slots[self._until_evicted :: _STRIDE]:
+            self._ages.lifetime.observe(now - self._times.stored_at(slot))
+            self._ages.idle.observe(now - self._times.used_at(slot))
+        self._until_evicted = (self._until_evicted - len(slots)) % _STRIDE

@@ -1,15 +1,16 @@
-"""Transfers between the blocks of a session and the store of the fleet tier."""
+"""Transfers between the blocks of a session and the store of the fleet tier, and those that are under way."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvstow.control.openop import LAST_RANK
+from kvstow.control.ops import LAST_RANK
 from kvstow.control.placement import has_room, place_fetch
 from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
+from kvstow.tier.putqueue import PutQueue
 
 
 class Reach(NamedTuple):
@@ -124,3 +125,86 @@ class TierTraffic:
             settled = list(tier.settled)
             tier.settled.clear()
             return settled
+
+
+class TierFetches:
+    """Used by the thread of the host, except `num_blocks`. Contains a key while a fetch brings it."""
+
+    def __init__(self, traffic: TierTraffic) -> None:
+        self._traffic = traffic
+        self._keys_of: dict[int, tuple[bytes, ...]] = {}
+        self._worth: dict[int, float] = {}
+        """Of one key of each fetch."""
+        self._op_of: dict[bytes, int] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._op_of
+
+    @property
+    def num_blocks(self) -> int:
+        """From any thread."""
+        return sum(map(len, list(self._keys_of.values())))
+
+    def is_under_way(self, op_id: int) -> bool:
+        return op_id in self._keys_of
+
+    def ops_of(self, keys: Sequence[bytes]) -> list[int]:
+        """The fetches that these keys are part of."""
+        if not self._op_of:
+            return []
+        ops = dict.fromkeys(map(self._op_of.get, keys))
+        return [op for op in ops if op is not None]
+
+    def begin(self, fingerprint: str, keys: Sequence[bytes], worth: float, *, whole: bool = False) -> list[int]:
+        """Fetch those of the keys that the pool lacks. `worth`: how many blocks of tokens one key saves computing;
+        `whole`: see `begin_fetch`."""
+        ops = self._traffic.begin_fetch(fingerprint, keys, whole=whole)
+        for op in ops:
+            self._keys_of[op.op_id] = op.keys
+            self._worth[op.op_id] = worth
+            self._op_of.update(dict.fromkeys(op.keys, op.op_id))
+        return [op.op_id for op in ops]
+
+    def settle(self, settled: TierSettled) -> float:
+        """One has ended. Returns how many blocks of tokens need not be computed."""
+        for key in self._keys_of.pop(settled.op_id):
+            if self._op_of.get(key) == settled.op_id:
+                del self._op_of[key]
+        return self._worth.pop(settled.op_id) * settled.moved
+
+
+class TierPuts:
+    """Used by the thread of the host, except `num_blocks` and what `PutQueue` allows others."""
+
+    def __init__(self, traffic: TierTraffic, clock: Callable[[], float], *, slots: int) -> None:
+        """`slots`: the most that the pool may have."""
+        self._traffic = traffic
+        self._max_putting = max(traffic.most, slots // 8)
+        self.queue = PutQueue(max(traffic.most, slots), clock)
+        self._putting: dict[int, int] = {}
+        """Blocks of each put under way."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Under way. From any thread."""
+        return sum(list(self._putting.values()))
+
+    def is_under_way(self, op_id: int) -> bool:
+        return op_id in self._putting
+
+    def begin(self, fingerprint: str) -> None:
+        """Put what is due."""
+        room = self._max_putting - self.num_blocks
+        if room <= 0 or not (taken := self.queue.take(room)):
+            return
+        ops = self._traffic.begin_put(fingerprint, taken)
+        self.queue.put_back(self._traffic.out_of_reach(taken))
+        self._putting.update({op.op_id: len(op.keys) for op in ops})
+
+    def settle(self, settled: TierSettled) -> None:
+        """One has ended."""
+        del self._putting[settled.op_id]
+        if settled.full:
+            self.queue.note_full()
+        elif settled.moved:
+            self.queue.note_put()

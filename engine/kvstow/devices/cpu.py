@@ -1,4 +1,4 @@
-"""The CPU device: copies between arrays and a pool, without torch. Its pinning is `kvstow.memory.mlock`."""
+"""The CPU device: copies between arrays and a pool, without torch. Its pinning is `kvstow.memory.pinning`."""
 
 from __future__ import annotations
 

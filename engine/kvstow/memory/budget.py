@@ -6,14 +6,56 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, ConflictError, IntegrityError, NotFoundError
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
-from kvstow.memory.extentbook import BookedExtent, ExtentBook
-from kvstow.memory.poolrows import BookedPool, Row
-from kvstow.memory.recallorder import recall_order
-from kvstow.memory.rows import UNIT_BYTES, PoolLayout, fair_shares
+from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, ExtentBook, PoolLayout, Row, fair_shares
+
+
+class Create(NamedTuple):
+    """Make an extent with this number."""
+
+    extent: int
+    num_bytes: int
+    numa_node: int | None
+
+
+class Give(NamedTuple):
+    """The extent is this rank's, in this row of the pool. The slots of a row, from `first_slot` on, are usable once all
+    its extents are given, as far as they are populated."""
+
+    extent: int
+    pool: str
+    rank: int
+    row: int
+    first_slot: int
+    num_slots: int
+
+
+class Recall(NamedTuple):
+    """The pool loses the row, its last one: evict what its slots hold, give out none of them, and ask each client that
+    mapped one of the extents to let go of it."""
+
+    pool: str
+    row: int
+    extents: tuple[int, ...]
+
+
+class TakeBack(NamedTuple):
+    """Nobody has the extent any more: it is no pool's, and spare."""
+
+    extent: int
+    pool: str
+
+
+class Close(NamedTuple):
+    """Give the spare extent's memory back to the machine, wherever this service or its keeper has it."""
+
+    extent: int
+
+
+Step = Create | Give | Recall | TakeBack | Close
 
 
 class MemoryBudget:
@@ -139,6 +181,9 @@ class MemoryBudget:
     def rows(self, name: str) -> Mapping[int, Row]:
         """The pool's rows by number; those recalled are among them, and are the last ones."""
         return dict(self._pool(name).rows)
+
+    def extent_size(self, extent: int) -> int:
+        return self._book.find(extent).num_bytes
 
     def mappers(self, extent: int) -> list[str]:
         """The clients that have not let go of the extent."""
@@ -315,3 +360,28 @@ class MemoryBudget:
 def _require_units(what: str, num_bytes: int) -> None:
     if num_bytes <= 0 or num_bytes % UNIT_BYTES:
         raise ConfigError(what, format_size(num_bytes), "a multiple of 2 MiB, more than 0")
+
+
+def recall_order(
+    pools: Mapping[str, BookedPool], shares: Mapping[str, int], *, may_cross: bool
+) -> list[tuple[str, int]]:
+    """Pools and numbers of rows that may be recalled: those of pools without sessions, which have no share, then those
+    of the largest pool that is above its share, and so on. `may_cross`: also the row with which a pool falls below."""
+    idle = sorted((pool.idle_since, name) for name, pool in pools.items() if name not in shares)
+    order = [(name, row) for _, name in idle for row in reversed(pools[name].active_rows())]
+    held = {name: pools[name].held_bytes() for name in shares}
+    rows = {name: pools[name].active_rows() for name in shares}
+
+    def may_lose_a_row(name: str) -> bool:
+        if not rows[name]:
+            return False
+        if may_cross:
+            return held[name] > shares[name]
+        return held[name] - pools[name].rows[rows[name][-1]].num_bytes >= shares[name]
+
+    while losers := [name for name in shares if may_lose_a_row(name)]:
+        largest = max(losers, key=lambda name: (held[name], name))
+        row = rows[largest].pop()
+        held[largest] -= pools[largest].rows[row].num_bytes
+        order.append((largest, row))
+    return order

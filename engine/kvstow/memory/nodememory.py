@@ -12,10 +12,8 @@ from typing import Protocol
 from kvstow.config import HugePages
 from kvstow.errors import KvstowError, PinError
 from kvstow.memfd import MemfdIdentity
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
-from kvstow.memory.extents import Extent
-from kvstow.memory.populator import Populator
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.extents import Extent, Populator
 
 NAME_PREFIX = "extent-"  # of extents at the keeper
 
@@ -189,12 +187,13 @@ class NodeMemory:
             extent.row = row
 
     def _create_missing(self, changed: set[int]) -> None:
-        self.error = None
+        before, self.error = self.error, None
         for number, step in list(self._missing.items()):
             try:
                 extent = Extent.create(step.num_bytes, self._huge_pages, step.numa_node)
             except PinError as error:
-                logger.warning("an extent is missing: %s", error)
+                if before is None or before.reason != error.reason:  # this is tried again and again
+                    logger.warning("an extent is missing: %s", error)
                 self.error = error
                 return
             del self._missing[number]

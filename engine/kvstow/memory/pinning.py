@@ -1,9 +1,28 @@
-"""Pinning: how a device registers populated memory for its copies, and the progress of it."""
+"""Pinning: how populated memory is registered for the copies of a device, at which pace, and the progress of it.
+
+A register call holds a lock of the driver, so the host cannot launch anything meanwhile. The lock is unfair: without a
+pause the next call acquires it again, and the host waits for many calls (200 ms was measured).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import ctypes
+import errno
+import logging
+import os
+import resource
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvstow.bytesize import format_size
+from kvstow.config import PoolConfig
+from kvstow.errors import PinError
+from kvstow.memory.hoststeps import CallQueue, HostState, HostSteps, MadeCall
 
 
 class Registrar(Protocol):
@@ -85,3 +104,352 @@ class PinProgress:
             return None
         (began, before), (pinned, after) = self._started, self._pinned
         return (after - before) / (pinned - began) if pinned > began else None
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mlock.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class MlockRegistrar:
+    """Locks memory with `mlock`, as far as the process may. After the first refusal it locks no more: the memory is
+    populated and usable, `mode` becomes "populate", and `notice` names the limit. One registrar per pool."""
+
+    def __init__(self) -> None:
+        self.locked_bytes = 0
+        self.notice: str | None = None
+        self._locked: set[int] = set()
+
+    @property
+    def mode(self) -> str:
+        return "mlock" if self.notice is None else "populate"
+
+    def prepare_thread(self) -> None:
+        """Locks belong to the process, so there is nothing to do."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if self.notice is not None:
+            return
+        self._locked.add(address)  # before the call, which a signal handler may interrupt
+        if _libc.mlock(address, num_bytes) == 0:
+            self.locked_bytes += num_bytes
+            return
+        code = ctypes.get_errno()
+        self._locked.remove(address)
+        _libc.munlock(address, num_bytes)  # it may have locked a part
+        what = f"mlock of {format_size(num_bytes)} failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})"
+        if not _forbidden(code, num_bytes):
+            raise PinError("memlock", what)
+        self.notice = (
+            f"{what}; RLIMIT_MEMLOCK is {format_size(_memlock_limit())} and CAP_IPC_LOCK is missing. "
+            f"{format_size(self.locked_bytes)} are locked; the rest is populated, but the machine may swap it"
+        )
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        if address not in self._locked:
+            return
+        if _libc.munlock(address, num_bytes) != 0:
+            raise PinError("memlock", f"munlock of {format_size(num_bytes)} failed: {os.strerror(ctypes.get_errno())}")
+        self._locked.remove(address)
+        self.locked_bytes -= num_bytes
+
+
+class HugetlbRegistrar(PopulateOnly):
+    """For reserved huge pages: they are never swapped, so they need no lock and no limit applies."""
+
+    mode = "hugetlb"
+
+    def __init__(self) -> None:
+        self.locked_bytes = 0
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.locked_bytes += num_bytes
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        self.locked_bytes -= num_bytes
+
+
+def cpu_registrar(config: PoolConfig) -> Registrar:
+    """The registrar for a pool that only the CPU copies from."""
+    return HugetlbRegistrar() if config.huge_pages == "reserved" else MlockRegistrar()
+
+
+def _forbidden(code: int, num_bytes: int) -> bool:
+    """Whether `mlock` failed for lack of permission: EPERM at a limit of 0, ENOMEM above a limit. ENOMEM alone can have
+    other causes."""
+    limit = _memlock_limit()
+    above_limit = limit != resource.RLIM_INFINITY and _locked_by_process() + num_bytes > limit
+    return code == errno.EPERM or (code == errno.ENOMEM and above_limit)
+
+
+def _memlock_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def _locked_by_process() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:")), 0)
+
+
+CHUNK_BYTES, PAUSE = 64 << 20, 0.002  # where neither is given: 17.7 GiB/s, steps at most 1.2 ms longer
+LATENCY_TARGET = 0.0018  # a call of 80 MiB, or of 45 where the machine is slow; a step may become 2 ms longer
+_EASE = 5  # factor for a fixed pause while the host starts
+_FIRST_BYTES, _MOST_BYTES = 16 << 20, 84 << 20
+_LEAST_BYTES = 8 << 20  # any call takes at least 0.25 ms
+_GROWTH = 1.5  # per call at most, in case one call was fast by chance
+_LEAST_SECONDS = 1e-6  # registrars that do nothing take no time
+# Of the time, for register calls. Beside a long step of the device they made a prompt of 1.2 s 1 to 4 % longer at 0.4.
+_SHARES: dict[HostState, float] = {"idle": 0.4, "starting": 0.1, "waiting": 0.05}
+# Once the host has been idle for long. The next request waits for one call at most, as without it: from its first step
+# on, the calls are made between its steps. A pause of 0.9 ms is enough for the unfair lock.
+_LONG_IDLE, _LONG_IDLE_SHARE = 0.25, 0.65
+_CHUNKS_AHEAD = 12  # populated and not yet registered: 1 GiB at most
+
+
+class Pace(Protocol):
+    """Driven by the pinning thread; any thread may read `chunk_bytes`."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that the next call should register."""
+
+    @property
+    def call_seconds(self) -> float | None:
+        """Expected duration of the next call, if the host's thread may make it; None if it must not."""
+
+    @property
+    def chunks_ahead(self) -> int:
+        """How many chunks may be populated and not yet registered."""
+
+    def delay(self, now: float) -> float:
+        """Seconds until the next call may begin; now if 0 or less."""
+
+    def record(self, num_bytes: int, seconds: float, now: float) -> None:
+        """A call that ended at `now` held the driver's lock for `seconds`. On the pinning thread that is its CPU time:
+        its elapsed time would include waiting for the lock and the GIL."""
+
+
+class FixedPace:
+    """Fixed size and pause, except for longer pauses while the host starts."""
+
+    call_seconds = None
+    chunks_ahead = 1
+
+    def __init__(self, chunk_bytes: int, pause: float, steps: HostSteps) -> None:
+        self.chunk_bytes, self.pause = chunk_bytes, pause
+        self._steps = steps
+        self._ended: float | None = None
+
+    def delay(self, now: float) -> float:
+        pause = self.pause * (_EASE if self._steps.is_starting else 1)
+        return 0.0 if self._ended is None else self._ended + pause - now
+
+    def record(self, num_bytes: int, seconds: float, now: float) -> None:
+        self._ended = now
+
+
+class AdaptivePace:
+    """Adapts to what the host is doing.
+
+    While the host makes steps, its own thread makes the calls, for a share of its time that depends on what they cost
+    its steps (`CallBudget`). Each takes `latency_target`. While the host is idle, calls take two fifths of the time,
+    and two thirds after a quarter of a second; while it starts, a tenth; while it waits for a long step of its device,
+    a twentieth."""
+
+    chunks_ahead = _CHUNKS_AHEAD
+
+    def __init__(self, latency_target: float, steps: HostSteps) -> None:
+        self.chunk_bytes = _FIRST_BYTES
+        self._target = latency_target
+        self._steps = steps
+        self._bytes_per_second = _FIRST_BYTES / latency_target
+        self._seconds = 0.0
+        self._ended: float | None = None
+
+    @property
+    def call_seconds(self) -> float:
+        return self.chunk_bytes / self._bytes_per_second
+
+    def delay(self, now: float) -> float:
+        state = self._steps.state(now)
+        if self._ended is None or state == "stepping":
+            return 0.0  # the host's steps are the pause
+        is_long_idle = state == "idle" and self._steps.idle_seconds(now) > _LONG_IDLE
+        share = _LONG_IDLE_SHARE if is_long_idle else _SHARES[state]
+        return self._ended + self._seconds * (1 / share - 1) - now
+
+    def record(self, num_bytes: int, seconds: float, now: float) -> None:
+        """After a slow call the next is smaller at once; after a fast one it grows step by step."""
+        self._ended, self._seconds = now, max(seconds, _LEAST_SECONDS)
+        self._bytes_per_second = num_bytes / self._seconds
+        aimed = min(self._bytes_per_second * self._target, self.chunk_bytes * _GROWTH, _MOST_BYTES)
+        self.chunk_bytes = max(int(aimed), _LEAST_BYTES)
+
+
+def pace_of(config: PoolConfig, steps: HostSteps) -> Pace:
+    if not config.has_fixed_pace:
+        return AdaptivePace(config.latency_target or LATENCY_TARGET, steps)
+    chunk_bytes = CHUNK_BYTES if config.chunk_bytes is None else config.chunk_bytes
+    return FixedPace(chunk_bytes, PAUSE if config.pause is None else config.pause, steps)
+
+
+_KEPT = 4096  # calls, for `figures`
+
+logger = logging.getLogger("kvstow.pool")
+
+
+class CallFigures(NamedTuple):
+    """Register and unregister calls since the last time. `by_host`: on the host's thread. `wakes`: how often the
+    pinning thread woke while the host made steps. `batches`: how often it populated, for `populating_seconds`. Medians
+    and `p99_seconds` are of the last 4096 calls, and 0 without any. `share`: of the host's time while it makes steps;
+    `cost`: by how much of a call's time it makes a step longer (see `CallBudget`)."""
+
+    calls: int
+    by_host: int
+    wakes: int
+    batches: int
+    populating_seconds: float
+    median_bytes: float
+    median_seconds: float
+    p99_seconds: float
+    share: float
+    cost: float
+
+
+class PacedRegistrar:
+    """Makes the calls of a `Registrar` on the thread that the pace chooses. Not locked: the pinning thread calls it,
+    and after the end of that thread the one that closes the pool. Any thread may call `take_figures`."""
+
+    def __init__(
+        self,
+        registrar: Registrar,
+        pace: Pace,
+        steps: HostSteps,
+        *,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
+    ) -> None:
+        self._registrar, self._pace, self._steps = registrar, pace, steps
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._is_prepared = False
+        self._calls: deque[MadeCall] = deque(maxlen=_KEPT)
+        self._number = self._by_host = self._batches = 0
+        self._populating_seconds = 0.0
+        self._told: tuple[float, ...] = (0, 0, 0, 0, 0.0)
+        self._started = 0.0
+        self._of_host: float | None = None
+
+    def prepare_thread(self) -> None:
+        """Idempotent; see `Registrar.prepare_thread`."""
+        if not self._is_prepared:
+            self._registrar.prepare_thread()
+            self._is_prepared = True
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin a populated range, on the calling thread: a call of the queue for `advance`. Raises `PinError`; the range
+        is then not pinned."""
+        self._registrar.register(address, num_bytes)
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        """Undo `register`, at the pace. Raises `PinError`; the range is then still pinned. The caller records what is
+        pinned, then calls `record`."""
+        call = partial(self._registrar.unregister, address, num_bytes)
+        self._started, self._of_host = self._cpu_clock(), None
+        if (expected := self._pace.call_seconds) is None:
+            call()
+        else:
+            self._of_host = self._steps.run(call, num_bytes, expected)
+
+    def record(self, num_bytes: int) -> None:
+        """Tell the pace how long the last `unregister` held the driver's lock."""
+        of_host = self._of_host
+        self._record(MadeCall(num_bytes, self._cpu_clock() - self._started if of_host is None else of_host))
+        self._by_host += of_host is not None
+
+    def advance(self, queue: CallQueue, wake_at: int, wait_for_turn: Callable[[], bool]) -> None:
+        """Wait until `wake_at` calls of the queue have been made by the host's thread, or make the next one here. May
+        return earlier. `wait_for_turn` waits for as long as the pace says; False: make none.
+
+        The caller settles the queue, then calls `withdraw`.
+        """
+        if (expected := self._pace.call_seconds) is not None:
+            self._steps.offer(queue, expected)
+            if self._steps.wait(queue, wake_at):
+                self._record_of_host(queue)
+                return
+        self._record_of_host(queue)
+        if not wait_for_turn() or (expected is not None and self._steps.state(self._clock()) == "stepping"):
+            return
+        if queue.claim():
+            try:
+                started = self._cpu_clock()
+                made = queue.made
+                num_bytes = queue.make()
+                if queue.made > made:
+                    self._record(MadeCall(num_bytes, self._cpu_clock() - started))
+            finally:
+                queue.done()
+
+    def withdraw(self, queue: CallQueue) -> None:
+        """The queue is settled."""
+        self._steps.withdraw()
+        self._record_of_host(queue)
+
+    @contextmanager
+    def populating(self) -> Iterator[None]:
+        """Measures, for `take_figures`."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._batches += 1
+            self._populating_seconds += self._clock() - began
+
+    def take_figures(self) -> CallFigures:
+        """Since the last time."""
+        counted, self._calls = self._calls, deque(maxlen=_KEPT)
+        calls, before = list(counted), self._told  # a thread may still add to the deque
+        self._told = (self._number, self._by_host, self._steps.looks, self._batches, self._populating_seconds)
+        number, by_host, wakes, batches, populating = (now - then for now, then in zip(self._told, before, strict=True))
+        seconds = sorted(call.seconds for call in calls) or [0.0]
+        return CallFigures(
+            int(number),
+            int(by_host),
+            int(wakes),
+            int(batches),
+            populating,
+            statistics.median([call.num_bytes for call in calls] or [0]),
+            statistics.median(seconds),
+            seconds[len(seconds) * 99 // 100],
+            self._steps.budget.share,
+            self._steps.budget.cost,
+        )
+
+    def unregister_at_close(self, address: int, num_bytes: int, what: str) -> None:
+        """Unregister on the calling thread, without a pace. Logs an error instead of raising it, so that the caller
+        goes on to the rest."""
+        try:
+            self._registrar.unregister(address, num_bytes)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("could not unregister %s: %s", what, error)
+
+    def _record_of_host(self, queue: CallQueue) -> None:
+        """Tell the pace of each call what the median one took: one that took unusually long must not shrink the
+        next ones."""
+        calls: list[MadeCall] = []
+        while queue.by_host:
+            calls.append(queue.by_host.popleft())
+        if not calls:
+            return
+        self._by_host += len(calls)
+        usual = sorted(calls, key=lambda call: call.seconds / call.num_bytes)[len(calls) // 2]
+        for call in calls:
+            self._keep(call)
+            self._pace.record(usual.num_bytes, usual.seconds, self._clock())
+
+    def _record(self, call: MadeCall) -> None:
+        self._keep(call)
+        self._pace.record(call.num_bytes, call.seconds, self._clock())
+
+    def _keep(self, call: MadeCall) -> None:
+        self._number += 1
+        self._calls.append(call)

@@ -1,11 +1,15 @@
-"""Rows: how a pool's slots lie in extents. Row `i` is one extent for each rank, with the same slots in each."""
+"""The books of a node's memory: which extents there are, whose they are, and which clients have mapped them.
+
+A pool's slots lie in rows of extents. Row `i` is one extent for each rank, with the same slots in each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.memory.region import HUGE_PAGE_BYTES, round_up
 
 UNIT_BYTES = HUGE_PAGE_BYTES  # sizes of extents are multiples of it
@@ -82,3 +86,214 @@ def fair_shares(total: int, demands: Mapping[str, int]) -> dict[str, int]:
         shares[name] = min(demand, left // (len(demands) - count))
         left -= shares[name]
     return shares
+
+
+@dataclass(slots=True)
+class BookedExtent:
+    """`owner`: the last one that had it; `pool` and `row`: where it is, if it is not spare; `recalled`: its pool has
+    lost it; `maps`: by client, how often it was handed out and not given back."""
+
+    num_bytes: int
+    numa_node: int | None
+    owner: int | None = None
+    pool: str | None = None
+    row: int = 0
+    recalled: bool = False
+    maps: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_spare(self) -> bool:
+        return self.pool is None
+
+    @property
+    def may_change_hands(self) -> bool:
+        """Its pool has lost it, and every client has let go of it."""
+        return self.recalled and not self.maps
+
+
+class ExtentBook:
+    """Extents by number. Numbers are never used twice. Not locked."""
+
+    def __init__(self, numa_nodes: Sequence[int | None]) -> None:
+        self.extents: dict[int, BookedExtent] = {}
+        self.allocated_bytes = 0
+        self._numa_nodes = numa_nodes
+        self._last_number = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(extent.num_bytes for extent in self.extents.values() if extent.is_spare)
+
+    @property
+    def recalled_bytes(self) -> int:
+        """Of extents that were recalled, and that clients still have."""
+        return sum(extent.num_bytes for extent in self.extents.values() if extent.recalled)
+
+    def find(self, number: int) -> BookedExtent:
+        """Raises `NotFoundError`."""
+        if number not in self.extents:
+            raise NotFoundError(f"there is no extent {number}")
+        return self.extents[number]
+
+    def create(self, num_bytes: int, numa_node: int | None) -> int:
+        self.restore(self._last_number + 1, BookedExtent(num_bytes, numa_node))
+        return self._last_number
+
+    def restore(self, number: int, extent: BookedExtent) -> None:
+        """An extent with a number that it had before a restart."""
+        self.extents[number] = extent
+        self.allocated_bytes += extent.num_bytes
+        self._last_number = max(self._last_number, number)
+
+    def close(self, number: int) -> None:
+        self.allocated_bytes -= self.extents.pop(number).num_bytes
+
+    def find_spare(self, num_bytes: int, node: int | None, owner: int) -> int | None:
+        """One of this size that the owner may have: on the node, else on the one with the most spare memory; the oldest
+        of them, as it is populated first."""
+        by_node = self._bytes_by_node(spare_only=True)
+        fitting = [
+            (extent.numa_node != node, -by_node[extent.numa_node], number)
+            for number, extent in self.extents.items()
+            if extent.is_spare and extent.num_bytes == num_bytes and extent.owner in (None, owner)
+        ]
+        return min(fitting)[-1] if fitting else None
+
+    def newest_spare(self, owner: int | None) -> int:
+        """Of those that this owner may not have, else of all: the newest, as it is populated last."""
+        spares = ((number, extent.owner) for number, extent in self.extents.items() if extent.is_spare)
+        return max(spares, key=lambda spare: (spare[1] not in (None, owner), spare[0]))[0]
+
+    def emptiest_node(self) -> int | None:
+        by_node = self._bytes_by_node(spare_only=False)
+        return min(self._numa_nodes, key=lambda node: by_node[node])
+
+    def record_mapping(self, client: str, number: int) -> None:
+        """Raises `ConflictError` if it may not be mapped."""
+        extent = self.find(number)
+        if extent.is_spare or extent.recalled:
+            raise ConflictError(f"extent {number} is not in use, or was recalled: it may not be mapped")
+        extent.maps[client] += 1
+
+    def record_unmapping(self, client: str, number: int) -> None:
+        """Raises `InvalidRequestError` if the client has no mapping."""
+        maps = self.find(number).maps
+        if client not in maps:
+            raise InvalidRequestError(f"{client} has no mapping of extent {number}")
+        maps[client] -= 1
+        if not maps[client]:
+            del maps[client]
+
+    def record_death(self, client: str) -> None:
+        for extent in self.extents.values():
+            extent.maps.pop(client, None)
+
+    def _bytes_by_node(self, *, spare_only: bool) -> Counter[int | None]:
+        by_node: Counter[int | None] = Counter()
+        for extent in self.extents.values():
+            if extent.is_spare or not spare_only:
+                by_node[extent.numa_node] += extent.num_bytes
+        return by_node
+
+
+@dataclass(slots=True)
+class Row:
+    """One extent for each rank of the layout, with the slots from `first_slot` on. A `recalled` row is on its way back.
+
+    Read by others, changed by `MemoryBudget`. An extent is 0 before it is restored and once it is taken back.
+    """
+
+    first_slot: int
+    num_slots: int
+    extents: tuple[int, ...]
+    num_bytes: int
+    recalled: bool = False
+
+
+@dataclass(slots=True)
+class BookedPool:
+    """What a pool has, what its sessions ask for, and so which rows it lacks. Not locked.
+
+    Rows are numbered from 0 and lie end to end: a row's first slot follows the last one of the row before. The last row
+    is recalled first, and while a recalled row is left, the pool gets no new one.
+    """
+
+    layout: PoolLayout
+    idle_since: int
+    asks: dict[str, int | None] = field(default_factory=dict)  # slots, by session
+    wanted: int | None = None
+    removed: bool = False
+    rows: dict[int, Row] = field(default_factory=dict)
+
+    def active_rows(self) -> list[int]:
+        """The numbers of the rows that were not recalled."""
+        return sorted(number for number, row in self.rows.items() if not row.recalled)
+
+    def has_recalled_rows(self) -> bool:
+        return any(row.recalled for row in self.rows.values())
+
+    def num_sound_rows(self) -> int:
+        """How many rows from the first one on are complete and end to end. After a restart, some may be missing."""
+        first_slot = number = 0
+        while (row := self.rows.get(number)) and all(row.extents) and row.first_slot == first_slot:
+            first_slot += row.num_slots
+            number += 1
+        return number
+
+    def held_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows.values() if not row.recalled)
+
+    def held_slots(self) -> int:
+        return sum(row.num_slots for row in self.rows.values() if not row.recalled)
+
+    def has_part_row(self) -> bool:
+        return any(row.num_slots < self.layout.row_slots for row in self.rows.values() if not row.recalled)
+
+    def demand_slots(self) -> int | None:
+        """The slots that the pool should have; None for all that there are."""
+        if not self.asks or self.removed:
+            return 0
+        bounds = [bound for bound in (self._asked(), self.wanted) if bound is not None]
+        return min(bounds, default=None)
+
+    def missing_slots(self, share: int) -> int:
+        """Slots of the next row, as far as demand and a share of so many bytes go, wherever the memory is."""
+        demand = self.demand_slots()
+        within = self.layout.slots_within(max(0, share - self.held_bytes()))
+        return within if demand is None else max(0, min(within, demand - self.held_slots()))
+
+    def missing_bytes(self, share: int) -> int:
+        """Bytes of the rows that the pool lacks up to its demand and share, and could get now."""
+        if self.has_recalled_rows():
+            return 0
+        layout, demand = self.layout, self.demand_slots()
+        left = max(0, share - self.held_bytes())
+        rows = left // layout.row_bytes
+        if demand is not None:
+            demand = max(0, demand - self.held_slots())
+            rows = min(rows, demand // layout.row_slots)
+        if self.has_part_row():
+            return rows * layout.row_bytes
+        part = layout.slots_within(left - rows * layout.row_bytes)
+        if demand is not None:
+            part = min(part, demand - rows * layout.row_slots)
+        return rows * layout.row_bytes + (sum(layout.sizes(part)) if part else 0)
+
+    def next_row_slots(self, share: int, available: int, *, whole: bool) -> int:
+        """Slots of the row that the pool gets now, from so many available bytes; 0 for none. It has at most one row
+        that is not whole. `whole`: a pool that has rows, and a share for a whole one more, waits until there is memory
+        for that."""
+        if self.has_recalled_rows():
+            return 0
+        layout, slots = self.layout, self.missing_slots(share)
+        if slots == layout.row_slots and layout.row_bytes <= available:
+            return slots
+        if self.has_part_row():
+            return 0
+        if whole and slots == layout.row_slots and self.active_rows():
+            return 0
+        return min(slots, layout.slots_within(available))
+
+    def _asked(self) -> int | None:
+        asks = list(self.asks.values())
+        return None if None in asks else max(ask for ask in asks if ask is not None)

@@ -7,24 +7,35 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
-from kvstow.memory.callqueue import CallQueue
-from kvstow.memory.chunks import Chunk, PinnedChunks
-from kvstow.memory.growth import Growth
-from kvstow.memory.hoststeps import HostSteps
-from kvstow.memory.pace import Pace
-from kvstow.memory.pacedregistrar import CallFigures, PacedRegistrar
-from kvstow.memory.pinning import PinProgress, Registrar
-from kvstow.memory.poolmemory import PoolMemory
-from kvstow.memory.poolstatus import PoolState, PoolStatus
+from kvstow.memory.chunks import Chunk, Growth, PinnedChunks, SlotMemory
+from kvstow.memory.hoststeps import CallQueue, HostSteps
+from kvstow.memory.pinning import CallFigures, Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.messages import PoolFigures
+
+PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStatus(PoolFigures):
+    """One view of a pool. `degraded`: a chunk failed; `failed`: an unexpected error. In both, `error_reason` and
+    `error` say why, the pinned slots stay usable, and `retry` or a new target tries again. `numa_bytes`: memory by NUMA
+    node, empty if the kernel does not report it."""
+
+    state: PoolState
+    error_reason: str | None
+    error: str | None
+    numa_bytes: Mapping[int, int]
+
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
@@ -33,7 +44,7 @@ Int64Array = npt.NDArray[np.int64]
 logger = logging.getLogger("kvstow.pool")
 
 
-class Hold:
+class SlotHold:
     """Keeps memory of a pool in place until `release`, which is idempotent. Also a context manager."""
 
     __slots__ = ("_release",)
@@ -46,7 +57,7 @@ class Hold:
         if release is not None:
             release()
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> SlotHold:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +104,7 @@ class SlotPool(ABC):
         self.steps = HostSteps(clock)
         self._pace = pace(self.steps)
         self._paced = PacedRegistrar(registrar, self._pace, self.steps, clock=clock, cpu_clock=cpu_clock)
-        self._memory: PoolMemory
+        self._memory: SlotMemory
         self._state = threading.Condition()
         self._ending = threading.Lock()
         self._held: Counter[int] = Counter()  # by the slot at which it ends
@@ -192,14 +203,14 @@ class SlotPool(ABC):
             self._failure = None
             self._state.notify_all()
 
-    def hold(self, end_slot: int) -> Hold:
+    def hold(self, end_slot: int) -> SlotHold:
         """Keep the memory of all slots below `end_slot` in place until the hold is released. Never waits. Raises
         `CopyError` if they are not all pinned."""
         with self._state:
             if (pinned := self._pinned()) < end_slot:
                 raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
             self._held[end_slot] += 1
-        return Hold(partial(self._release, end_slot))
+        return SlotHold(partial(self._release, end_slot))
 
     def _release(self, end_slot: int) -> None:
         with self._state:

@@ -59,6 +59,7 @@ def make_api_host(
     live_checks: Mapping[str, HealthCheck] | None = None,
     startup_checks: Mapping[str, HealthCheck] | None = None,
     orphaned_memory: Callable[[], Sequence[OrphanedMemory]] = tuple,
+    attach: str | None = None,
 ) -> ApiHost:
     """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths. `startup_checks` are also
     checks of readiness.
@@ -79,6 +80,7 @@ def make_api_host(
         certificate_ends=None if tls is None else tls.ends,
         host_memory=partial(measure_memory, limits_of(settings.get("huge_pages", "advised"))),
         orphaned_memory=orphaned_memory,
+        attach=attach,
         agent_token=agent_token,
         readiness_require=options.readiness_require,
         live_checks=live_checks or {},

@@ -17,8 +17,9 @@ from kvstow_api.pooloverview import NOT_PINNED, Chart, PoolOverview
 from kvstow_api.poolrows import POOL_COLUMNS
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.tierrows import TIER_COLUMNS
+from kvstow_api.views.doctor import ConditionView
 from kvstow_service.cli.output import STATE_STYLES
-from kvstow_service.cli.rowtable import lines_of, row_table
+from kvstow_service.cli.rowtable import row_table
 from kvstow_service.cli.sparkline import sparkline
 
 # The characters distinguish the states on terminals without colours.
@@ -38,6 +39,7 @@ _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _FEW = 4  # lines of rows of one kind, on a small screen
 _FIXED_LINES, _POOL_LINES = 6, 6  # without rows, ranks and transfers; of what is below the rows
+_HEAD_LINES = 2  # of the fixed ones
 _GROUPS = 7
 
 
@@ -48,15 +50,23 @@ def board(
     answer."""
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
-    room = height - _FIXED_LINES - len(shown.switches) - bool(lost) - bool(footer)
+    head, conditions = _head(shown, server, width), _conditions(shown.conditions, width, max(_FEW, height // 4))
+    room = (
+        height
+        - _FIXED_LINES
+        + _HEAD_LINES
+        - len(head)
+        - sum(-(-one.cell_len // width) for one in conditions)
+        - bool(lost)
+        - bool(footer)
+    )
     room -= len(shown.oldest) + (_POOL_LINES if shown.pool else 0)
     room -= bool(shown.tiers)
-    wanted = [lines_of(shown.pools, width), lines_of(shown.sessions, width), lines_of(shown.tiers, width)]
-    wanted.append(len(shown.ranks))
+    wanted = [len(shown.pools), len(shown.sessions), len(shown.tiers), len(shown.ranks)]
     pools, sessions, tiers, ranks = _shares(room, wanted)
     airy = room - sum(wanted) >= _GROUPS
     groups = [
-        _head(shown, server) if lost is None else Group(_head(shown, server), _lost(lost)),
+        Group(*head, *conditions, *([] if lost is None else [_lost(lost)])),
         _memory(shown.memory, width),
         _pools(shown, width, pools),
         _sessions(shown, width, sessions),
@@ -84,12 +94,29 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     return shares
 
 
-def _head(shown: Overview, server: str) -> RenderableType:
+def _head(shown: Overview, server: str, width: int) -> list[Text]:
+    """With a line for the attach socket where it does not fit beside the rest."""
     state = (shown.state, f"bold {STATE_STYLES.get(shown.state, '')}".strip())
-    why = Text.assemble(state, f"  {shown.reason}")
-    switches = (Text(f"{words} (undo: `{undo}`)", style="yellow") for words, undo in shown.switches)
-    name = Text(f"kvstow: {shown.about}, {server}", style="bold", no_wrap=True, overflow="ellipsis")
-    return Group(name, why, *switches)
+    name = f"kvstow {shown.host_name}: {shown.about}, {server}"
+    lines = [f"{name}, engines attach at {shown.attach}" if shown.attach else name]
+    if len(lines[0]) > width and shown.attach:
+        lines = [name, f"engines attach at {shown.attach}"]
+    names = [Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in lines]
+    return [*names, Text.assemble(state, f"  {shown.reason}")]
+
+
+def _conditions(found: Sequence[ConditionView], width: int, most: int) -> list[Text]:
+    """The worst conditions, as many as take at most `most` lines, each with what mends it."""
+    lines: list[Text] = []
+    for number, one in enumerate(found):
+        line = Text.assemble(
+            (one.severity, STATE_STYLES.get(one.severity, "cyan")), f"  {one.what}  ", (one.fix, "dim")
+        )
+        most -= -(-line.cell_len // width)
+        if most < 0 and lines:
+            return [*lines, Text(f"and {len(found) - number} more: `kvstow doctor`", style="dim")]
+        lines.append(line)
+    return lines
 
 
 def _lost(reason: str) -> Text:
@@ -106,8 +133,7 @@ def _grid() -> Table:
 
 def rank_bars(ranks: Sequence[RankRow], width: int, most: int) -> RenderableType:
     """A bar for each rank, or in `most` lines for some of them, as `select_ranks` chooses them. Where host, pid and
-    device do not fit beside the bar, they are below it, unless that takes more than `most` lines. What is wrong with a
-    rank takes further lines."""
+    device do not fit beside the bar, they are below it, unless that takes more than `most` lines."""
     lines: list[RenderableType] = []
     chosen = select_ranks(ranks, most if len(ranks) <= most else most - 1)
     room = width - _LABEL - _GAPS - _widest(chosen, with_place=True)
@@ -122,15 +148,13 @@ def rank_bars(ranks: Sequence[RankRow], width: int, most: int) -> RenderableType
         lines.append(line)
         if below and rank.place:
             lines.append(_indented(Text(rank.place, style="dim")))
-        if rank.trouble:
-            lines.append(_indented(Text(rank.trouble, style="red")))
     if len(chosen) < len(ranks):
         lines.append(Text(f"and {len(ranks) - len(chosen)} more ranks", style="dim"))
     return Group(*lines)
 
 
 def _rank_words(rank: RankRow, *, with_place: bool) -> Text:
-    state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
+    state = Text(rank.state, style=STATE_STYLES.get(rank.state, "red" if rank.troubled else ""))
     place = f"  {rank.place}" if rank.place and with_place else ""
     return Text.assemble(state, f"  {rank.progress}", (place, "dim"))
 
@@ -147,7 +171,7 @@ def _memory(memory: MemoryBar, width: int) -> RenderableType:
     grid = _grid()
     bar = ProgressBar(max(memory.target_bytes, 1), memory.populated_bytes, _bar_width(width), complete_style="green")
     grid.add_row(_label("memory"), bar, memory.progress)
-    return Group(grid, _indented(Text(memory.failure, style="red"))) if memory.failure else grid
+    return grid
 
 
 def _pools(shown: Overview, width: int, most: int) -> RenderableType:
@@ -158,7 +182,7 @@ def _pools(shown: Overview, width: int, most: int) -> RenderableType:
 
 def _pools_there(shown: Overview, width: int, most: int) -> RenderableType:
     if not shown.pools:
-        return Text("no engine has attached yet, so there is no pool")
+        return Text(shown.empty)
     selected = (shown.selected or "") if shown.choices else None
     return row_table(shown.pools, POOL_COLUMNS, width, most, noun="pools", selected=selected)
 

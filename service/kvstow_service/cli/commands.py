@@ -25,7 +25,7 @@ COMMANDS = {
     "describe": _Command("describe", "Show one thing in full: the server, a pool, a rank, ..."),
     "top": _Command("top", "Watch the server live."),
     "events": _Command("events", "Print events as they happen, until Ctrl-C."),
-    "doctor": _Command("doctor", "Diagnose problems and suggest fixes."),
+    "doctor": _Command("doctor", "Tell what is wrong, whom it concerns, and what mends it."),
     "wait": _Command("wait", "Wait until the server is ready, pinned or drained."),
     "evict": _Command("blockcommands", "Remove the coldest blocks."),
     "purge": _Command("blockcommands", "Remove blocks by key, age or number, protected ones included."),
@@ -66,7 +66,7 @@ def load(name: str) -> click.Command:
     try:
         command: click.Command = getattr(import_module(f"kvstow_service.cli.{COMMANDS[name].module}"), name)
     except ModuleNotFoundError as error:
-        needs = f"`kvstow {name}` needs the package {error.name}: pip install 'kvstow[service,cli]'"
+        needs = f"`kvstow {name}` needs the package {error.name}: pip install '.[service,cli]' in KVStow's checkout"
         raise click.ClickException(needs) from error
     return command
 

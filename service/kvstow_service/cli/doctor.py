@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @wide_format_flag
 @remote
 def doctor(connection: Connection, style: Format) -> None:
-    """Diagnose problems and suggest fixes.
+    """Tell what is wrong, whom it concerns, and what mends it.
 
-    Exit code 1 if there is a warning or an error. wide shows the numbers, and the checks that could not run.
+    Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
     from kvstow_api.client import calls
 
@@ -33,14 +33,14 @@ def doctor(connection: Connection, style: Format) -> None:
 
 
 def _lines(view: DoctorView, *, wide: bool) -> Iterator[str]:
-    for finding in view.findings:
-        yield f"{styled(finding.severity, STATE_STYLES.get(finding.severity))}  {finding.what}"
-        yield f"  why  {finding.why}"
-        yield f"  fix  {finding.fix}"
+    for one in view.conditions:
+        yield f"{styled(one.severity, STATE_STYLES.get(one.severity))}  {one.what}"
+        yield f"  why  {one.why}"
+        yield f"  fix  {one.fix}"
         if wide:
-            numbers = ", ".join(f"{name} {value:,g}" for name, value in finding.evidence.items())
-            yield f"  {finding.check}: {numbers or 'no numbers'}"
+            numbers = ", ".join(f"{name} {value:,g}" for name, value in one.evidence.items())
+            yield f"  {one.name}: {numbers or 'no numbers'}"
         yield ""
-    yield f"{counted(len(view.checks), 'check')}, {counted(len(view.findings), 'finding')}"
+    yield f"{counted(len(view.conditions), 'condition')}; {counted(len(view.checked), 'kind')} looked for"
     if wide:
-        yield from (f"skipped: {check}: {reason}" for check, reason in view.skipped.items())
+        yield from (f"not looked for: {name}: {reason}" for name, reason in view.skipped.items())

@@ -18,22 +18,16 @@ from kvstow_service.cli.output import STATE_STYLES
 _R = TypeVar("_R", PoolRow, SessionRow, TierRow)
 
 _GAP = 2
-_INDENT = 2  # of the line below a row
 _SURE_COLUMNS = 6  # a long name is cut to leave room for them
 _SHORTEST_NAME = 16
-
-
-def lines_of(rows: Sequence[_R], width: int) -> int:
-    """Lines that all rows take, without the titles."""
-    return sum(_height(row, width) for row in rows)
 
 
 def row_table(
     rows: Sequence[_R], columns: Mapping[str, str], width: int, most: int, *, noun: str, selected: str | None = None
 ) -> RenderableType:
-    """The first columns that fit, with their titles, and at most `most` lines of rows: those in trouble before others.
-    `selected`: the name of a row to mark."""
-    chosen = rows if lines_of(rows, width) <= most else select_rows(rows, _how_many(rows, width, most - 1))
+    """The first columns that fit, with their titles, and at most `most` lines of rows: those that a condition concerns
+    before others. `selected`: the name of a row to mark."""
+    chosen = rows if len(rows) <= most else select_rows(rows, max(1, most - 1))
     mark = 2 if selected is not None else 0
     cells = [[str(getattr(row, field)) for field in columns] for row in chosen]
     titles = [title.upper() for title in columns.values()]
@@ -45,22 +39,11 @@ def row_table(
     for row, texts in zip(chosen, cells, strict=True):
         is_selected = row.name == selected
         prefix = ("▸ " if is_selected else "  ")[:mark]
-        lines.append(_line(texts, widths[:shown], prefix, "bold" if is_selected else "", list(columns).index("state")))
-        if row.trouble:
-            lines.append(Text(" " * _INDENT + row.trouble, style="red"))
+        style = "bold" if is_selected else "yellow" if row.troubled else ""
+        lines.append(_line(texts, widths[:shown], prefix, style, list(columns).index("state")))
     if len(chosen) < len(rows):
         lines.append(Text(f"and {len(rows) - len(chosen)} more {noun}", style="dim"))
     return Group(*lines)
-
-
-def _height(row: PoolRow | SessionRow | TierRow, width: int) -> int:
-    return 1 + -(-(len(row.trouble) + _INDENT * bool(row.trouble)) // max(width, 1))
-
-
-def _how_many(rows: Sequence[_R], width: int, most: int) -> int:
-    """How many rows fit, those in trouble first."""
-    ordered = sorted(rows, key=lambda row: not row.trouble)
-    return max(1, sum(end <= most for end in accumulate(_height(row, width) for row in ordered)))
 
 
 def _line(texts: Sequence[str], widths: Sequence[int], prefix: str, style: str, state: int) -> Text:

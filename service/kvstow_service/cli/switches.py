@@ -79,8 +79,10 @@ def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | No
     with connection.client() as client:
         if dry_run:
             emit(client.send(calls.drain_status(pool=pool)), style, _would_undrain)
-        else:
-            emit(client.send(calls.undrain(pool=pool)), style, drain_words)
+            return
+        was_active = client.send(calls.drain_status(pool=pool)).active
+        now = client.send(calls.undrain(pool=pool))
+        emit(now, style, drain_words if was_active else lambda _: "nothing to do: there was no drain")
 
 
 def _would_drain(mode: str, now: DrainStatus) -> str:
@@ -124,7 +126,10 @@ def bypass(
         emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
         return
     with connection.client() as client:
-        emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl, pool=pool)), style, bypass_words)
+        before = client.send(calls.bypass_status(pool=pool))
+        now = client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl, pool=pool))
+        is_nothing = off and not bypassed(before)
+        emit(now, style, (lambda _: "nothing to do: there was no bypass") if is_nothing else bypass_words)
 
 
 def _would_bypass(plan: BypassStatus) -> str:

@@ -6,6 +6,7 @@ from kvstow.bytesize import format_size
 from kvstow.status import BlockStatus, RankStatus
 from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_text, moment, percent, rate
 from kvstow_api.overview import waits_for
+from kvstow_api.rankrows import rank_state
 from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.tier import TierClientView
@@ -130,7 +131,7 @@ def _protection_left(item: BlockStatus) -> str:
 
 RANKS = (
     _field("RANK", "rank"),
-    _field("STATE", "state"),
+    Column("STATE", rank_state),
     _field("POOL", "pool"),
     _field("SESSION", "session"),
     _field("HOST", "host"),

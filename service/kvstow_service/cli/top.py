@@ -41,8 +41,8 @@ class Answer(NamedTuple):
 def top(connection: Connection, interval: float, svg: Path | None, pool: str | None) -> None:
     """Watch the server live.
 
-    Shows memory, and a row for each pool and for each engine (session), with what is wrong below the row. Of one pool
-    it also shows ranks, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Where there are
+    Shows what is wrong and what mends it, memory, and a row for each pool and for each engine (session). Of one pool it
+    also shows ranks, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Where there are
     several pools, Tab selects the next one, and everything below the pools is about it alone; a selects all again.
 
     Keeps trying if the server does not answer. q or Ctrl-C quits. Without a terminal it prints once.
@@ -64,7 +64,7 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     from kvstow_api.numberformat import duration
     from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
 
-    send, info = client.send, client.send(calls.info())
+    send, info, readiness = client.send, client.send(calls.info()), client.send(calls.readiness())
     pools = send(calls.pools()).items
     shown = pool_to_show([one.name for one in pools], pool)
     of_pool = None if shown is None else _ask_pool(client, shown)
@@ -72,16 +72,17 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
         model=info.settings.get("model"),
         mode=info.mode,
         version=info.version,
+        host_name=info.host_name,
+        attach=info.attach,
         node=info.node,
-        readiness=send(calls.readiness()),
-        drain=send(calls.drain_status()),
-        bypass=send(calls.bypass_status()),
+        readiness=readiness,
         pools=pools,
         sessions=send(calls.sessions()).items,
         transfers=send(calls.transfers(slowest=NUM_OLDEST, pool=None if of_pool is None else shown)),
         asked=pool,
         pool=of_pool,
         tier=send(calls.tier()),
+        conditions=readiness.conditions,
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from kvstow.config import HugePages
 from kvstow.errors import ConflictError, IntegrityError
 from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.extents import STEP_BYTES
+from kvstow.memory.extents import STEP_BYTES, Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.numa import memory_nodes
-from kvstow.memory.populator import Populator
+from kvstow.memory.region import memory_nodes
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.attach.attachsocket import AttachSocket
 from kvstow_service.node.attach.attachtally import REASONS
@@ -233,7 +232,7 @@ class Node:
             if pool.num_sessions or pool.slots.in_service > _MAX_CHECKED_SLOTS:
                 continue
             try:
-                pool.check_integrity()
+                pool.facade.check_integrity()
             except IntegrityError as error:
                 self.integrity_problem = f"the records of pool {pool.name} are inconsistent: {error}"
                 logger.error("%s", self.integrity_problem)

@@ -61,6 +61,7 @@ class NodeDirectory:
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=memory.figures.recalled_bytes,
+            waits=memory.figures.waits,
             notices=memory.figures.notices,
             keeper=None if keeper is None else "connected" if keeper.notice is None else "gone",
             keeper_restarts=0 if keeper is None else keeper.restarts,

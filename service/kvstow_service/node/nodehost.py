@@ -16,22 +16,23 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    EventPage,
     Found,
     LoadBegun,
     Lookup,
     LookupPrompt,
     Pending,
     Prefill,
+    ReadEvents,
     ResetDone,
     StoreBegun,
 )
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
-from kvstow.control.hostswitches import HostSwitches
+from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession

@@ -80,6 +80,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             live_checks={"node": start.live_failure},
             startup_checks={"node": start.check},
             orphaned_memory=_orphaned_memory,
+            attach=f"unix:{plan.node.attach_socket}",
         )
         server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
         server.start()  # first, so that it answers while the node recovers what an earlier service has left

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstow.attach.identity import NamespaceIdentity
-from kvstow.attach.jsonobject import JsonObject
+from kvstow.attach.payloads import JsonObject
 from kvstow.control.indexjournal import IndexJournal
-from kvstow.control.recovery import EarlierSession, recover
-from kvstow.control.slotjournal import NamespaceLabel
+from kvstow.control.namespaces import NamespaceLabel
+from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import KvstowError, NotFoundError
 from kvstow.memory.nodememory import NAME_PREFIX as EXTENT_PREFIX
 from kvstow_service.node.attach.attachserver import AttachServer

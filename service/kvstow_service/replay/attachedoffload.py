@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
+from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.ticket import SessionTicket
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Lease, Settled, StoreGrant

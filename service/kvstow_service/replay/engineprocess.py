@@ -13,12 +13,14 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvstow.errors import KvstowError
+from kvstow.errors import KvstowError, ProcessEndedError
 from kvstow_service.replay.attachedoffload import AttachedOffload, pool_identity
 from kvstow_service.replay.child import parent_pipe
 from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.replay.enginepipe import Begin, EngineSpec, Finish, Progress
 from kvstow_service.replay.remoteranks import Failed, RemoteRanks
+
+logger = logging.getLogger("kvstow.replay")
 
 _FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
 _ABSENT_SECONDS = 2.0  # the same while no service answers
@@ -134,6 +136,9 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format=f"{spec.name}: %(message)s", stream=sys.stderr)
     try:
         Engine(pipe, spec).run()
+    except ProcessEndedError as error:  # of a rank: the launcher starts the engine again, as if it had died
+        logger.warning("%s", error)
+        return 1
     except KvstowError as error:
         pipe.send(Failed(error))
         return 1

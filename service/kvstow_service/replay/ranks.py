@@ -10,7 +10,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mlock import MlockRegistrar
+from kvstow.memory.pinning import MlockRegistrar
 from kvstow_service.replay.kv import RankKV
 from kvstow_service.replay.pattern import HostKV
 from kvstow_service.replay.shapes import Shape, even_shape

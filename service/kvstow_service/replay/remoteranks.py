@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kvstow.attach.ticket import SessionTicket
+from kvstow.attach.hello import SessionTicket
 from kvstow.errors import KvstowError, ProcessEndedError
 from kvstow.keys import BlockKey
 from kvstow.layout import KVLayout

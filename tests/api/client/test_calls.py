@@ -201,7 +201,7 @@ def test_a_failed_probe_is_an_answer(kvstow: Client, ranks: Any) -> None:
     ranks.engine.admin.drain("all", None)
     result = kvstow.send(calls.probe("readyz"))
     assert not result.ok
-    assert "draining" in result.text
+    assert "drains" in result.text
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b"{}", b'{"items": 3}', b"[]"])

@@ -187,12 +187,11 @@ async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventuall
         granted_bytes=38,
         used_bytes=37,
         recalled_bytes=36,
-        notices=("pool a waits",),
         keeper="connected",
         keeper_restarts=2,
     )
     node.rejected["identity"] = 2
-    await apps[0].state.kvstow.orphans.look()
+    await apps[0].state.kvstow.watch.look()
     families = await scrape(client)
     found = {
         name.removeprefix("kvstow_node_"): sample.value
@@ -208,7 +207,6 @@ async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventuall
         "used_bytes": 37,
         "recalled_bytes": 36,
         "orphaned_bytes": 11,
-        "memory_notices": 1,
         "keeper_up": 1,
         "keeper_restarts": 2,
     }
@@ -225,7 +223,7 @@ async def test_memory_that_cannot_be_measured_has_no_series(launch: Any, node: F
     apps: list[Any] = []
     client = await launch(apps.append, directory=node, orphaned_memory=refuse)
     for _ in range(2):
-        await apps[0].state.kvstow.orphans.look()
+        await apps[0].state.kvstow.watch.look()
     assert (await scrape(client))["kvstow_node_orphaned_bytes"].samples == []
     assert (await get(client, "/v1/readiness"))["memory"]["orphaned_bytes"] is None
-    assert caplog.text.count("looking for orphaned memory failed") == 1
+    assert caplog.text.count("measuring orphaned memory failed") == 1

@@ -56,7 +56,7 @@ async def test_every_pool_and_every_session_has_a_row(client: httpx.AsyncClient,
     assert document.open == []
     text = " ".join(" ".join(document.texts).split())
     told = ["a-1 ready 128 KiB", "b-2 ready 128 KiB", "s1 attached 0 - 0 a-1 - - fake", "s2 attached 1 0 ms 0 a-1"]
-    told += ["s3 attaching 0 - 0 b-2", "no slot is registered yet on rank 0, 1"]
+    told += ["s3 attaching 0 - 0 b-2", "is not attached yet: not all ranks have reported"]
     assert [words for words in told if words not in text] == []
     links = [href for href in document.attributes("href") if href and href.startswith("?")]
     assert links == ["?pool=a-1", "?pool=b-2"]

@@ -37,7 +37,7 @@ async def test_memory_that_cannot_be_had_fails_readyz(client: httpx.AsyncClient,
     node.memory_status = MemoryStatus(4 << 20, 1 << 20, "the cgroup's limit is reached")
     answer = await client.get("/readyz")
     assert answer.status_code == 503
-    assert "[-]memory failed: the cgroup's limit is reached" in answer.text
+    assert "[-]memory failed: the node has 1 MiB of 4 MiB of its memory: the cgroup's limit is reached" in answer.text
     body = await get(client, "/v1/readiness")
     assert (body["state"], body["reason"]) == ("degraded", "memory: the cgroup's limit is reached")
 
@@ -51,8 +51,14 @@ async def test_what_one_engine_does_fails_no_probe(client: httpx.AsyncClient, no
         pool.tick()
     answer = await client.get("/readyz?verbose")
     assert answer.status_code == 200
-    assert "[-]transfers failed: session s1 (fake) is stuck, its oldest transfer for 1000.0 s" in answer.text
-    assert "[-]ranks failed: session s1 (fake): rank 0 last reported 1000.0 s ago" in answer.text
+    assert (
+        f"[-]transfers failed: session s1 (fake, pool {NAMES[0]}) is stuck: its oldest transfer is 16m 40s old"
+        in answer.text
+    )
+    assert (
+        f"[-]ranks failed: pool {NAMES[0]}: rank 0 of session s1 (pid 1001 on node) has been silent for 16m 40s"
+        in answer.text
+    )
     assert "session s2" not in answer.text
     body = await get(client, "/v1/readiness")
     assert body["state"] == "degraded"
@@ -77,16 +83,16 @@ async def test_engines_have_time_to_report(launch: Any, node: FakeNode, clock: F
     node.attach(NAMES[0], reports=False)
     assert "[+]ranks ok" in (await client.get("/readyz?verbose")).text
     clock.advance(10.0)
-    assert "rank 0 has never reported" in (await client.get("/readyz?verbose")).text
+    assert "rank 0 of session s1 has never reported" in (await client.get("/readyz?verbose")).text
 
 
 async def test_required_checks_fail_readyz(launch: Any, node: FakeNode) -> None:
     client = await launch(directory=node, readiness_require=("pool", "pinned"))
     assert (await client.get("/readyz")).status_code == 200
-    node.attach(NAMES[0], reports=False).control.pool.admin.start_resize(0).run()
+    node.attach(NAMES[0], reports=False).pool.admin.start_resize(0).run()
     node.memory_status = MemoryStatus(2, 1)
     text = (await client.get("/readyz")).text
-    assert f"[-]pool failed: no slot is usable yet in pool {NAMES[0]}" in text
+    assert f"[-]pool failed: pool {NAMES[0]}: no slot is usable yet" in text
     assert "[-]pinned failed: 1 B of 2 B of memory are populated" in text
 
 
@@ -94,7 +100,7 @@ async def test_records_that_are_wrong_fail_readyz(client: httpx.AsyncClient, nod
     node.attach(NAMES[0]).pool.integrity_error = "a slot is in two states"
     answer = await client.get("/readyz")
     assert answer.status_code == 503
-    assert f"the records of pool {NAMES[0]} are inconsistent" in answer.text
+    assert f"pool {NAMES[0]}: its records are inconsistent" in answer.text
 
 
 async def test_a_drain_is_of_the_node_or_of_one_pool(client: httpx.AsyncClient, node: FakeNode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from tests.api.conftest import AGENT
 from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
+from kvstow.status import MemoryStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.figures import SessionNowView, SessionSample, session_now_of
 
@@ -81,6 +83,53 @@ async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: F
     node.end(engine)
     sampler.tick()
     assert sampler.now_of_session("s1") == SessionNowView()
+
+
+async def test_what_was_copied_before_the_server_started_is_no_rate(launch: Any, node: FakeNode) -> None:
+    """A service that was started again meets ranks that have copied for days."""
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    sampler = apps[0].state.kvstow.sampler
+    engine = node.attach(NAMES[0], reports=False)
+    sampler.tick()
+    ever = {"load_bytes_total": 12 << 30, "load_busy_seconds": 500.0}
+    engine.report_rank(0, **ever)
+    sampler.tick()
+    engine.report(**ever)
+    sampler.tick()
+    sampler.tick()
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    assert session["now"]["load_bytes_per_second"] == 0
+    busy = [rank.load_busy_seconds for rank in sampler.rank_counters.of_pool(node.pools()[0])]
+    assert busy == [0.0] * RANKS
+    engine.report(load_bytes_total=(12 << 30) + 4096, load_busy_seconds=501.0)
+    sampler.tick()
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    assert session["now"]["load_bytes_per_second"] > 0
+    assert sampler.rank_counters.of_pool(node.pools()[0])[0].load_busy_seconds == 1.0
+
+
+async def test_the_log_has_one_line_for_each_change_of_state(
+    launch: Any, node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    sampler = apps[0].state.kvstow.sampler
+    with caplog.at_level(logging.INFO, "kvstow.api"):
+        engine = node.attach(NAMES[0], reports=False)
+        for _ in range(20):
+            sampler.tick()
+        engine.report()
+        node.memory_status = MemoryStatus(4, 1, "the cgroup's limit is reached")
+        for _ in range(20):
+            sampler.tick()
+    assert [message for _, level, message in caplog.record_tuples if level == logging.INFO] == [
+        "the node is ready: 1 pool, 1 session",
+        f"pool {NAMES[0]} is ready: all slots are pinned",
+        f"session s1 (fake, pool {NAMES[0]}) is attaching: not all ranks have reported and registered slots",
+        "the node is degraded: memory: the cgroup's limit is reached",
+        f"session s1 (fake, pool {NAMES[0]}) is attached: it loads and stores",
+    ]
 
 
 async def test_sessions_have_these_fields(client: httpx.AsyncClient, node: FakeNode, clock: FakeClock) -> None:
@@ -188,6 +237,7 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "used_bytes": 2 * 5 * 4096,
         "recalled_bytes": 0,
         "orphaned_bytes": None,
+        "waits": [],
         "notices": [],
         "keeper": None,
         "keeper_restarts": 0,

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_info_says_what_runs(launch: Any, engine: OffloadEngine, clock: FakeClock) -> None:
-    client = await launch(addresses=("http://127.0.0.1:9595",), settings={"slot_size": 4096}, build={"torch": "2.13"})
+    client = await launch(
+        host_name="node-7", addresses=("http://127.0.0.1:9595",), settings={"slot_size": 4096}, build={"torch": "2.13"}
+    )
     clock.advance(3.0)
     body = (await client.get("/v1/info")).json()
     assert body.pop("started").endswith("Z")
@@ -22,6 +24,8 @@ async def test_info_says_what_runs(launch: Any, engine: OffloadEngine, clock: Fa
         "version": "1.2.3",
         "mode": "test",
         "node": False,
+        "host_name": "node-7",
+        "attach": None,
         "addresses": ["http://127.0.0.1:9595"],
         "engine_id": engine.engine_id,
         "uptime_seconds": 3.0,

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kvstow.attach import channel as channel_module
-from kvstow.attach.channel import Channel
-from kvstow.attach.frames import MAX_FDS, MAX_PAYLOAD_BYTES, Frame, encode_header
+from kvstow.attach.channel import MAX_FDS, MAX_PAYLOAD_BYTES, Channel, Frame, encode_header
 from kvstow.errors import DisconnectedError, ProtocolError
 
 

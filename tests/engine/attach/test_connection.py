@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.attach.calls import Found, Lookup, Reset, ResetDone, SettledOps
-from kvstow.attach.channel import Channel, _Unsent
+from kvstow.attach.channel import Channel, Frame, _Unsent
 from kvstow.attach.connection import (
     FIRST_PAUSE_SECONDS,
     HELLO_SECONDS,
@@ -22,9 +22,8 @@ from kvstow.attach.connection import (
     socket_path,
 )
 from kvstow.attach.extentcalls import ExtentGrant, GrantedExtents, RevokedExtents
-from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Hello, Refused, Welcome
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow.errors import AttachError, CallFailedError, ConfigError, DisconnectedError, ProtocolError
 
 HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.attach.frames import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, FrameDecoder, RawFrame, encode_header
+from kvstow.attach.channel import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, FrameDecoder, RawFrame, encode_header
 from kvstow.errors import ProtocolError
 
 

@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.attach import calls, eventcalls, extentcalls, hello
-from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
+from kvstow.attach import calls, extentcalls, hello
+from kvstow.attach.calls import BlockChange, Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import RULES, VERSION, Kind, refusal_of
-from kvstow.attach.payloads import pack_keys, pack_u32s
+from kvstow.attach.payloads import RULES, VERSION, Kind, pack_keys, pack_u32s, refusal_of
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.messages import Completion, DesiredState, RankReport
 
@@ -72,8 +70,8 @@ MESSAGES: list[Any] = [
     calls.CountLookup(100, 99),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),
-    eventcalls.ReadEvents(1 << 40),
-    eventcalls.EventPage(
+    calls.ReadEvents(1 << 40),
+    calls.EventPage(
         7, (BlockChange("stored", [bytes(34), b"a" * 34]), BlockChange("removed", [b"abc"])), lost=True, has_more=True
     ),
     GrantedExtents(
@@ -139,7 +137,7 @@ def test_garbage_raises_nothing_but_a_protocol_error(data: bytes) -> None:
             kind.unpack(data)
 
 
-WITH_LISTS = [kind for kind in dict.fromkeys(map(type, BINARY)) if kind is not eventcalls.ReadEvents]
+WITH_LISTS = [kind for kind in dict.fromkeys(map(type, BINARY)) if kind is not calls.ReadEvents]
 
 
 def test_a_count_of_four_billion_is_refused_before_anything_is_allocated() -> None:

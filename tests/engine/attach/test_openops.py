@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from kvstow.attach.calls import SettledOp
+from kvstow.attach.hello import count_of, number_of, unique_id
 from kvstow.attach.openops import OpenOps
-from kvstow.attach.ticket import count_of, number_of, unique_id
 from kvstow.messages import Completion, Mark
 
 

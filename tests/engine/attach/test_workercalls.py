@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
 from kvstow.attach.extentcalls import (
     Desired,
@@ -15,9 +16,8 @@ from kvstow.attach.extentcalls import (
     Report,
     RevokedExtents,
 )
-from kvstow.attach.frames import Frame
-from kvstow.attach.kinds import Kind
-from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
+from kvstow.attach.payloads import Kind
+from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.testing.fakes import FakeClock

@@ -9,10 +9,9 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.engine import OffloadEngine
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.engine import OffloadEngine, PoolFacade
+from kvstow.control.pool import SLICE_SLOTS
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.testing.fakes import FakeClock
 
 MakeEngine = Callable[..., OffloadEngine]

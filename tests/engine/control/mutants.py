@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.openop import OpenOp, OpenTierOp
-from kvstow.control.ops import OpsInFlight
+from kvstow.control.ops import OpenOp, OpenTierOp, OpsInFlight, TierLedger
 from kvstow.control.pool import Pool
-from kvstow.control.tierops import TierLedger
 from kvstow.messages import Completion
 
 

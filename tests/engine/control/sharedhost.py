@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstow.config import EngineConfig
-from kvstow.control import snapshots
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.engine import PoolFacade
+from kvstow.control.pool import SlotJournal
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.slotjournal import SlotJournal
 from kvstow.messages import Op
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import Content, FakeRank, write_blocks
@@ -89,6 +89,6 @@ class Host:
 
     @property
     def counts(self) -> dict[str, int]:
-        self.pool.check_integrity()
-        slots = snapshots.stats(self.pool).pool.slots
+        PoolFacade(self.pool).check_integrity()
+        slots = PoolFacade(self.pool).stats().pool.slots
         return {name: getattr(slots, name) for name in ("free", "filling", "cached", "leased", "quarantined")}

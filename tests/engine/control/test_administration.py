@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.pool import Pool
-from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
 from kvstow.status import BypassStatus, ProtectionResult
 from kvstow.testing.fakes import FakeClock

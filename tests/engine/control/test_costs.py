@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from tests.engine.conftest import Eventually
 
-from kvstow.control.arc import ArcPolicy
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.control.index import Index
-from kvstow.control.keymap import KeyMap
-from kvstow.control.pendingstores import PendingStores
-from kvstow.control.protections import Protections
-from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.namespaces import KeyMap, PendingStores
+from kvstow.control.policy import ArcPolicy
+from kvstow.control.pool import SLICE_SLOTS
+from kvstow.control.slots import Protections
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow.testing.tier import ControlledStore

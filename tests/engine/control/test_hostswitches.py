@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvstow.config import EngineConfig
-from kvstow.control.administration import Administrator
-from kvstow.control.hostswitches import HostSwitches
+from kvstow.control.administration import Administrator, HostSwitches
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import InvalidRequestError
 from kvstow.status import BypassStatus

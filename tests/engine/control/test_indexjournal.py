@@ -335,7 +335,7 @@ def test_content_that_is_too_long_is_refused(journal: IndexJournal) -> None:
 def test_a_journal_of_another_version_is_refused_with_both_versions(
     journal: IndexJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow.control.journalheader.VERSION", 2)
+    monkeypatch.setattr("kvstow.control.indexjournal.VERSION", 2)
     fd = os.dup(journal.fd)
     with pytest.raises(JournalError, match="has version 1; this service reads version 2"):
         IndexJournal.open(fd)

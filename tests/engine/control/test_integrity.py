@@ -8,6 +8,7 @@ import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
+from kvstow.control.session import sessions_of
 from kvstow.errors import IntegrityError
 from kvstow.testing.rank import make_ranks, write_blocks
 
@@ -88,11 +89,11 @@ def miscount_leaving_slots(pool: Pool) -> None:
 
 
 def settle_in_secret(pool: Pool) -> None:
-    pool.sessions[0].ops._open.clear()
+    sessions_of(pool)[0].ops._open.clear()
 
 
 def forget_to_watch_a_transfer(pool: Pool) -> None:
-    pool.sessions[0].ops._moving.clear()
+    sessions_of(pool)[0].ops._moving.clear()
 
 
 def keep_the_blocks_of_a_dead_boot(pool: Pool) -> None:

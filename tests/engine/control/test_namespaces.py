@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.control.sharedhost import Client, Host
 
-from kvstow.control import snapshots
+from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, LeaseError, NotFoundError
 from kvstow.status import NamespaceStatus
 
@@ -186,7 +186,7 @@ def test_operators_reach_the_blocks_of_all_namespaces(host: Host) -> None:
     assert admin.purge(keys=[A]).run().evicted_slots == 2
     admin.set_policy("arc")
     admin.remove_block(B)
-    assert snapshots.block(host.pool, C) is not None
+    assert PoolFacade(host.pool).block(C) is not None
     assert admin.purge(everything=True).run().evicted_slots == 1
     assert host.counts["free"] == 8
 

@@ -15,8 +15,7 @@ from tests.engine.control.conftest import MakeEngine
 from tests.engine.control.tiernode import Objects, TierNode
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.messages import Mark, TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks

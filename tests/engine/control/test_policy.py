@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.control.arc import ArcPolicy
-from kvstow.control.policy import EvictionPolicy, LruPolicy
-from kvstow.control.recency import Links, RecencyList
+from kvstow.control.policy import ArcPolicy, EvictionPolicy, Links, LruPolicy, RecencyList
 
 NUM_SLOTS = 8
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.protections import Protections
+from kvstow.control.slots import Protections
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.control.recency import Links, RecencyList
+from kvstow.control.policy import Links, RecencyList
 
 NUM_SLOTS = 12
 

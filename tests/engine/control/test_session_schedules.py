@@ -16,14 +16,13 @@ from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import keymap, snapshots
+from kvstow.control import namespaces
+from kvstow.control.administration import Sweep
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.keymap import KeyMap
-from kvstow.control.leases import LeaseBook
-from kvstow.control.namespaces import Namespaces
-from kvstow.control.pool import Pool
+from kvstow.control.engine import PoolFacade
+from kvstow.control.namespaces import KeyMap, Namespaces
+from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messages import Mark, Op
 from kvstow.results import Lease, Settled
@@ -55,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("no_log_lines")
 def runs_of_two() -> Iterator[None]:
     """Chains are short: compare the keys of neighbouring slots from two keys on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keymap, "_SHORT", 2)
+        patch.setattr(namespaces, "_SHORT", 2)
         yield
 
 
@@ -368,7 +367,7 @@ class Engines(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if self.checks_books and hasattr(self, "engines"):
-            self.pool.check_integrity()
+            PoolFacade(self.pool).check_integrity()
 
     def teardown(self) -> None:
         """Let everything end; nothing may be left behind."""
@@ -387,7 +386,7 @@ class Engines(RuleBasedStateMachine):
             for number in list(engine.alive):
                 engine.die(number)
         self.books_balance()
-        stats = snapshots.stats(self.pool)
+        stats = PoolFacade(self.pool).stats()
         assert (stats.transfers.pending.loads, stats.transfers.pending.stores, stats.pool.leases) == (0, 0, 0)
         assert (stats.pool.slots.leased, stats.pool.slots.filling, stats.pool.slots.quarantined) == (0, 0, 0)
         assert len(self.pool.sessions) == len(self.engines)

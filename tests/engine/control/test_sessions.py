@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.engine.control.sharedhost import Host
 
-from kvstow.control import session, snapshots
+from kvstow.control import session
+from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
-from kvstow.control.recovery import EarlierSession, recover
+from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import KeyRun
 from kvstow.testing.rank import FakeRank, write_blocks
@@ -50,7 +51,7 @@ def test_ops_of_other_sessions_are_foreign(host: Host) -> None:
     assert op is not None
     second.ranks[0].say(op.op_id, "done")
     assert host.counts["filling"] == 1
-    assert snapshots.stats(host.pool).faults.stale_completions == 1
+    assert PoolFacade(host.pool).stats().faults.stale_completions == 1
 
 
 def test_leases_of_other_sessions_are_foreign(host: Host) -> None:
@@ -61,7 +62,7 @@ def test_leases_of_other_sessions_are_foreign(host: Host) -> None:
     with pytest.raises(LeaseError):
         second.session.begin_load(lease, [0])
     second.session.release_lease(lease)
-    assert snapshots.stats(host.pool).pool.leases == 2
+    assert PoolFacade(host.pool).stats().pool.leases == 2
 
 
 def test_a_lease_is_found_by_its_id_in_its_own_session(host: Host) -> None:
@@ -188,7 +189,7 @@ def test_what_a_lost_session_says_is_counted_and_ignored(host: Host) -> None:
     client.session.lose("closed")
     client.ranks[0].say(op.op_id, "done")
     client.ranks[0].pin(2)
-    faults = snapshots.stats(host.pool).faults
+    faults = PoolFacade(host.pool).stats().faults
     assert (faults.stale_completions, faults.stale_reports) == (1, 1)
     assert client.session.lookup([B]) == 0
     assert client.session.begin_store([C], [0]).outcomes == {"dropped_draining": 1}
@@ -213,7 +214,7 @@ def test_a_new_boot_fails_the_ops_and_leases_of_its_session_and_no_block(host: H
     assert second.session.lookup([A, B, C]) == 3
     assert second.session.begin_load(kept, [1]).slots == kept.slots
     assert first.session.lookup([E]) == 1
-    host.pool.check_integrity()
+    PoolFacade(host.pool).check_integrity()
 
 
 def test_another_process_cannot_take_the_place_of_a_rank(host: Host) -> None:
@@ -331,7 +332,7 @@ def test_a_hit_of_more_than_half_of_the_pool_is_cut(host: Host) -> None:
     assert client.session.lease([A, B, C, D, E]) is None
     lease, runs = client.session.acquire_runs([A, b"x", B, C, D, E])
     assert (lease.keys, runs) == ((A, B, C, D), [(0, 1), (2, 3)])
-    assert snapshots.stats(host.pool).pool.leases == 2
+    assert PoolFacade(host.pool).stats().pool.leases == 2
 
 
 def test_a_look_up_of_all_keys_answers_with_runs(host: Host) -> None:
@@ -345,7 +346,7 @@ def test_a_look_up_of_all_keys_answers_with_runs(host: Host) -> None:
     assert client.session.acquire_runs([C]) == (client.session.acquire([C]), [])
     assert client.session.acquire_runs([A], count=False)[1] == [KeyRun(0, 1)]
     assert client.session.acquire([A], count=False).keys == (A,)
-    lookups = snapshots.stats(host.pool).lookups
+    lookups = PoolFacade(host.pool).stats().lookups
     assert (lookups.query_blocks, lookups.hit_blocks) == (7, 3), "those that are counted"
 
 
@@ -360,7 +361,7 @@ def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
     assert other.load([A, B]) == [A, B]
     for rank in other.ranks:
         rank.report()
-    readiness = snapshots.readiness(host.pool)
+    readiness = PoolFacade(host.pool).readiness()
     assert readiness.state == "degraded"
     assert readiness.reason.startswith("session 1 (engine): 1 transfers are stuck: ranks [0] have not finished it")
     assert host.counts["quarantined"] == 1
@@ -368,7 +369,7 @@ def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
     assert host.counts["quarantined"] == 1
     host.kill(hung)
     assert host.counts["quarantined"] == 0
-    assert snapshots.readiness(host.pool).state == "ready"
+    assert PoolFacade(host.pool).readiness().state == "ready"
 
 
 def test_an_extent_is_let_go_when_every_rank_has_unmapped_it_or_is_dead(host: Host) -> None:
@@ -423,14 +424,14 @@ def test_replicated_blocks_are_stored_by_one_rank_and_loaded_by_all() -> None:
 
 
 def test_readiness_of_a_pool_without_sessions(host: Host) -> None:
-    assert snapshots.readiness(host.pool).state == "ready"
+    assert PoolFacade(host.pool).readiness().state == "ready"
     host.pool.add_extent(4)
-    readiness = snapshots.readiness(host.pool)
+    readiness = PoolFacade(host.pool).readiness()
     assert (readiness.state, readiness.capacity_slots, readiness.usable_slots) == ("pinning", 12, 8)
 
 
 def misses(host: Host) -> int:
-    return snapshots.stats(host.pool).lookups.miss_blocks["too_many_leases"]
+    return PoolFacade(host.pool).stats().lookups.miss_blocks["too_many_leases"]
 
 
 def test_a_session_that_holds_too_many_leases_and_loads_finds_nothing_more(

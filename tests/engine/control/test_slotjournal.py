@@ -21,16 +21,15 @@ from tests.engine.control.test_session_schedules import (
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import placement, recovery
+from kvstow.control import placement, sharedpool
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
-from kvstow.control.namespaces import Namespaces
-from kvstow.control.openop import OpenOp
-from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool
-from kvstow.control.recovery import EarlierSession, EarlierUses, recover
-from kvstow.control.sharedpool import SharedPool
-from kvstow.control.slotjournal import NamespaceLabel
+from kvstow.control.namespaces import NamespaceLabel, Namespaces
+from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.pool import EarlierUses, Pool
+from kvstow.control.session import sessions_of
+from kvstow.control.sharedpool import EarlierSession, SharedPool, recover
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import Completion
 
@@ -104,7 +103,7 @@ class JournaledEngines(Engines):
         for engine in [*self.engines, *self.ended]:
             for _, op in engine.queued():
                 assert op.direction == "load" or filling.issuperset(op.slots), "a slot that is written is not begun"
-        held = {slot for session in self.pool.sessions for slots in session.held_slots() for slot in slots}
+        held = {slot for session in sessions_of(self.pool) for slots in session.held_slots() for slot in slots}
         assert in_use >= held, "a slot that is read is empty in the journal"
 
     def books_balance(self) -> None:
@@ -275,7 +274,7 @@ def test_a_dropped_block_that_is_still_read_keeps_its_slot_over_a_restart() -> N
         again.set_populated(8)
         earlier = EarlierSession(client.session.session_id, "engine", frozenset(processes))
         assert recover(again, journal.recover(), names(journal), [earlier]) == 1
-        again.check_integrity()
+        PoolFacade(again).check_integrity()
         assert again.slots.is_used(0) == bool(processes)
         assert again.slots.is_used(1)
 
@@ -298,7 +297,7 @@ def the_journal_publishes_before_the_bytes_are_whole(patch: pytest.MonkeyPatch) 
     accept = OpsInFlight._accept
 
     def too_early(self: OpsInFlight, entry: OpenOp, rank: int, completion: Completion) -> None:
-        journal = self._pool.journal
+        journal = self.pool.journal
         assert journal is not None
         accept(self, entry, rank, completion)
         if entry.op.direction == "store" and completion.mark == "done" and entry.pending:
@@ -322,7 +321,7 @@ def failed_stores_are_published(patch: pytest.MonkeyPatch) -> None:
     end = OpsInFlight._end_store
 
     def publish(self: OpsInFlight, entry: OpenOp) -> None:
-        journal = self._pool.journal
+        journal = self.pool.journal
         if entry.error and not entry.abandoned and journal is not None:
             journal.publish(entry.op.slots, entry.namespace.tag, entry.keys)
         end(self, entry)
@@ -388,12 +387,12 @@ def slots_that_earlier_engines_read_are_freed(patch: pytest.MonkeyPatch) -> None
 
 
 def a_restart_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
-    restore = recovery._restore_session
+    restore = sharedpool._restore_session
 
     def without_slots(pool: SharedPool, earlier: EarlierSession, filling: Sequence[int]) -> AttachedSession:
         return restore(pool, earlier, ())
 
-    patch.setattr(recovery, "_restore_session", without_slots)
+    patch.setattr(sharedpool, "_restore_session", without_slots)
 
 
 def op_ids_begin_again(patch: pytest.MonkeyPatch) -> None:

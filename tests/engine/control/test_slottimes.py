@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.slottimes import SlotTimes
+from kvstow.control.slots import SlotTimes
 from kvstow.testing.rank import make_ranks, store_keys
 
 

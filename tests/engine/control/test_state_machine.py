@@ -17,16 +17,13 @@ from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control.acceptance import PoolAcceptance
+from kvstow.control.administration import Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
-from kvstow.control.leases import LeaseBook
-from kvstow.control.openop import OpenOp
-from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool
-from kvstow.control.ranks import RankTable
+from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
+from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import SlotMap
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
@@ -352,7 +349,7 @@ def op_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
     def number_again(self: OpsInFlight, entry: OpenOp) -> None:
         forget(self, entry)
         if not len(self):
-            self._pool.last_op_id = 0
+            self.pool.last_op_id = 0
 
     patch.setattr(OpsInFlight, "_forget", number_again)
 
@@ -367,7 +364,7 @@ def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
     def number_again(self: OpsInFlight, rank: int) -> None:
         fail_rank(self, rank)
         if len(self._ranks) == 1:
-            self._pool.last_op_id = 0
+            self.pool.last_op_id = 0
 
     patch.setattr(OffloadEngine, "complete", believe)
     patch.setattr(OpsInFlight, "fail_rank", number_again)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.errors import ConfigError
 
 

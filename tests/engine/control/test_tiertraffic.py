@@ -14,7 +14,7 @@ from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.engine import OffloadEngine
+from kvstow.control.engine import OffloadEngine, PoolFacade
 from kvstow.control.index import Index
 from kvstow.control.sharedpool import SharedPool
 from kvstow.messages import TierCompletion, TierOp
@@ -429,12 +429,12 @@ def test_what_a_session_fetches_when_it_ends_waits_for_its_processes(clock: Fake
     node = TierNode(session, [rank], {})
     only(node.fetch(KEYS[:2]))
     session.lose("test")
-    pool.check_integrity()
+    PoolFacade(pool).check_integrity()
     assert pool.index.num_quarantined == 2
     assert node.tier.take_plans() == []
     with pool.lock:
         session.forget_process("worker")
-    pool.check_integrity()
+    PoolFacade(pool).check_integrity()
     assert pool.slots.free == 8
 
 

@@ -22,7 +22,7 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pace import FixedPace
+from kvstow.memory.pinning import FixedPace
 from kvstow.testing.fakes import Latch, Polled
 
 MakeRank = Callable[..., Any]

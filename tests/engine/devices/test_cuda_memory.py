@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvstow.dataplane import DataPlane
-from kvstow.memory.chunkmemory import ChunkMemory
-from kvstow.memory.hostpool import HostPool
+from kvstow.memory.hostpool import ChunkMemory, HostPool
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
 
 Eventually = Callable[[Callable[[], object]], None]

@@ -8,11 +8,8 @@ import pytest
 from tests.seeds import few_and_many
 
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
-from kvstow.memory.extentbook import BookedExtent, ExtentBook
-from kvstow.memory.poolrows import BookedPool
-from kvstow.memory.rows import UNIT_BYTES, PoolLayout, RankLayout, fair_shares
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, ExtentBook, PoolLayout, RankLayout, fair_shares
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvstow.memory.callbudget import CallBudget
+from kvstow.memory.hoststeps import CallBudget
 
 CALL = 0.0014
 

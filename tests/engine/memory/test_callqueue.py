@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.errors import PinError
-from kvstow.memory.callqueue import Call, CallQueue
+from kvstow.memory.hoststeps import CallQueue, RegisterCall
 
 Eventually = Callable[[Callable[[], object]], None]
 
@@ -17,7 +17,7 @@ class Calls:
     def __init__(self, number: int, failing: int | None = None) -> None:
         self.made: list[int] = []
         self.queue = CallQueue()
-        self.queue.add([Call(lambda index=index: self._make(index, failing), 10) for index in range(number)])  # type: ignore[misc]
+        self.queue.add([RegisterCall(lambda index=index: self._make(index, failing), 10) for index in range(number)])  # type: ignore[misc]
 
     def _make(self, index: int, failing: int | None) -> None:
         if index == failing:
@@ -36,7 +36,7 @@ class Calls:
 def test_calls_are_made_once_and_in_order_and_more_may_follow() -> None:
     calls = Calls(2)
     assert [calls.make() for _ in range(3)] == [True, True, False]
-    calls.queue.add([Call(lambda: calls.made.append(7), 10)])
+    calls.queue.add([RegisterCall(lambda: calls.made.append(7), 10)])
     assert calls.make()
     assert calls.made == [0, 1, 7]
     assert calls.queue.settle() == 3
@@ -107,7 +107,7 @@ def test_settling_waits_for_the_call_under_way() -> None:
         begun.set()
         assert go_on.wait(30)
 
-    queue.add([Call(call, 1), Call(call, 1)])
+    queue.add([RegisterCall(call, 1), RegisterCall(call, 1)])
 
     def make() -> None:
         assert queue.claim()

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import PinError
-from kvstow.memory import hoststeps, pace
-from kvstow.memory.growth import Growth
+from kvstow.memory import hoststeps, pinning
+from kvstow.memory.chunks import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
@@ -24,7 +24,7 @@ CHUNK = 4 * 4096  # four slots
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(pace, name, CHUNK)
+        monkeypatch.setattr(pinning, name, CHUNK)
 
 
 class Growing:

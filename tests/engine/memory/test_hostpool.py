@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
-from kvstow.memory import chunkmemory
+from kvstow.memory import hostpool
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
-from kvstow.memory.poolstatus import PoolState
 from kvstow.memory.region import HostRegion
+from kvstow.memory.slotpool import PoolState
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def test_no_error_around_a_registration_loses_the_chunk(
             raise MemoryError
         return value
 
-    monkeypatch.setattr(chunkmemory, "bytes_by_node", lambda *_: told("numa", Counter()))
+    monkeypatch.setattr(hostpool, "bytes_by_node", lambda *_: told("numa", Counter()))
     monkeypatch.setattr(pool._pace, "record", lambda *_: told("pace"))
     monkeypatch.setattr(pool._progress, "record", lambda *_: told("progress"))
     pool.start()
@@ -504,7 +504,7 @@ def test_memory_is_preferred_from_the_node_of_the_device(
         asked.append((address, num_bytes, node))
         return "no such node"
 
-    monkeypatch.setattr(chunkmemory, "prefer_node", refuse)
+    monkeypatch.setattr(hostpool, "prefer_node", refuse)
     pool = make_pool(numa_node=3)
     assert asked == [(pool.address, 16 * 4096, 3)]
     assert pool.status().notice == "no such node"
@@ -521,7 +521,7 @@ def test_memory_is_counted_by_its_node(
         first.append(address)
         return Counter({int(address > first[0]): num_bytes})  # the first chunk on node 0, the others on node 1
 
-    monkeypatch.setattr(chunkmemory, "bytes_by_node", told)
+    monkeypatch.setattr(hostpool, "bytes_by_node", told)
     pool = make_pool()
     pool.start()
     eventually(pinned(pool, 16))

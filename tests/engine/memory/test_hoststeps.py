@@ -7,8 +7,7 @@ import pytest
 
 from kvstow.errors import CopyError, PinError
 from kvstow.memory import hoststeps
-from kvstow.memory.callqueue import Call, CallQueue
-from kvstow.memory.hoststeps import IDLE_SECONDS, HostSteps
+from kvstow.memory.hoststeps import IDLE_SECONDS, CallQueue, HostSteps, RegisterCall
 from kvstow.testing.fakes import FakeClock, Latch
 
 Eventually = Callable[[Callable[[], object]], None]
@@ -137,7 +136,7 @@ def test_the_pinning_thread_waits_through_its_looks_until_there_is_something_to_
 ) -> None:
     monkeypatch.setattr(hoststeps, "_LOOK_SECONDS", 0.001)
     host, queue = Host(), CallQueue()
-    queue.add([Call(lambda: None, 1)] * 3)
+    queue.add([RegisterCall(lambda: None, 1)] * 3)
     host.step(0.020)
     host.steps.offer(queue, 0.001)
     waiting = threading.Thread(target=host.steps.wait, args=(queue, 2), daemon=True)

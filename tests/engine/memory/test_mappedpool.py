@@ -18,11 +18,11 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConflictError, CopyError, InvalidRequestError, PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
-from kvstow.memory import pace
-from kvstow.memory.extentmapping import ExtentMapping
+from kvstow.memory import pinning
 from kvstow.memory.extents import EXTENT_NAME
+from kvstow.memory.mappedextent import ExtentMapping
 from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pace import FixedPace
+from kvstow.memory.pinning import FixedPace
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 MIB = 1 << 20
@@ -425,7 +425,7 @@ class Stepping:
 
     def __init__(self, extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-            monkeypatch.setattr(pace, name, 2 * MIB)
+            monkeypatch.setattr(pinning, name, 2 * MIB)
         self.clock, self.registrar = FakeClock(), FakeRegistrar()
         self.pool = MappedPool(64 << 10, self.registrar, clock=self.clock, cpu_clock=self.clock)
         self.fd = extents.create(64 * MIB)
@@ -478,7 +478,7 @@ def test_chunks_of_two_extents_that_were_populated_in_vain_are_given_back(
     extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(pace, name, 2 * MIB)
+        monkeypatch.setattr(pinning, name, 2 * MIB)
     clock = FakeClock()
     pool = MappedPool(64 << 10, FakeRegistrar(), clock=clock, cpu_clock=clock)
     try:
@@ -500,7 +500,7 @@ def test_beside_an_idle_host_another_thread_maps_memory_than_the_one_that_regist
     """An engine that attaches registers what the service has kept, with nothing else to do."""
     chunk, mapping, threads = 2 * MIB, ExtentMapping.map, list[str]()
     for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(pace, name, chunk)
+        monkeypatch.setattr(pinning, name, chunk)
 
     def noted(extent: ExtentMapping, start: int, end: int) -> None:
         threads.append(threading.current_thread().name)

@@ -11,7 +11,7 @@ import pytest
 from kvstow.config import PoolConfig
 from kvstow.errors import PinError
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mlock import MlockRegistrar, cpu_registrar
+from kvstow.memory.pinning import MlockRegistrar, cpu_registrar
 from kvstow.memory.region import HostRegion
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_reserved_huge_pages_count_as_locked_and_need_no_limit(make_pool: MakePo
 _FORBIDDEN = """
 import os, resource, sys, threading
 from kvstow.config import PoolConfig
-from kvstow.memory.mlock import MlockRegistrar
+from kvstow.memory.pinning import MlockRegistrar
 from kvstow.memory.hostpool import HostPool
 if os.getuid() == 0:
     os.setuid(65534)  # takes all capabilities

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import pytest
 
 from kvstow.errors import PinError
-from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.budgetsteps import Close, Create, Give, Recall, TakeBack
-from kvstow.memory.extents import Extent
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, TakeBack
+from kvstow.memory.extents import Extent, Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow.memory.rows import PoolLayout, RankLayout
 
 MIB = 1 << 20
@@ -249,7 +247,11 @@ def test_an_extent_of_a_pool_that_nobody_knows_any_more_is_dropped(make: MakeNod
 
 
 def test_an_extent_that_cannot_be_created_is_told_and_made_later(
-    make: MakeNode, keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+    make: MakeNode,
+    keeper: FakeKeeper,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*_: object) -> Extent:
         raise PinError("out_of_memory", "EMFILE")
@@ -262,6 +264,9 @@ def test_an_extent_that_cannot_be_created_is_told_and_made_later(
         assert node.error is not None
         assert node.error.reason == "out_of_memory"
         assert node.populated_slots("a") == {0: 0, 1: 0}
+        for _ in range(3):
+            node.retry()
+    assert caplog.text.count("an extent is missing") == 1
     node.retry()
     assert node.error is None
     eventually(lambda: node.populated_slots("a") == {0: 4, 1: 4})

@@ -5,7 +5,7 @@ import pytest
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.hoststeps import HostSteps
-from kvstow.memory.pace import AdaptivePace, FixedPace, Pace, pace_of
+from kvstow.memory.pinning import AdaptivePace, FixedPace, Pace, pace_of
 from kvstow.testing.fakes import FakeClock, Latch
 
 MIB = 1 << 20

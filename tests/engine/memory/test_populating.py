@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstow.memory.chunks import Chunk
-from kvstow.memory.populating import Populating
+from kvstow.memory.chunks import Chunk, Populating
 
 _CHUNKS = [Chunk(number, number + 1, number << 21, 1 << 21) for number in range(4)]
 

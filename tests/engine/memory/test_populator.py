@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ConfigError, PinError
-from kvstow.memory import populator as populator_module
-from kvstow.memory.extents import STEP_BYTES, Extent, Populated, Window
+from kvstow.memory import extents as populator_module
+from kvstow.memory.extents import STEP_BYTES, Extent, Populated, Populator, Window
 from kvstow.memory.limits import MemoryLimits
-from kvstow.memory.populator import Populator
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -195,6 +194,31 @@ def test_what_the_limits_refuse_is_shown_and_tried_again_on_request(
     populator.retry()
     eventually(lambda: populator.status().state == "ready")
     assert other.populated_bytes == STEP_BYTES
+
+
+def test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again(
+    window: FakeWindow,
+    make: MakePopulator,
+    extent: MakeExtent,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The node tries every 10 s, and the memory that is left differs each time."""
+    populator = make()
+    for number in range(5):
+        window.failures.append(PinError("out_of_memory", f"{number} MiB are left"))
+        if number:
+            populator.retry()
+        else:
+            populator.add(extent(STEP_BYTES))
+        eventually(lambda number=number: populator.status().failures.get("out_of_memory") == number + 1)  # type: ignore[misc]
+    assert caplog.text.count("populating stopped") == 1
+    populator.retry()
+    eventually(lambda: populator.status().state == "ready")
+    window.failures.append(PinError("out_of_memory", "0 MiB are left"))
+    populator.add(extent(STEP_BYTES))
+    eventually(lambda: populator.status().state == "degraded")
+    assert caplog.text.count("populating stopped") == 2
 
 
 def test_a_defect_stops_populating_but_neither_the_thread_nor_silently(

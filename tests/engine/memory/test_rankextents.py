@@ -7,10 +7,9 @@ import pytest
 from kvstow.errors import ConflictError
 from kvstow.memfd import create_memfd
 from kvstow.memory.chunks import ChunkGrid
-from kvstow.memory.extentmapping import ExtentMapping
 from kvstow.memory.extents import EXTENT_NAME
-from kvstow.memory.mappedextent import ExtentPlace, MappedExtent
-from kvstow.memory.rankextents import RankExtents
+from kvstow.memory.mappedextent import ExtentMapping, ExtentPlace, MappedExtent
+from kvstow.memory.mappedpool import RankExtents
 
 MIB = 1 << 20
 STRIDE = 64 << 10

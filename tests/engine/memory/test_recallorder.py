@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstow.memory.poolrows import BookedPool, Row
-from kvstow.memory.recallorder import recall_order
-from kvstow.memory.rows import PoolLayout, RankLayout
+from kvstow.memory.budget import recall_order
+from kvstow.memory.rows import BookedPool, PoolLayout, RankLayout, Row
 
 MIB = 1 << 20
 LAYOUT = PoolLayout(1, (RankLayout(2 * MIB),), 10 * MIB)

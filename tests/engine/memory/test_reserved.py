@@ -11,7 +11,7 @@ from tests.engine.memory.oldkernel import OldKernel
 
 from kvstow.config import PoolConfig
 from kvstow.errors import InsufficientMemoryError, PinError
-from kvstow.memory import chunkmemory
+from kvstow.memory import hostpool
 from kvstow.memory import region as region_module
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits
@@ -199,7 +199,7 @@ def test_whole_huge_pages_are_committed_and_all_are_freed(
         made.append(PagesOfHugeSize(num_bytes, huge_pages))
         return made[0]
 
-    monkeypatch.setattr(chunkmemory, "HostRegion", make)
+    monkeypatch.setattr(hostpool, "HostRegion", make)
     pool = make_pool(slot_bytes=slot_bytes, pool_bytes=15 * MIB, chunk_bytes=chunk_bytes, huge_pages="reserved")
     (region,) = made
     pool.start()

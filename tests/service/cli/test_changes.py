@@ -163,6 +163,7 @@ def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
     assert kvstow("undrain", "--dry-run").stdout == "would end the drain\n"
     assert host.engine.admin.drain_status.active
     assert kvstow("undrain").exit_code == 0
+    assert kvstow("undrain").stdout == "nothing to do: there was no drain\n"
     assert not host.engine.admin.drain_status.active
 
 
@@ -173,6 +174,7 @@ def test_a_bypass_begins_and_ends(kvstow: Any, host: Any) -> None:
     assert kvstow("bypass", "--store", "--ttl", "1h").stdout == "stores are bypassed for another 1h 0m\n"
     assert host.engine.admin.bypass.store
     assert kvstow("bypass", "--off").stdout == "nothing is bypassed\n"
+    assert kvstow("bypass", "--off").stdout == "nothing to do: there was no bypass\n"
     assert not host.engine.admin.bypass.store
 
 

@@ -91,7 +91,7 @@ def test_a_missing_package_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -
     outcome = run("serve", "--help")
     assert outcome.exit_code == 1
     assert "`kvstow serve` needs the package pydantic" in outcome.stderr
-    assert "pip install 'kvstow[service,cli]'" in outcome.stderr
+    assert "pip install '.[service,cli]' in KVStow's checkout" in outcome.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

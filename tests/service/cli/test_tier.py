@@ -69,4 +69,4 @@ def test_top_has_a_row_while_a_store_is_attached(ask: Ask, tiered: TieredHost) -
     (at,) = [number for number, line in enumerate(lines) if line.startswith("TIER")]
     assert lines[at + 1].split()[:2] == ["a1", "down"]
     assert "1,234" in lines[at + 1]
-    assert lines[at + 2].strip() == "no answer in 0.5 s"
+    assert "no answer in 0.5 s" in " ".join(lines[:at])

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.views.doctor import DoctorView, FindingView
+from kvstow_api.views.doctor import ConditionView, DoctorView
 from kvstow_service.cli.sparkline import sparkline
 
 
@@ -54,8 +54,8 @@ def test_events_resume_after_a_lost_connection(
         assert it.end() == 0
 
 
-FINDING = FindingView(
-    check="memory",
+CONDITION = ConditionView(
+    name="memory",
     severity="error",
     what="it is too small",
     why="it stops",
@@ -64,12 +64,12 @@ FINDING = FindingView(
 )
 
 
-def diagnosis(*findings: FindingView) -> DoctorView:
+def diagnosis(*conditions: ConditionView) -> DoctorView:
     return DoctorView(
-        checked=datetime(2026, 1, 1, tzinfo=UTC),
-        healthy=not findings,
-        findings=list(findings),
-        checks=["memory"],
+        time=datetime(2026, 1, 1, tzinfo=UTC),
+        healthy=not conditions,
+        conditions=list(conditions),
+        checked=["memory"],
         skipped={"clocks": "no rank has told its time"},
     )
 
@@ -77,11 +77,11 @@ def diagnosis(*findings: FindingView) -> DoctorView:
 def test_doctor_exits_0_for_a_healthy_server(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis())
     outcome = run("doctor", "--server", host.url)
-    assert (outcome.exit_code, outcome.stdout) == (0, "1 check, 0 findings\n")
+    assert (outcome.exit_code, outcome.stdout) == (0, "0 conditions; 1 kind looked for\n")
 
 
-def test_doctor_shows_findings_with_fixes_and_exits_1(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis(FINDING))
+def test_doctor_shows_conditions_with_fixes_and_exits_1(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis(CONDITION))
     outcome = run("doctor", "--server", host.url, "-o", "wide")
     assert outcome.exit_code == 1
     assert outcome.stdout.splitlines() == [
@@ -90,8 +90,8 @@ def test_doctor_shows_findings_with_fixes_and_exits_1(run: Any, host: Any, monke
         "  fix  make it larger",
         "  memory: gib 2",
         "",
-        "1 check, 1 finding",
-        "skipped: clocks: no rank has told its time",
+        "1 condition; 1 kind looked for",
+        "not looked for: clocks: no rank has told its time",
     ]
 
 
@@ -100,7 +100,7 @@ def test_doctor_reports_a_server_that_is_not_ready(run: Any, host: Any) -> None:
     host.ranks[1].report()
     outcome = run("doctor", "--server", host.url)
     assert outcome.exit_code == 1
-    assert "error  /readyz fails at ranks: rank 1 is failed" in outcome.stdout
+    assert "error  rank 1 is failed" in outcome.stdout
 
 
 def test_doctor_works_against_a_real_server(run: Any, host: Any) -> None:

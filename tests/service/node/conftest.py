@@ -15,9 +15,8 @@ import pytest
 from tests.service.node.fakehost import FakeHost
 from tests.service.node.hostbench import HostBench
 
-from kvstow.attach.channel import close_fds
+from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
-from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.peer import Peer

@@ -13,6 +13,7 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    EventPage,
     Found,
     Hold,
     LoadBegun,
@@ -20,12 +21,12 @@ from kvstow.attach.calls import (
     LookupPrompt,
     Pending,
     Prefill,
+    ReadEvents,
     ResetDone,
     SettledOp,
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer

@@ -15,22 +15,23 @@ from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
+    EventPage,
     Found,
     Hold,
     LoadBegun,
     Lookup,
+    ReadEvents,
     SettledOps,
     StoreBegun,
 )
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow.messages import Completion, Mark
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import ready_report
@@ -248,7 +249,7 @@ class HostBench:
             self.run_memory()
             self.run_posted()
         for pool in self.host.pools():
-            pool.check_integrity()
+            pool.facade.check_integrity()
         self.budget.check_integrity()
 
     def attach(self, hello: Hello = HELLO, uid: int = 1000, **fields: Any) -> Engine:

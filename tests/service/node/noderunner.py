@@ -76,7 +76,7 @@ def shown(node: Node) -> dict[str, Any]:
     }
     sessions = {one.session_id: [one.status.state, one.pool] for one in node.host.sessions()}
     for pool in node.host.pools():
-        pool.check_integrity()
+        pool.facade.check_integrity()
     return {
         "pools": pools,
         "sessions": sessions,

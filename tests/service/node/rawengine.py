@@ -39,7 +39,7 @@ from kvstow.attach.extentcalls import (
 )
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow.messages import Completion
 from kvstow.testing.rank import ready_report
 

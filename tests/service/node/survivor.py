@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.populator import Populator
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 

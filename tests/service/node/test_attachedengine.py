@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, wait_until
 
-from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
+from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
-from kvstow.attach.ticket import number_of
+from kvstow.attach.hello import number_of
 from kvstow.errors import AttachError, AttachRefusedError, NotFoundError, ProtocolError
 from kvstow.messages import Completion, Op
 from kvstow.results import Lease

@@ -22,14 +22,14 @@ from kvstow.attach.extentcalls import (
     RegisteredExtents,
     RevokedExtents,
 )
+from kvstow.attach.hello import SessionTicket, unique_id
 from kvstow.attach.peer import Peer
-from kvstow.attach.ticket import SessionTicket, unique_id
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pace import FixedPace
+from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.node.attach.sessionhost import SessionLink

@@ -190,7 +190,7 @@ def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engine
     kept = sum(first.load([key_of(number)]) for number in range(4 * ROW_SLOTS))
     assert 0 < kept <= 3 * ROW_SLOTS
     for pool in node.host.pools():
-        pool.check_integrity()
+        pool.facade.check_integrity()
 
 
 def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: MakeNode, engines: Engines) -> None:

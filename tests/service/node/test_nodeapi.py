@@ -144,7 +144,6 @@ async def test_the_memory_of_a_node_is_exported(
         f"kvstow_pool_due_bytes{{{labels}}}": 4 * EXTENT,
         "kvstow_node_granted_bytes": 4 * EXTENT,
         "kvstow_node_used_bytes": used,
-        "kvstow_node_memory_notices": 0,
         f'kvstow_sessions{{{labels},state="attached"}}': 1,
     }
     series = dict(line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines() if line[0] != "#")

@@ -19,8 +19,7 @@ from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, Raw
 from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits
@@ -169,7 +168,7 @@ def test_what_one_node_has_stored_another_one_hits(
     engine.wait_for(lambda: engine.load(keys) == 10)  # every byte of both ranks is verified
     assert only_pool(there).facade.stats().pool.slots.cached == 10
     for node in (here, there):
-        only_pool(node).check_integrity()
+        only_pool(node).facade.check_integrity()
 
 
 def begin_fetch(engine: RawEngine, store: ControlledStore, keys: list[bytes]) -> Any:
@@ -290,7 +289,7 @@ def test_puts_and_fetches_outlive_the_engine(
     store.gets.open()
     eventually(lambda: only_pool(there).facade.stats().pool.slots.cached == 4, "the fetched blocks")
     for node in (here, there):
-        only_pool(node).check_integrity()
+        only_pool(node).facade.check_integrity()
 
 
 def test_the_node_s_own_session_counts_as_no_engine(
@@ -539,7 +538,7 @@ def test_the_end_of_the_tier_waits_for_calls_under_way(
     assert not closing.is_alive()
     pool = only_pool(node)
     assert [session for session in pool.attached() if not session.is_engine] == []
-    pool.check_integrity()
+    pool.facade.check_integrity()
 
 
 def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> bool:

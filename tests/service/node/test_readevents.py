@@ -10,7 +10,7 @@ import pytest
 from tests.service.node.hostbench import ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
 
-from kvstow.attach.eventcalls import BlockChange
+from kvstow.attach.calls import BlockChange
 from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
 

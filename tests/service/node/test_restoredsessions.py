@@ -12,8 +12,8 @@ from tests.service.node.attach.test_sessionlife import Clock, quiet
 from tests.service.node.conftest import WORKER, FakeProcess, MakeNode, Node, wait_until
 from tests.service.node.fakehost import FakeSession
 
+from kvstow.attach.hello import digest_of
 from kvstow.attach.peer import Peer
-from kvstow.attach.ticket import digest_of
 from kvstow_service.node.attach.sessionhost import SessionLink
 
 TOKEN = "a token of the service before"

@@ -26,7 +26,7 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import LeaseError
-from kvstow.memory.extentbook import BookedExtent
+from kvstow.memory.rows import BookedExtent
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.poolmemory import PoolMemory

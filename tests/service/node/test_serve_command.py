@@ -54,7 +54,7 @@ def test_wrong_settings_are_one_line_each_and_exit_2() -> None:
     assert result.exit_code == 2
     assert result.stderr.splitlines() == [
         "kvstow serve: --memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB"
-        " (powers of 1024) or kB MB GB TB",
+        " (powers of 1024) or kB MB GB TB, with or without the B",
         "kvstow serve: --port is 'none'; allowed: 0 (any free port) to 65535",
     ]
 

@@ -127,7 +127,7 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
         [
             f"{config}: port is True; allowed: 0 (any free port) to 65535",
             "--memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024)"
-            " or kB MB GB TB",
+            " or kB MB GB TB, with or without the B",
             "--pin-chunk is 1.5; allowed: a size such as 8GiB",
             "--readiness-require is 'pool,pined'; allowed: a list of pool and pinned",
             "KVSTOW_PIN_PAUSE is 'soon'; allowed: 0 or more seconds, or a number with one of us ms s m min h",

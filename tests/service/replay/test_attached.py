@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
@@ -70,6 +70,12 @@ class Service:
             one.pid == pid and one.status.state == "attached" and one.status.registered_slots >= capacity[one.pool]
             for one in self.node.host.sessions()
         )
+
+    def pid_of_rank(self, engine: int, rank: int) -> int:
+        (session,) = [one for one in self.node.host.sessions() if one.pid == engine]
+        pid = session.status.ranks[rank].pid
+        assert pid is not None
+        return pid
 
     def wait_until_empty(self) -> None:
         eventually(lambda: not self.node.host.sessions())
@@ -177,7 +183,10 @@ def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
     assert dict(attached_rows(second))["tier"].startswith(f"{second.waits} look-ups waited for the service")
 
 
-def test_an_engine_that_is_killed_comes_back_to_a_hot_cache(service: Service, requests: list[TraceRequest]) -> None:
+@pytest.mark.parametrize(("victim", "end"), [("engine", "signal SIGKILL"), ("rank", "exit status 1")])
+def test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache(
+    service: Service, requests: list[TraceRequest], victim: str, end: str
+) -> None:
     service.start()
     run(spec(service, requests), may_begin=service.has_registered)
     stop = threading.Event()
@@ -196,7 +205,7 @@ def test_an_engine_that_is_killed_comes_back_to_a_hot_cache(service: Service, re
         if not begun or finished < begun[-1][1] + 5:
             return
         if not killed:
-            killed.append(begun[0][0])
+            killed.append(begun[0][0] if victim == "engine" else service.pid_of_rank(begun[0][0], 1))
             os.kill(killed[0], signal.SIGKILL)
         elif len(begun) == 2:
             stop.set()
@@ -204,7 +213,7 @@ def test_an_engine_that_is_killed_comes_back_to_a_hot_cache(service: Service, re
     found = run(endless(service, requests), stop=stop, on_request=kill, may_begin=may_begin)
     assert_verified(found)
     before, after = found.engines[0].lives
-    assert (before.end, after.end) == ("signal SIGKILL", "finished")
+    assert (before.end, after.end) == (end, "finished")
     assert after.first_hit_blocks == after.first_blocks > 0
     assert after.hit_blocks == after.blocks
     service.wait_until_empty()

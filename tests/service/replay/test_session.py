@@ -6,7 +6,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.errors import InsufficientMemoryError, PinError
-from kvstow.memory.mlock import MlockRegistrar
+from kvstow.memory.pinning import MlockRegistrar
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions

@@ -14,7 +14,7 @@ from tests.service.node.rawengine import HELLO, RawEngine
 from tests.service.tiers.redisserver import Server
 
 from kvstow.attach.identity import FleetWeights
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.tiers.hostedtiers import TierChoice

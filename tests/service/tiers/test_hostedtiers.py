@@ -8,8 +8,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_api.hostedtier import TierClient

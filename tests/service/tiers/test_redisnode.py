@@ -37,7 +37,7 @@ def test_what_one_node_has_stored_another_one_hits(
     second.wait_for(lambda: second.load(keys) == len(keys))  # every byte of both ranks is verified
     for node in (here, there):
         for pool in node.host.pools():
-            pool.check_integrity()
+            pool.facade.check_integrity()
 
 
 def test_a_redis_that_ends_costs_hits_and_no_answer_and_its_successor_is_used(

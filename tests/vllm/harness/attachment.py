@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.service.connectors.vllm.slowservice import SlowService
 
-from kvstow.attach.opgate import OpGate
-from kvstow.attach.ticket import SessionTicket
+from kvstow.attach.hello import SessionTicket
+from kvstow.attach.worker import OpGate
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, StepPlan

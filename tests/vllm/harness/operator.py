@@ -10,7 +10,7 @@ from tests.vllm.harness.core import EngineCore
 from tests.vllm.harness.host import Host
 from tests.vllm.harness.setup import Setup
 
-from kvstow.control.sweeps import Sweep
+from kvstow.control.administration import Sweep
 from kvstow.errors import ConflictError
 
 

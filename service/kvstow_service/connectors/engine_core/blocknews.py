@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvstow.attach.eventcalls import BlockChange
+from kvstow.attach.calls import BlockChange
 from kvstow.results import Awaited, Given
 
 if TYPE_CHECKING:

@@ -34,10 +34,6 @@ class ControlPlane(Protocol):
 
     def hit_finder(self, groups: KVGroups) -> HitFinder: ...
 
-    def boot_ids(self) -> tuple[str | None, ...]:
-        """The boot of each rank that the next ops are for. Empty if the ops themselves say which memory they are
-        for."""
-
     # Loads and stores: see `OffloadEngine`.
 
     def release_lease(self, lease: Lease) -> None: ...
@@ -94,9 +90,6 @@ class EmbeddedControl:
 
     def hit_finder(self, groups: KVGroups) -> HitFinder:
         return EmbeddedHits(self._engine, groups)
-
-    def boot_ids(self) -> tuple[str | None, ...]:
-        return self._engine.boot_ids()
 
     def release_lease(self, lease: Lease) -> None:
         self._engine.release_lease(lease)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import Protocol
 
-from kvstow.control.tierneeds import Needed
+from kvstow.results import Needed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 
 
@@ -27,7 +27,7 @@ class PromptKeys(Protocol):
 
 
 class GroupNeeds:
-    """`kvstow.control.tierneeds.Needs` of a request. `keys` are all keys that a hit up to `end` may consist of."""
+    """`kvstow.results.Needs` of a request. `keys` are all keys that a hit up to `end` may consist of."""
 
     def __init__(self, groups: KVGroups, prompt: PromptKeys, end: int) -> None:
         self._groups = groups

@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.identity import RegionIdentity
-from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from kvstow.attach.ticket import SessionTicket
+from kvstow.attach.hello import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.adapters import Adapters

@@ -21,12 +21,10 @@ class Step(Protocol):
 
 
 class PlannedStep(NamedTuple):
-    """The ops of one step. `boots[rank]` is the boot that they are for, or none (`ControlPlane.boot_ids`).
-    `load_requests[i]` is the request of `loads.ops[i]`. `lost_loads` are requests whose load has become impossible
-    although vLLM waits for it, with the GPU blocks that stay unwritten."""
+    """The ops of one step. `load_requests[i]` is the request of `loads.ops[i]`. `lost_loads` are requests whose load
+    has become impossible although vLLM waits for it, with the GPU blocks that stay unwritten."""
 
     number: int
-    boots: tuple[str | None, ...]
     stores: StepPlan
     loads: StepPlan
     load_requests: tuple[str, ...]
@@ -40,7 +38,6 @@ class StepPlanner:
         self._control = control
         self.number = 0
         """Steps planned so far."""
-        self._boots: tuple[str | None, ...] | None = None
         self._stores: list[Op] = []
         self._loads: list[Op] = []
         self._load_requests: list[str] = []
@@ -48,7 +45,6 @@ class StepPlanner:
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         """Ask to store `blocks[i]` under `keys[i]`, as far as there is room. `add_store` follows."""
-        self._note_boots()
         return self._control.begin_store(keys, blocks, request_id=request_id)
 
     def add_store(self, op: Op) -> None:
@@ -56,7 +52,6 @@ class StepPlanner:
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Awaited[Op | None]:
         """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` follows."""
-        self._note_boots()
         return self._control.begin_load(lease, blocks, first=first, request_id=request_id)
 
     def add_load(self, op: Op, request_id: str) -> None:
@@ -72,17 +67,10 @@ class StepPlanner:
         self.number += 1
         planned = PlannedStep(
             self.number,
-            self._boots or (),
             StepPlan(tuple(self._stores)),
             StepPlan(tuple(self._loads)),
             tuple(self._load_requests),
             self._lost_loads,
         )
-        self._boots = None
         self._stores, self._loads, self._load_requests, self._lost_loads = [], [], [], {}
         return planned
-
-    def _note_boots(self) -> None:
-        """Called before the first op of a step is planned: a rank that restarts later refuses the step."""
-        if self._boots is None:
-            self._boots = self._control.boot_ids()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.devices.base import Fence
-from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, RankReport
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ class WorkerSide:
         self.rank, self.plane = rank, plane
         self.fence: Callable[[], Fence | None] = lambda: None
         """Makes a fence for all work given to the compute stream so far. None if that work is always done."""
-        self.refused: Callable[[StepPlan], None] = lambda plan: None
-        """Hears of stores that are refused because the rank has restarted."""
         self.ended_loads: tuple[LoadId, ...] = ()
         """The last result of `take_finished_loads`, load by load."""
         self._loads_wait = loads_wait
@@ -96,9 +94,6 @@ class WorkerSide:
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
             self._loading[op.op_id] = _Load(LoadId(request_id, step.number), op.blocks)
         if not (step.stores.ops or step.loads.ops):
-            return
-        if step.boots and step.boots[self.rank] != self.plane.boot_id:
-            self._refuse(step)
             return
         fence = self.fence() if step.stores.ops or self._loads_wait else None
         if step.loads.ops:
@@ -166,21 +161,10 @@ class WorkerSide:
         self._callbacks.append(callback)
         self.plane.add_listener(callback)
 
-    def _refuse(self, step: PlannedStep) -> None:
-        """The step was planned for memory that this rank has since lost, so its slots hold other bytes. The rank may
-        have restarted during the planning, so some ops may belong to its new boot."""
-        why = "this rank has restarted since the op was planned"
-        refusals = tuple(Completion(op.op_id, "failed", why) for op in (*step.loads.ops, *step.stores.ops))
-        for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):
-            self._take(BootCompletions(boot_id, refusals))
-        self.refused(step.stores)
-
     def _collect(self) -> None:
-        if completions := self.plane.take_completions():
-            self._take(BootCompletions(self.plane.boot_id, tuple(completions)))
-
-    def _take(self, batch: BootCompletions) -> None:
-        self._completed.append(batch)
-        for completion in batch.completions:
+        if not (completions := self.plane.take_completions()):
+            return
+        self._completed.append(BootCompletions(self.plane.boot_id, tuple(completions)))
+        for completion in completions:
             if completion.mark != "source_free" and (load := self._loading.pop(completion.op_id, None)) is not None:
                 (self._failed if completion.mark == "failed" else self._done).append(load)

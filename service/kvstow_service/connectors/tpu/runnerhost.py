@@ -11,7 +11,7 @@ from typing import Any
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import JaxDevice, JaxOptions, ShardedKV
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mlock import cpu_registrar
+from kvstow.memory.pinning import cpu_registrar
 from kvstow.messages import LoadLaunch, StagedLoad, StepPlan
 from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
 from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
@@ -38,7 +38,6 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
 
     def register(self, kv_cache: Runner) -> None:
         super().register(kv_cache)
-        self.side.refused = self._launch_refused
         manager = kv_cache.kv_cache_manager
         manager.delete_kv_cache = _before(manager.delete_kv_cache, self.suspend)
         manager.reinitialize_kv_cache = _after(manager.reinitialize_kv_cache, self.resume)
@@ -70,10 +69,6 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
         """For the scheduler's half, after a step."""
         plane = self.side.plane
         return tuple(plane.take_staged()) if isinstance(plane, DataPlane) else ()
-
-    def _launch_refused(self, plan: StepPlan) -> None:
-        if isinstance(self.side.plane, DataPlane):
-            self.side.plane.launch_refused(plan)
 
     def _read_geometry(self, kv_cache: Runner) -> ShardedKV:
         return read_cache(kv_cache, self._num_blocks)

@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvstow.attach.answer import Answer
-from kvstow.attach.calls import Hold
+from kvstow.attach.calls import EventPage, Hold
+from kvstow.attach.connection import Answer
 from kvstow.attach.engine import Hits
-from kvstow.attach.eventcalls import EventPage
 from kvstow_service.connectors.engine_core.blocknews import BlockNews
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 

@@ -8,11 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from kvstow.attach.answer import Answer
-from kvstow.attach.calls import Hold
+from kvstow.attach.calls import EventPage, Hold
+from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
-from kvstow.attach.eventcalls import EventPage
-from kvstow.attach.ticket import SessionTicket, number_of
+from kvstow.attach.hello import SessionTicket, number_of
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
@@ -140,9 +139,6 @@ class AttachedControl:
         if isinstance(answer, Answer) and not answer.done:
             self.engine.wait(answer)
         return answer.done
-
-    def boot_ids(self) -> tuple[str | None, ...]:
-        return ()
 
     # -- lookups --------------------------------------------------------------------------------------------
 

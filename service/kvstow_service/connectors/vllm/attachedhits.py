@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple, Protocol
 
-from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
+from kvstow.attach.connection import Answer
 from kvstow.attach.engine import Hits
 from kvstow.results import KeyRun, Lease
 from kvstow_service.connectors.engine_core.hits import LATER, Later

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvstow.attach.ticket import SessionTicket
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pace import pace_of
-from kvstow.memory.pinning import PopulateOnly, Registrar
+from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions

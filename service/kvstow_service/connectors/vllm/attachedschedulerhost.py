@@ -10,8 +10,8 @@ from typing import Any
 
 import kvstow
 from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
-from kvstow.attach.ticket import SessionTicket
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState, RankReport

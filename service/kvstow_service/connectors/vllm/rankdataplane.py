@@ -17,8 +17,7 @@ from kvstow.devices.base import Device, Fence
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mlock import cpu_registrar
-from kvstow.memory.pinning import Registrar
+from kvstow.memory.pinning import Registrar, cpu_registrar
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import ReportSequence
 from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config

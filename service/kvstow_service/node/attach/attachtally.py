@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow_api.limitedlog import LimitedLog
 
 logger = logging.getLogger("kvstow.attach")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
+from kvstow.attach.channel import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.connection import Message
-from kvstow.attach.frames import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.hello import CallError, Hello, Refused
-from kvstow.attach.kinds import Kind, refusal_of
+from kvstow.attach.payloads import Kind, refusal_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, DisconnectedError, KvstowError, ProtocolError
 from kvstow_service.node.attach.attachtally import AttachTally

@@ -8,9 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvstow.attach.channel import Channel
-from kvstow.attach.frames import MAX_HELLO_BYTES, Frame
-from kvstow.attach.kinds import Kind
+from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
+from kvstow.attach.payloads import Kind
 from kvstow_service.node.attach.sessiontable import Member
 
 HELLO_SECONDS = 5.0

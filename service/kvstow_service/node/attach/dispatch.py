@@ -13,15 +13,15 @@ from kvstow.attach.calls import (
     Lookup,
     LookupPrompt,
     Prefill,
+    ReadEvents,
     Refresh,
     Release,
     Reset,
 )
+from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import ReadEvents
 from kvstow.attach.extentcalls import Desired, RegisteredExtents, ReleasedExtents, Report
-from kvstow.attach.frames import Frame
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow.errors import InvalidRequestError
 from kvstow_service.node.attach.sessionhost import Later, SessionHost
 from kvstow_service.node.attach.sessiontable import Member

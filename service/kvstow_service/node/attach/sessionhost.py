@@ -10,17 +10,18 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    EventPage,
     Found,
     LoadBegun,
     Lookup,
     LookupPrompt,
     Pending,
     Prefill,
+    ReadEvents,
     ResetDone,
     StoreBegun,
 )
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer

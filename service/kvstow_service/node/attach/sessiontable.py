@@ -6,9 +6,8 @@ import secrets
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from kvstow.attach.hello import Hello
+from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
-from kvstow.attach.ticket import digest_of
 from kvstow.errors import AttachRefusedError
 
 SessionState = Literal["attached", "lost", "over"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.namespaces import NamespaceLabel
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow.status import HostedNamespace

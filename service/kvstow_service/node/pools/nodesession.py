@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
+    BlockChange,
     Completions,
+    EventPage,
     Found,
     Hold,
     LoadBegun,
     Lookup,
     LookupPrompt,
     Pending,
+    ReadEvents,
     SettledOp,
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.eventcalls import BlockChange, EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.keyruns import runs_without
+from kvstow.control.namespaces import runs_without
 from kvstow.errors import LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession

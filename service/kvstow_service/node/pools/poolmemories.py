@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.memory.nodememory import NodeMemory
+from kvstow.status import MemoryWait
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.nodesession import NodeSession
@@ -25,9 +27,10 @@ logger = logging.getLogger("kvstow.node")
 
 
 class MemoryFigures(NamedTuple):
-    """`notices` say why memory that pools should get or give back must wait. `failures` say why workers lack memory of
-    their pools. Both are sentences."""
+    """`waits`: which sessions hold memory that pools should get. `notices` say why else memory that pools should get or
+    give back must wait, and `failures` why workers lack memory of their pools; both are sentences."""
 
+    waits: tuple[MemoryWait, ...] = ()
     notices: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     allocated_bytes: int = 0
@@ -203,6 +206,22 @@ class PoolMemories:
         if found.is_empty:
             self._on_empty(found.pool)
 
+    def _waits(self, due: Mapping[str, int]) -> Iterator[MemoryWait]:
+        """Sessions whose workers have yet to let go of memory. O(extents recalled, and their clients)."""
+        if not self._budget.recalled_bytes:
+            return
+        held: Counter[str] = Counter()
+        for found in self._pools.values():
+            rows = self._budget.rows(found.pool.name).values()
+            for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
+                clients = self._budget.mappers(extent)
+                if found.holder not in clients:  # the pool itself has let go
+                    sessions = {client.rpartition("/")[0] for client in clients}
+                    held.update(dict.fromkeys(sessions, self._budget.extent_size(extent)))
+        for pool, share in due.items():
+            if self._budget.granted_bytes(pool) < share:
+                yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
+
     def _show_figures(self) -> None:
         notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
         failures = [pool.failure for pool in self._pools.values() if pool.failure]
@@ -211,10 +230,15 @@ class PoolMemories:
         if self._keeper is not None and self._keeper.notice is not None:
             failures.append(self._keeper.notice)
         budget = self._budget
+        due = budget.fair_shares()
         self.figures = MemoryFigures(
-            notices, tuple(failures), budget.allocated_bytes, budget.spare_bytes, budget.recalled_bytes
+            tuple(self._waits(due)),
+            notices,
+            tuple(failures),
+            budget.allocated_bytes,
+            budget.spare_bytes,
+            budget.recalled_bytes,
         )
-        due = self._budget.fair_shares()
         for name, found in self._pools.items():
             found.pool.granted_bytes = self._budget.granted_bytes(name)
             found.pool.due_bytes = due.get(name, 0)

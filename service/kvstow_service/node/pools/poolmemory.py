@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
-from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, PinError
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.poolrows import Row
+from kvstow.memory.rows import Row
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
 

@@ -34,18 +34,9 @@ class OrphanedMemory:
     added_bytes: int
 
     @property
-    def is_keeper(self) -> bool:
-        return self.command == PROCESS_NAME
-
-    @property
     def sentence(self) -> str:
         """What the process holds, and what to do about it."""
         extents = counted(self.num_extents, "extent") + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
-        if self.is_keeper:
-            return (
-                f"the keeper with pid {self.pid} holds {extents} and no service is connected to it; it ends after "
-                f"--keep-timeout, or at once with: kill {self.pid}"
-            )
         return (
             f"process {self.pid} ({self.command}) holds {extents} of a service that is gone; the memory is free when "
             "the process lets go of it or ends"
@@ -54,9 +45,9 @@ class OrphanedMemory:
 
 def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
     """Processes with extents that none of the processes `in_use` has. These are the running services, which hold all of
-    theirs. It finds only processes that this one can see and inspect: in a container, usually those of the container.
-    If it finds any, it looks again, because the keeper may show an extent before the service that is creating it
-    does."""
+    theirs, and keepers, which hold what is their services' while these are away. It finds only processes that this one
+    can see and inspect: in a container, usually those of the container. If it finds any, it looks again, because the
+    keeper may show an extent before the service that is creating it does."""
     suspects = {extent for extents in _unused(in_use, proc).values() for extent in extents}
     if not suspects:
         return []
@@ -80,10 +71,11 @@ def _unused(in_use: Collection[int], proc: Path) -> dict[int, _Extents]:
 
 
 def running_services(*, proc: Path = Path("/proc")) -> list[int]:
-    """The processes of `kvstow serve` on this machine, found by their command lines, and this one."""
+    """The processes of `kvstow serve` on this machine, found by their command lines, their keepers, and this one. A
+    keeper waits for a service of its own, which may be any on this machine, and ends by itself if none comes."""
     found = {os.getpid()}
     for path in proc.iterdir():
-        if path.name.isdigit() and _is_service(path):
+        if path.name.isdigit() and (_is_service(path) or _command(path) == PROCESS_NAME):
             found.add(int(path.name))
     return sorted(found)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvstow.attach.identity import PoolIdentity
-from kvstow.attach.jsonobject import JsonObject
+from kvstow.attach.payloads import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from kvstow.attach.hello import Hello
-from kvstow.attach.jsonobject import parse_object
+from kvstow.attach.hello import Hello, digest_of
+from kvstow.attach.payloads import parse_object
 from kvstow.attach.peer import Peer, pid_of
-from kvstow.attach.ticket import digest_of
 
 _MAX_TEXT = 200
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersession import TierSession
-from kvstow.control.tierwait import TierWait
+from kvstow.control.attachedsession import TierSession
+from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow_service.connectors.engine_core.longesthit import GroupNeeds
 from kvstow_service.node.pools.nodepool import KnownNamespace

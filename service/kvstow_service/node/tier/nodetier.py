@@ -15,8 +15,7 @@ from typing import Final
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import FleetWeights
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_api.hostedtier import TierClient

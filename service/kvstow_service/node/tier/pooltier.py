@@ -16,7 +16,7 @@ from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
 from kvstow.attach.extentcalls import RevokedExtents as Revoked
 from kvstow.attach.peer import Peer
-from kvstow.control.tiersession import TierSession
+from kvstow.control.attachedsession import TierSession
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers

@@ -10,7 +10,7 @@ from threading import Lock
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
-from kvstow.control.tiersession import TierSession
+from kvstow.control.attachedsession import TierSession
 from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession

@@ -9,7 +9,7 @@ from tests.engine.conftest import Eventually
 from tests.engine.control.conftest import MakeEngine
 from tests.engine.control.fleettier.tierednode import BLOCK_TOKENS, RANKS, MakeNode, TieredNode
 
-from kvstow.control.tiersettings import TierSettings
+from kvstow.control.fleettier import TierSettings
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from tests.engine.control.fleettier.tierednode import BLOCK_TOKENS, KEYS, MakeNode, TieredNode
 
-from kvstow.control.tierneeds import Needed, Needs
 from kvstow.errors import TierUnavailableError
+from kvstow.results import Needed, Needs
 from kvstow.testing.fakes import FakeClock
 
 

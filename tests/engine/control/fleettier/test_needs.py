@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tests.engine.control.fleettier.tierednode import KEYS, MakeNode, TieredNode
 
-from kvstow.control.tierneeds import Needed
+from kvstow.results import Needed
 
 FULL, WINDOW = KEYS[:6], KEYS[6:]
 

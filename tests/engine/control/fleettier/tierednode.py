@@ -8,9 +8,7 @@ from tests.engine.conftest import Eventually
 from tests.engine.control.tiernode import TierNode, in_store
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
-from kvstow.control.tierwait import TierWait
+from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks

@@ -266,7 +266,6 @@ def test_loads_begin_although_the_plan_of_their_step_raised(monkeypatch: pytest.
         host.step()
     plan = host.side.take_planned()
     assert plan.load_requests == ("r",)
-    assert plan.boots == host.engine.boot_ids()
 
 
 def test_loaded_blocks_are_not_stored_again_and_later_ones_are() -> None:

@@ -29,8 +29,7 @@ def engine() -> OffloadEngine:
 def finish(engine: OffloadEngine, op: Op | None, seconds: float = 0.5) -> None:
     assert op is not None
     num_bytes = len(op.blocks) * SLOT
-    (boot_id,) = engine.boot_ids()
-    assert boot_id is not None
+    (boot_id,) = engine.ranks.boots
     engine.complete(0, boot_id, [Completion(op.op_id, "done", None, num_bytes, seconds)])
 
 

@@ -100,10 +100,9 @@ def step(
     stores: tuple[Op, ...] = (),
     loads: dict[str, Op] | None = None,
     lost: dict[str, tuple[int, ...]] | None = None,
-    boot: str = "boot",
 ) -> PlannedStep:
     loads = loads or {}
-    return PlannedStep(number, (boot,), StepPlan(stores), StepPlan(tuple(loads.values())), tuple(loads), lost or {})
+    return PlannedStep(number, StepPlan(stores), StepPlan(tuple(loads.values())), tuple(loads), lost or {})
 
 
 STORE = op(1, "store", 4)
@@ -140,7 +139,7 @@ def test_only_loads_are_begun_on_vllms_thread() -> None:
 
 def test_an_empty_step_costs_nothing() -> None:
     rank = Rank()
-    rank.side.begin_step(PlannedStep(1, (), StepPlan(), StepPlan(), (), {}))
+    rank.side.begin_step(PlannedStep(1, StepPlan(), StepPlan(), (), {}))
     assert (rank.plane.submitted, rank.fences) == ([], 0)
     assert rank.side.take_finished_loads() == NOTHING
 
@@ -213,20 +212,6 @@ def test_a_lost_load_ends_at_once_and_those_beside_it_with_their_ops() -> None:
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, set(), set())
 
 
-def test_ops_for_another_boot_are_refused() -> None:
-    rank, refused = Rank(), list[StepPlan]()
-    rank.side.refused = refused.append
-    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}, boot="before"))
-    assert rank.plane.submitted == []
-    assert refused == [StepPlan((STORE,))]
-    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    updates = rank.side.take_boot_completions()
-    # The rank may have restarted while the step was planned: its last ops are of the new boot then.
-    assert [batch.boot_id for batch in updates] == ["before", rank.plane.boot_id]
-    for batch in updates:
-        assert {(each.op_id, each.mark) for each in batch.completions} == {(1, "failed"), (2, "failed")}
-
-
 def test_another_plane_takes_over_and_ops_under_way_fail() -> None:
     rank, old_news = Rank(), "boot"
     rank.side.begin_step(step(1, loads={"r": LOAD}))
@@ -236,7 +221,7 @@ def test_another_plane_takes_over_and_ops_under_way_fail() -> None:
     rank.side.replace_plane(again)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     assert [batch.boot_id for batch in rank.side.take_boot_completions()] == [old_news]
-    rank.side.begin_step(step(2, loads={"q": op(3, "load", 7)}, boot="again"))
+    rank.side.begin_step(step(2, loads={"q": op(3, "load", 7)}))
     assert again.submitted == [((3,), rank.fence)]
 
 

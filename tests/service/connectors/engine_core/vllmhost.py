@@ -17,7 +17,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks, store_keys
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
@@ -113,13 +113,16 @@ class VllmHost:
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
         adapters: Adapters | None = None,
+        reporting: bool = True,
     ) -> None:
-        """`pinned`: slots that the ranks report at the start, by default all."""
+        """`pinned`: slots that the ranks report at the start, by default all. Without `reporting` they report later."""
         self.clock = FakeClock()
         self.engine = OffloadEngine(
             EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=num_ranks), clock=self.clock
         )
-        self.ranks = make_ranks(self.engine, pinned)
+        self.ranks = (
+            make_ranks(self.engine, pinned) if reporting else [FakeRank(self.engine, rank) for rank in range(num_ranks)]
+        )
         self.pool = FakeBlockPool(gpu_blocks)
         self.groups = groups
         self.observed: list[tuple[str, float]] = []

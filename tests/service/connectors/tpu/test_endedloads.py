@@ -14,7 +14,7 @@ from kvstow_service.connectors.tpu.endedloads import EndedLoads
 
 
 def plan(step: int, *loads: str, lost: tuple[str, ...] = ()) -> PlannedStep:
-    return PlannedStep(step, (), StepPlan(()), StepPlan(()), loads, dict.fromkeys(lost, (1,)))
+    return PlannedStep(step, StepPlan(()), StepPlan(()), loads, dict.fromkeys(lost, (1,)))
 
 
 def test_a_load_has_ended_when_every_host_has_reported_it() -> None:

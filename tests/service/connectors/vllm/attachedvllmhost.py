@@ -10,7 +10,7 @@ from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, Cached, FakeRequest, VllmHost, keys_of
 from tests.service.connectors.vllm.slowservice import SlowService
 
-from kvstow.attach.ticket import number_of
+from kvstow.attach.hello import number_of
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.messages import Completion

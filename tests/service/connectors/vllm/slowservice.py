@@ -19,21 +19,21 @@ from kvstow.attach.calls import (
     LookupPrompt,
     Pending,
     Prefill,
+    ReadEvents,
     Refresh,
     Release,
     Reset,
     ResetDone,
 )
+from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call, Message
 from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.eventcalls import ReadEvents
-from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
 from kvstow_service.node.pools.nodesession import NodeSession

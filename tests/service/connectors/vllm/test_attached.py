@@ -246,7 +246,7 @@ def test_random_requests_over_sessions_that_end_get_the_right_bytes(seed: int, l
         host.step()
     assert host.leases == 0
     assert not host.side.holds_gpu_blocks
-    host.service.pool.check_integrity()
+    host.service.facade.check_integrity()
 
 
 def deferrals(host: AttachedVllmHost) -> list[float]:

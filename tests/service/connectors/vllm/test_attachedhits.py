@@ -7,7 +7,7 @@ from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW
 from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
 from kvstow.attach.calls import Prefill, SettledOp, SettledOps
-from kvstow.attach.frames import Frame
+from kvstow.attach.channel import Frame
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS

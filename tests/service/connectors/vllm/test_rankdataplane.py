@@ -14,7 +14,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits
-from kvstow.memory.mlock import MlockRegistrar
+from kvstow.memory.pinning import MlockRegistrar
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.connectors.engine_core.hostmemory import wait_until_pinned

@@ -17,12 +17,11 @@ import pytest
 from tests.service.node.conftest import HELLO, MakeNode, Node, wait_until
 
 from kvstow.attach.calls import BeginLoad, BeginStore, Completions, Found, LoadBegun, Lookup, Release, StoreBegun
-from kvstow.attach.channel import Channel
+from kvstow.attach.channel import HEADER_BYTES, MAX_HELLO_BYTES, Channel, Frame, encode_header
 from kvstow.attach.connection import AttachConnection, Message
 from kvstow.attach.extentcalls import RegisteredExtents
-from kvstow.attach.frames import HEADER_BYTES, MAX_HELLO_BYTES, Frame, encode_header
 from kvstow.attach.hello import Refused
-from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import Kind
 from kvstow.errors import CallFailedError, DisconnectedError
 from kvstow.messages import Completion
 from kvstow_service.node.attach import clients

@@ -47,7 +47,7 @@ from kvstow.attach.extentcalls import (
     Report,
 )
 from kvstow.attach.hello import Refused
-from kvstow.attach.kinds import VERSION, Kind
+from kvstow.attach.payloads import VERSION, Kind
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import clientcalls

@@ -157,6 +157,22 @@ def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: Make
     assert len(bench.engines[1].grants[0]) == 1, "nobody waits for the late one"
 
 
+def test_who_waits_for_memory_that_which_session_holds_is_shown(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    assert not bench.memory.figures.waits
+    new = bench.attach(ONE_RANK_OTHER)
+    new.join()
+    bench.run()
+    row_bytes = ROW_SLOTS * SLOT_BYTES
+    (wait,) = bench.memory.figures.waits
+    assert (wait.pool, wait.session) == (new.answer.pool, old.session_id)
+    assert wait.num_bytes >= row_bytes
+    old.release_revoked()
+    bench.run()
+    assert not bench.memory.figures.waits
+
+
 def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
@@ -165,6 +181,7 @@ def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBe
     new.join()
     bench.run()
     (notice,) = bench.memory.figures.notices
+    assert bench.memory.figures.waits == (), "no session can do anything about it"
     assert notice.startswith(f"memory of pool {old.pool.name} is recalled, but {ROW_SLOTS} protected blocks")
     old.pool.facade.admin.unprotect(None)
     bench.run()

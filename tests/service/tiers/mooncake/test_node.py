@@ -67,7 +67,7 @@ def test_what_one_node_has_stored_another_one_hits(make_node: MakeNode, engines:
     second.wait_for(lambda: second.load(keys) == 12)  # every byte of both ranks is verified
     for node in (here, there):
         for pool in node.host.pools():
-            pool.check_integrity()
+            pool.facade.check_integrity()
 
 
 def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(
@@ -93,7 +93,7 @@ def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(
     engine.wait_for(puts_again)
     (pool,) = node.host.pools()
     eventually(lambda: not pool.facade.stats().pool.slots.quarantined, "the end of the quarantine")
-    pool.check_integrity()
+    pool.facade.check_integrity()
 
 
 def test_a_service_is_killed_with_its_processes_and_the_next_one_goes_on(

@@ -1,0 +1,89 @@
+"""Measures now and then what takes a thread to measure: memory of the host, what earlier services have left in it, and
+the fleet tier's store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+
+from kvstow_api.hostedtier import TierMeasurements
+from kvstow_api.measurements import HostMemory, OrphanedMemory
+
+logger = logging.getLogger("kvstow.api")
+
+INTERVAL = 10.0
+"""Seconds between two looks at the host's memory."""
+_RARELY = 6
+"""Every so many of them also look at the rest, which reads the files of all processes, and resolves names."""
+
+_T = TypeVar("_T")
+
+
+class Measured(NamedTuple):
+    """The last measurements; None before the first one, where nothing is measured, and when measuring has failed."""
+
+    memory: HostMemory | None = None
+    orphans: Sequence[OrphanedMemory] | None = None
+    tier: TierMeasurements | None = None
+
+    @property
+    def orphaned_bytes(self) -> int | None:
+        return None if self.orphans is None else sum(one.num_bytes for one in self.orphans)
+
+
+class HostWatch:
+    """Runs on the event loop, and measures on a thread."""
+
+    def __init__(
+        self,
+        memory: Callable[[], HostMemory] | None,
+        orphans: Callable[[], Sequence[OrphanedMemory]],
+        tier: Callable[[], TierMeasurements | None],
+    ) -> None:
+        self.measured = Measured()
+        self._memory, self._orphans, self._tier = memory, orphans, tier
+        self._failing: set[str] = set()
+        self._looking = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="kvstow-host-watch")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def look(self, *, at_all: bool = True) -> None:
+        """Measure now; without `at_all` only the host's memory."""
+        async with self._looking:
+            self.measured = await run_in_threadpool(self._measure, at_all)
+
+    def _measure(self, at_all: bool) -> Measured:
+        memory = None if self._memory is None else self._try("memory of the host", self._memory)
+        if not at_all:
+            return self.measured._replace(memory=memory)
+        return Measured(memory, self._try("orphaned memory", self._orphans), self._try("the tier's store", self._tier))
+
+    def _try(self, what: str, measure: Callable[[], _T]) -> _T | None:
+        try:
+            found = measure()
+        except Exception:  # the next look may succeed
+            if what not in self._failing:
+                logger.exception("measuring %s failed", what)
+            self._failing.add(what)
+            return None
+        self._failing.discard(what)
+        return found
+
+    async def _run(self) -> None:
+        looks = 0
+        while True:
+            await self.look(at_all=looks % _RARELY == 0)
+            looks += 1
+            await asyncio.sleep(INTERVAL)

@@ -1,0 +1,191 @@
+"""The conditions of a node."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.fakenode import MODEL, RANKS, SLOT_BYTES, SLOTS, FakeNode
+from tests.api.node.conftest import KEYS, NAMES, get
+
+from kvstow.status import MemoryStatus, MemoryWait
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.sampler import REJECTED_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_doctor_of_a_node(client: httpx.AsyncClient, pools: list[str]) -> None:
+    told = await get(client, "/v1/doctor")
+    assert told["conditions"] == []
+    assert told["healthy"]
+    assert {"node_memory", "orphaned_memory", "trust_eof"} <= set(told["checked"])
+    if not pools:
+        assert told["skipped"]["thrashing"] == "no engine has attached yet, so there is no pool"
+
+
+async def test_the_doctor_names_what_is_wrong(launch: Any, node: FakeNode, clock: FakeClock) -> None:
+    orphan = OrphanedMemory("the keeper with pid 7 holds 2 extents", 2 << 20)
+    client = await launch(directory=node, orphaned_memory=lambda: [orphan])
+    node.trust_eof = 30.0
+    node.sharing_off = ("its keys are not reproducible",)
+    node.memory_status = MemoryStatus(4 << 20, 1 << 20, "the cgroup's limit is reached")
+    node.attach(NAMES[0]).begin_store(KEYS)
+    clock.advance(1000.0)
+    node.shared[NAMES[0]].tick()
+    lost = node.attach(NAMES[1])
+    lost.begin_store(KEYS)
+    lost.control.lose("it is gone")
+    node.shared[NAMES[1]].admin.drain("all", None)
+    found = {one["name"]: one for one in (await get(client, "/v1/doctor"))["conditions"]}
+    assert {name: one["severity"] for name, one in found.items()} == {
+        "node_memory": "error",
+        "orphaned_memory": "warning",
+        "rank_silent": "error",
+        "session_stuck": "error",
+        "session_lost": "warning",
+        "sharing": "info",
+        "trust_eof": "warning",
+        "drain": "warning",
+    }
+    assert found["session_stuck"]["what"].startswith(f"session s1 (fake, pool {NAMES[0]}) is stuck")
+    assert "`kvstow detach s1 --kill`" in found["session_stuck"]["fix"]
+    assert found["session_lost"]["evidence"] == {"processes": 1, "held_slots": len(KEYS)}
+    assert found["orphaned_memory"]["what"] == orphan.words
+    assert "its keys are not reproducible" in found["sharing"]["what"]
+    assert "--trust-eof" in found["trust_eof"]["what"]
+    assert found["drain"]["what"].startswith(f"pool {NAMES[1]}: an operator drains the pool (mode all)")
+    assert (found["drain"]["pool"], found["drain"]["fix"]) == (
+        NAMES[1],
+        f"`kvstow undrain --pool {NAMES[1]}` lets it serve again",
+    )
+    assert (found["session_stuck"]["session"], found["rank_silent"]["session"]) == ("s1", "s1")
+    assert found["trust_eof"]["pool"] is None
+
+
+async def test_a_rank_that_is_stopped_is_told_by_everything(
+    client: httpx.AsyncClient, node: FakeNode, clock: FakeClock
+) -> None:
+    """As a process that got SIGSTOP, while nothing is in flight: no transfer would become stuck."""
+    engine = node.attach(NAMES[0])
+    clock.advance(12.0)
+    engine.report_rank(0)
+    (one,) = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["severity"], one["session"], one["rank"]) == ("rank_silent", "error", "s1", 1)
+    assert one["what"] == f"pool {NAMES[0]}: rank 1 of session s1 (pid 1002 on node) has been silent for 12 s"
+    assert (await get(client, "/v1/readiness"))["conditions"] == [one]
+    assert f"[-]ranks failed: {one['what']} (informational)" in (await client.get("/readyz?verbose")).text
+    assert one["what"] in html.unescape((await client.get("/")).text)
+    series = f'kvstow_condition{{condition="rank_silent",severity="error",pool="{NAMES[0]}",model="{MODEL}"}} 1.0'
+    assert series in (await client.get("/metrics")).text
+
+
+async def test_stores_that_are_dropped_are_told(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    engine, state = node.attach(NAMES[0]), apps[0].state.kvstow
+    state.sampler.tick()
+    keys = [b"\x00\x00" + bytes([number]) * 4 for number in range(3 * SLOTS)]
+    engine.begin_store(keys)
+    state.sampler.tick()
+    (one,) = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["pool"]) == ("stores_dropped", NAMES[0])
+    assert one["what"] == (
+        f"pool {NAMES[0]}: {2 * SLOTS} of {2 * SLOTS} blocks were not stored in the last seconds: "
+        f"every slot is in use ({SLOTS} being filled)"
+    )
+
+
+async def test_a_pool_that_waits_for_memory_names_who_holds_it(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.attach(NAMES[0])
+    node.memory_status = MemoryStatus(4, 4, waits=(MemoryWait("b", "s1", 2 << 30),))
+    (one,) = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["severity"], one["pool"], one["session"]) == ("memory_wait", "warning", "b", "s1")
+    assert one["what"] == f"pool b waits for 2 GiB that session s1 (fake, pool {NAMES[0]}) holds"
+    assert "`kvstow detach s1 --kill`" in one["fix"]
+
+
+async def test_a_pool_of_a_node_grows_with_its_memory(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.memory_status = MemoryStatus(4, 2)
+    engine = node.attach(NAMES[0])
+    engine.report(pinned_slots=SLOTS // 4)
+    found = {one["name"]: one for one in (await get(client, "/v1/doctor"))["conditions"]}
+    assert {name: one["severity"] for name, one in found.items()} == {"growing": "info", "populating": "info"}
+    assert found["growing"]["what"] == f"pool {NAMES[0]}: the pool is still growing: {SLOTS // 4} of {SLOTS} slots"
+
+
+async def test_an_engine_that_does_not_attach_is_told(launch: Any, node: FakeNode, clock: FakeClock) -> None:
+    client = await launch(directory=node, startup_grace=10.0)
+    engine = node.attach(NAMES[0], reports=False)
+
+    async def told() -> tuple[str, str]:
+        found = {one["name"]: one for one in (await get(client, "/v1/doctor"))["conditions"]}
+        return found["session_attaching"]["severity"], found["session_attaching"]["what"].partition("yet: ")[2]
+
+    assert await told() == ("info", "not all ranks have reported")
+    engine.report(pinned_slots=0)
+    engine.report_rank(0)
+    assert await told() == ("info", "no slot is registered on rank 1")
+    clock.advance(10.0)
+    assert await told() == ("warning", "no slot is registered on rank 1")
+
+
+async def test_the_doctor_tells_the_ranks_of_several_engines_apart(client: httpx.AsyncClient, node: FakeNode) -> None:
+    moved = {"load_bytes_total": 4 << 30}
+    for name, busy, notice in ((NAMES[0], 1.0, None), (NAMES[0], 9.0, None), (NAMES[1], 9.0, "bound to no NUMA node")):
+        node.attach(name).report(**moved, load_busy_seconds=busy, notice=notice)
+    found = (await get(client, "/v1/doctor"))["conditions"]
+    links = [one for one in found if one["name"] == "links"]
+    assert [(one["pool"], one["session"], one["rank"]) for one in links] == [
+        (NAMES[0], "s2", rank) for rank in range(RANKS)
+    ]
+    assert links[0]["what"].startswith(f"pool {NAMES[0]}: rank 0 of session s2 loads at")
+    numa = [one for one in found if one["name"] == "numa"]
+    assert {(one["pool"], one["session"]) for one in numa} == {(NAMES[1], "s3")}
+    assert len(found) == 2 * RANKS
+
+
+async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    node.attach(NAMES[0])
+    node.memory_status = MemoryStatus(4, 4, keeper="connected", notices=("pool b gets no memory yet: ...",))
+    sampler = apps[0].state.kvstow.sampler
+    node.rejected["identity"] = 7
+    sampler.tick()
+    node.rejected["version"] = 3
+    node.granted_bytes = SLOT_BYTES
+
+    async def conditions() -> dict[str, Any]:
+        return {one["name"]: one for one in (await get(client, "/v1/doctor"))["conditions"]}
+
+    found = await conditions()
+    assert {check: one["severity"] for check, one in found.items()} == {
+        "share": "warning",
+        "memory_wait": "info",
+        "rejected": "warning",
+    }
+    assert (found["share"]["pool"], found["share"]["evidence"]["granted_bytes"]) == (NAMES[0], SLOT_BYTES)
+    assert found["memory_wait"]["what"] == "pool b gets no memory yet: ..."
+    assert found["rejected"]["evidence"] == {"rejected_version": 3}
+    node.memory_status = MemoryStatus(4, 4, keeper="gone")
+    node.granted_bytes = RANKS * SLOTS * SLOT_BYTES
+    assert {check: one["severity"] for check, one in (await conditions()).items()} == {
+        "keeper": "warning",
+        "rejected": "warning",
+    }
+    for _ in range(round(REJECTED_SECONDS)):
+        sampler.tick()
+    assert set(await conditions()) == {"keeper"}
+
+
+async def test_a_switch_of_the_node_is_found_once(client: httpx.AsyncClient, node: FakeNode) -> None:
+    for name in NAMES:
+        node.attach(name)
+    node.switches.drain("all", None)
+    node.switches.set_bypass(load=True, store=False, ttl_seconds=None)
+    found = [one["what"] for one in (await get(client, "/v1/doctor"))["conditions"]]
+    assert found == ["an operator drains the node (mode all): nothing is in flight", "loads are bypassed"]

@@ -1,0 +1,313 @@
+"""The conditions: each with evidence that causes it, and with evidence that does not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.conftest import AGENT
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.messages import DesiredState
+from kvstow.stats import EngineState, SlotCounts
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.client.decoding import decode
+from kvstow_api.conditions.evidence import Evidence
+from kvstow_api.conditions.table import TABLE, failures_of, find_conditions
+from kvstow_api.figures import Sample
+from kvstow_api.measurements import HostMemory, RankClocks
+from kvstow_api.openapi import EXAMPLES
+from kvstow_api.views.doctor import DoctorView
+from kvstow_api.views.ranks import RankView
+from kvstow_api.views.sessions import SessionView
+
+GIB = 1 << 30
+HOST = HostMemory(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
+RANK = RankStatus(
+    rank=0,
+    boot_id="b",
+    state="ready",
+    slot_bytes=GIB,
+    pinned_slots=8,
+    target_slots=8,
+    pinned_bytes=8 * GIB,
+    target_bytes=8 * GIB,
+    pin_rate_bytes_per_second=0.0,
+    pin_elapsed_seconds=1.0,
+    pin_mode="cuda",
+    locked_bytes=8 * GIB,
+    resident_bytes=8 * GIB,
+    chunks_done=8,
+    chunks_total=8,
+    chunks_failed=0,
+    error_reason=None,
+    error=None,
+    notice=None,
+    pending_ops=0,
+    queued_stores=0,
+    queued_loads=0,
+    uncollected_completions=0,
+    stale_desired_states=0,
+    store_bytes_total=2 * GIB,
+    load_bytes_total=2 * GIB,
+    store_busy_seconds=0.1,
+    load_busy_seconds=0.1,
+    pin_failures={},
+    numa_bytes={},
+    last_report_age_seconds=0.1,
+)
+DAY = 86_400
+
+
+SESSION = replace(decode(SessionView, EXAMPLES["SessionView"]), state="attached", registered_slots=8)
+EMBEDDED = {one.name for one in TABLE if one.of in ("host", "pool")}
+
+
+def sample(minutes: float, *, evicted: int = 0, hit: int = 0, slots: SlotCounts | None = None, **stores: int) -> Sample:
+    stats = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=8)).stats()
+    stats.pool = replace(stats.pool, usable_slots=8, slots=slots or stats.pool.slots)
+    stats.lookups.hit_blocks, stats.evictions["capacity"] = hit, evicted
+    stats.stores.update(stores)
+    return Sample(60 * minutes, stats)
+
+
+def lately(**stores: int) -> list[Sample]:
+    """What was stored within the last seconds, while six slots were leased and two were being filled."""
+    return [sample(0), sample(0.1, slots=SlotCounts(0, 2, 0, 6, 0, 0), **stores)]
+
+
+def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
+    given = ranks or (RANK, replace(RANK, rank=1))
+    healthy = Evidence(
+        readiness=Readiness("ready", "", 8, 8, given),
+        desired=DesiredState("e", 8, number=1),
+        drain=DrainStatus(False, None, None, False, 0, 0),
+        bypass=BypassStatus(load=False, store=False, ttl_seconds_left=None),
+        sessions=[SESSION],
+        kept=[sample(0), sample(5, evicted=7)],
+        clock_offsets={0: 0.5, 1: -1.0},
+        host=HOST,
+        certificate_seconds_left=7 * DAY,
+        exposed_files={},
+    )
+    return healthy._replace(**changes)
+
+
+def both(given: Evidence) -> tuple[Evidence, list[Evidence]]:
+    """Of an embedded engine: its host and its pool."""
+    pool = given._replace(
+        pool="host",
+        drain=DrainStatus(False, None, None, False, 0, 0),
+        bypass=BypassStatus(load=False, store=False, ttl_seconds_left=None),
+    )
+    return given._replace(desired=None, kept=(), recent=()), [pool]
+
+
+def diagnose(given: Evidence) -> DoctorView:
+    return find_conditions(*both(given))
+
+
+def with_readiness(usable: int, *ranks: RankStatus, state: EngineState = "pinning", **changes: Any) -> Evidence:
+    return evidence(readiness=Readiness(state, "for a reason", usable, 8, ranks or (RANK,)), **changes)
+
+
+def test_a_healthy_engine_has_no_conditions() -> None:
+    told = diagnose(evidence())
+    assert told.conditions == []
+    assert told.healthy
+    assert (set(told.checked), told.skipped) == (EMBEDDED, {})
+    assert failures_of(*both(evidence())) == {}
+
+
+FIRING = [
+    ("process", "error", evidence(failures={"of the host": "it burns"})),
+    ("process", "error", evidence(failures={"ticker": "the thread has ended"})),
+    ("engine_failed", "error", evidence(integrity_error="a slot is in two states")),
+    ("engine_failed", "error", with_readiness(8, state="degraded")),
+    ("engine_failed", "error", with_readiness(8, state="stopped")),
+    ("rank_silent", "error", evidence(RANK, replace(RANK, rank=1, last_report_age_seconds=None))),
+    ("rank_silent", "error", evidence(RANK, replace(RANK, rank=1, last_report_age_seconds=5.1, pid=7, host="n"))),
+    ("rank_failed", "error", evidence(RANK, replace(RANK, rank=1, state="failed", error="no more"))),
+    ("session_stuck", "error", evidence(sessions=[replace(SESSION, state="stuck", oldest_seconds=45.0)])),
+    ("giving_back", "info", evidence(replace(RANK, resident_bytes=15 * GIB))),
+    ("no_slots", "warning", with_readiness(0)),
+    ("no_slots", "info", with_readiness(0, starting={SESSION.id})),
+    ("growing", "info", with_readiness(4)),
+    ("growing", "warning", with_readiness(4, recent=[sample(0), sample(0.1, evicted=3)])),
+    ("stores_dropped", "warning", evidence(recent=lately(stored=1, dropped_cpu_full=2))),
+    ("stores_dropped", "warning", evidence(recent=lately(dropped_not_ready=2))),
+    ("stores_dropped", "warning", evidence(recent=lately(failed=2))),
+    ("certificate", "warning", evidence(certificate_seconds_left=7 * DAY - 1)),
+    ("certificate", "error", evidence(certificate_seconds_left=0)),
+    ("token_files", "warning", evidence(exposed_files={"token_file": "other users may read it (mode 0644)"})),
+    ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
+    ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
+    ("pinning", "error", evidence(replace(RANK, error_reason="hugepages", chunks_failed=1))),
+    ("memory_limit", "error", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB))),
+    ("memory_limit", "warning", evidence(host=HOST._replace(headroom_bytes=(64 << 20) - 1))),
+    ("huge_pages", "warning", evidence(host=HOST._replace(huge_pages="never"))),
+    ("numa", "warning", evidence(replace(RANK, notice="the pool is not bound to NUMA node 1 of its device: no"))),
+    ("memlock", "warning", evidence(replace(RANK, pin_mode="populate", notice="mlock failed; RLIMIT_MEMLOCK is 8"))),
+    ("clocks", "warning", evidence(clock_offsets={0: 1.1})),
+    ("clocks", "warning", evidence(clock_offsets={0: -30.0})),
+    ("links", "warning", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.21))),
+    ("links", "warning", evidence(RANK, replace(RANK, rank=1, store_busy_seconds=0.21))),
+    ("thrashing", "warning", evidence(kept=[sample(0), sample(5, evicted=8)])),
+    ("share", "warning", evidence(granted_bytes=2 * GIB - 1, due_bytes=4 * GIB)),
+    ("bypass", "warning", evidence(bypass=BypassStatus(load=True, store=False, ttl_seconds_left=None))),
+    ("bypass", "info", evidence(bypass=BypassStatus(load=False, store=True, ttl_seconds_left=5.0))),
+    ("drain", "warning", evidence(drain=DrainStatus(True, "all", None, True, 0, 0))),
+    ("pinning_paused", "info", evidence(desired=DesiredState("e", 8, number=1, paused=True))),
+]
+
+
+@pytest.mark.parametrize(("check", "severity", "given"), FIRING)
+def test_a_condition_has_cause_reason_fix_and_evidence(check: str, severity: str, given: Evidence) -> None:
+    told = diagnose(given)
+    (one,) = told.conditions
+    assert (one.name, one.severity) == (check, severity)
+    assert told.healthy == (severity == "info")
+    assert one.what
+    assert one.why
+    assert one.fix
+    fails = next(condition.checks for condition in TABLE if condition.name == check)
+    assert failures_of(*both(given)) == dict.fromkeys(fails, one.what)
+
+
+SILENT = [
+    ("share", evidence(granted_bytes=2 * GIB, due_bytes=4 * GIB)),
+    ("rank_silent", evidence(replace(RANK, last_report_age_seconds=None), starting={SESSION.id})),
+    ("rank_silent", evidence(replace(RANK, last_report_age_seconds=5.0))),
+    ("engine_failed", with_readiness(8, state="draining")),
+    ("stores_dropped", evidence(recent=lately(stored=3, skipped_bypass=9, dropped_draining=2, dropped_purged=1))),
+    ("stores_dropped", evidence(recent=[sample(0, dropped_cpu_full=7), sample(0.1, dropped_cpu_full=7)])),
+    ("no_slots", with_readiness(0, sessions=[])),
+    ("memory_limit", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB + (64 << 20)))),
+    ("memory_limit", evidence(host=HOST._replace(headroom_bytes=64 << 20))),
+    ("huge_pages", evidence(host=HOST._replace(huge_pages="always"))),
+    ("huge_pages", evidence(host=HOST._replace(huge_pages="reserved"))),
+    ("numa", evidence(replace(RANK, notice="something else"))),
+    ("memlock", evidence(replace(RANK, pin_mode="populate"))),  # nobody asked for a lock
+    ("memlock", evidence(replace(RANK, pin_mode="cuda", locked_bytes=0))),  # the driver needs none
+    ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.19))),
+    ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=9.0, load_bytes_total=GIB - 1))),
+    ("thrashing", evidence(kept=[sample(0), sample(5, evicted=20, hit=2)])),
+    ("thrashing", evidence(kept=[sample(0, evicted=8), sample(5, evicted=15)])),
+]
+
+
+@pytest.mark.parametrize(("check", "given"), SILENT)
+def test_healthy_evidence_has_no_conditions(check: str, given: Evidence) -> None:
+    assert check in EMBEDDED
+    assert diagnose(given).conditions == []
+
+
+@pytest.mark.parametrize(("huge_pages", "cure"), [("reserved", "vm.nr_hugepages"), ("madvise", "memory limit of the")])
+def test_the_fix_for_too_little_memory_fits_the_kind_of_memory(huge_pages: str, cure: str) -> None:
+    short = HOST._replace(headroom_bytes=GIB, huge_pages=huge_pages)
+    (one,) = diagnose(evidence(replace(RANK, pinned_bytes=0), host=short)).conditions
+    assert cure in one.fix
+
+
+def test_one_refusal_is_one_condition() -> None:
+    short = HOST._replace(headroom_bytes=GIB)
+    refused = replace(RANK, state="degraded", error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB)
+    told = diagnose(with_readiness(8, refused, state="degraded", host=short))
+    assert [one.name for one in told.conditions] == ["pinning"]
+
+
+def test_a_condition_says_whom_it_concerns() -> None:
+    silent = RankView(**{**asdict(RANK), "rank": 3, "last_report_age_seconds": 12.0}, pool="host", session="s1")
+    (one,) = diagnose(evidence(silent)).conditions
+    assert (one.pool, one.session, one.rank) == ("host", "s1", 3)
+    assert one.what == "rank 3 has been silent for 12 s"
+
+
+def test_stores_are_dropped_for_a_reason() -> None:
+    (one,) = diagnose(evidence(recent=lately(stored=1, dropped_cpu_full=2))).conditions
+    assert one.what == (
+        "2 of 3 blocks were not stored in the last seconds: every slot is in use "
+        "(6 leased by requests that wait for their loads, 2 being filled)"
+    )
+    assert "kvstow get transfers" in one.fix
+
+
+def test_a_pool_that_grows_says_what_that_costs() -> None:
+    (one,) = diagnose(with_readiness(4, recent=[sample(0), sample(0.1, evicted=3)])).conditions
+    assert one.what == "the pool is still growing: 4 of 8 slots, and 3 blocks were evicted or dropped meanwhile"
+    paused = with_readiness(4, desired=DesiredState("e", 8, number=1, paused=True))
+    assert {one.name: one.fix for one in diagnose(paused).conditions}["growing"] == "`kvstow pinning resume`"
+
+
+def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
+    unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0, resident_bytes=0)
+    told = diagnose(
+        evidence(unknown, kept=[], clock_offsets={}, host=None, certificate_seconds_left=None, exposed_files=None)
+    )
+    named = {
+        "certificate",
+        "memory_limit",
+        "huge_pages",
+        "numa",
+        "memlock",
+        "clocks",
+        "links",
+        "thrashing",
+        "token_files",
+    }
+    assert set(told.skipped) == named
+    assert all(told.skipped.values())
+    assert set(told.checked) | set(told.skipped) == EMBEDDED
+    assert told.conditions == []
+
+
+def test_the_worst_comes_first() -> None:
+    given = evidence(
+        replace(RANK, error_reason="driver"),
+        desired=DesiredState("e", 8, number=1, paused=True),
+        clock_offsets={0: 9.0},
+    )
+    assert [one.severity for one in diagnose(given).conditions] == ["error", "warning", "info"]
+
+
+def test_clocks_are_compared_when_ranks_send_their_time() -> None:
+    clocks = RankClocks(now=lambda: 100.0)
+    for rank, told in ((0, "103.5"), (1, None), (2, "noon"), (3, "nan"), (4, "inf"), (5, "90")):
+        clocks.note(rank, told)
+    assert clocks.offsets() == {0: 3.5, 5: -10.0}
+
+
+@pytest.mark.anyio
+async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
+    hosts = {"host_memory": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
+    client: httpx.AsyncClient = await launch(**hosts)
+    headers = {**AGENT, "X-KVStow-Clock": "0"}
+    await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=headers)
+    ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    body = (await client.get("/v1/doctor")).json()
+    assert {one["name"] for one in body["conditions"]} == {"certificate", "huge_pages", "clocks", "bypass"}
+    assert set(body["skipped"]) == {"links", "thrashing", "token_files"}
+
+
+@pytest.mark.anyio
+async def test_a_stuck_transfer_is_found(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], clock: FakeClock
+) -> None:
+    ranks.begin_store(keys[:2])
+    clock.advance(60.0)
+    ranks.engine.tick()
+    body = (await client.get("/v1/doctor")).json()
+    assert not body["healthy"]
+    assert "session_stuck" in {one["name"] for one in body["conditions"]}
+
+
+@pytest.mark.anyio
+async def test_a_host_without_measurements_is_examined(client: httpx.AsyncClient, ranks: Any) -> None:
+    body = (await client.get("/v1/doctor")).json()
+    assert body["healthy"]
+    assert "memory_limit" in body["skipped"]
