@@ -28,16 +28,15 @@ import numpy as np
 import torch
 
 from kvstow.devices.cuda.context import primary_context
-from kvstow.devices.cuda.kernels import _machine_code, pointers_to_fields
+from kvstow.devices.cuda.kernels import machine_code, pointers_to_fields
+from kvstow.devices.cuda.layerloader import PIECE_BYTES, PLACE
 from kvstow.devices.cuda.plan import PIECE
 
 KIB, GIB = 1 << 10, 1 << 30
 SHAPES = ((64 * KIB, 32, 1000), (16 * KIB, 64, 1500), (8 * KIB, 80, 1000), (4 * KIB, 80, 2000))  # page, layers, blocks
-GRIDS = ((4, 256), (4, 512), (4, 1024), (8, 256), (8, 512), (8, 1024), (16, 256), (16, 512), (16, 1024), (32, 512))
-BESIDE = ((4, 1024), (8, 512), (8, 1024), (16, 512), (32, 512))
-CHUNK = 4 * KIB
+GRIDS = ((2, 512), (4, 256), (4, 512), (8, 256), (8, 512), (16, 256), (16, 512), (32, 512))
+BESIDE = ((2, 512), (4, 512), (8, 256), (8, 512), (16, 512), (32, 512))
 POOL = 5 * GIB
-PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])
 REGISTERED = 256 << 20
 
 
@@ -62,9 +61,9 @@ class Loads:
         places = np.zeros(blocks, PLACE)
         places["slot"] = host + chance.choice(num_bytes // slot, blocks, replace=False) * slot
         places["block"] = self.targets = chance.permutation(blocks * 2)[:blocks]
-        parts = range(0, page, CHUNK)
+        parts = range(0, page, PIECE_BYTES)
         rows = [
-            (self.kv[layer].data_ptr() + start, page, layer * page + start, min(CHUNK, page - start))
+            (self.kv[layer].data_ptr() + start, page, layer * page + start, min(PIECE_BYTES, page - start))
             for layer in range(layers)
             for start in parts
         ]
@@ -81,7 +80,7 @@ class Loads:
         ]
         self._pointers = [pointers_to_fields(arguments) for arguments in self._arguments]
         with self._context.current():
-            self._module = driver.load_module(_machine_code(driver, driver.compute_capability(0)))
+            self._module = driver.load_module(machine_code(driver, driver.compute_capability(0)))
             self._function = driver.get_function(self._module, "fetch")
             self.streams = {urgent: driver.create_stream(urgent=urgent) for urgent in (False, True)}
         torch.cuda.synchronize()

@@ -6,10 +6,10 @@ once, and the time to start.
 
 Prompts of 16,007 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
 but answers after a hit are compared with the first ones. A prompt is seldom a multiple of a block: of one that is, such
-as 16,000 tokens, a hit computes a single token, as a decode step does, and of any other one the rest of its last block. The floor of a hit is the time with the prefix on the GPU plus
-the bytes over the link. A hit of KVStow is split at what its connector sees (`bench.vllm.hitsplit`). The same few
-milliseconds of Python are timed after each hit: eager steps are as fast as their host, and a shared machine changes its
-speed. Writes `hits.jsonl` and `hits.md`.
+as 16,000 tokens, a hit computes a single token, as a decode step does, and of any other one the rest of its last block.
+The floor of a hit is the time with the prefix on the GPU plus the bytes over the link. A hit of KVStow is split at what
+its connector sees (`bench.vllm.hitsplit`). The same few milliseconds of Python are timed after each hit: eager steps
+are as fast as their host, and a shared machine changes its speed. Writes `hits.jsonl` and `hits.md`.
 """
 
 from __future__ import annotations

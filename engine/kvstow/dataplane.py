@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
-from kvstow.devices.base import Device, Fence, Launcher
+from kvstow.devices.base import Device, Fence, Launcher, LayerDevice
+from kvstow.layeredloads import LayeredLoads
 from kvstow.memory.poolstatus import PoolStatus
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
@@ -40,12 +41,14 @@ class DataPlane:
         device: Device,
         *,
         launcher: Launcher | None = None,
+        layers: LayerDevice | None = None,
         reports: ReportSequence | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """If this raises, the caller still owns pool and device. `launcher`: the device's, if it has one; then `submit`
-        and `drive` belong to the host's thread. `reports`: of the previous boot in this process."""
+        and `drive` belong to the host's thread. `layers`: the same device, if it can load by layer. `reports`: of the
+        previous boot in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -60,6 +63,8 @@ class DataPlane:
         pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
         self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.call)
+        self.layered = None if layers is None else LayeredLoads(layers, self._copies, pool.hold)
+        """Loads that a computation waits for layer by layer; None if the device has none."""
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool in the background. Idempotent. `at_ease`: pin slowly until called without it, while the host
