@@ -17,10 +17,11 @@ from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.tls import TlsFiles
-from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane, EmbeddedControl
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
@@ -51,9 +52,10 @@ class EmbeddedSchedulerHost(SchedulerHost):
         build: Mapping[str, str],
         make_events: Callable[[OffloadEngine], EventFeed | None],
         tier_identity: Callable[[list[RankHello]], TierIdentity] | None = None,
+        by_layer: bool = False,
     ) -> None:
-        """`tier_identity` is called when all ranks are known; None if there can be no tier. Raises `ConfigError` if the
-        options do not allow an admin server to start."""
+        """`tier_identity` is called when all ranks are known; None if there can be no tier. `by_layer`: whether ranks
+        can load layer by layer. Raises `ConfigError` if the options do not allow an admin server to start."""
         super().__init__(options, process, groups)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
@@ -61,6 +63,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
         self._admin_options = _admin_options(options, process)
         self._spans_nodes = False
         self._tier_identity = tier_identity
+        self._by_layer = by_layer
         self.tier: EmbeddedTier | None = None
 
     @property
@@ -133,6 +136,14 @@ class EmbeddedSchedulerHost(SchedulerHost):
             "lazy" if self._options.lazy_offload else "eager",
         )
         return Offload(control, side, stats, events)
+
+    def _make_policy(self, control: ControlPlane) -> LoadPolicy | None:
+        options = self._options
+        if not self._by_layer or options.load_path == "async":
+            return None
+        if not (self._groups.is_plain and self._process.may_load_by_layer):
+            return None
+        return LoadPolicy(options.load_path, options.load_step_budget, control.slot_bytes)
 
     def _open_tier(self, control: EmbeddedControl, url: str, hellos: list[RankHello]) -> EmbeddedTier:
         """Connects to the store in the background."""

@@ -40,20 +40,21 @@ class RankHello(KVConnectorHandshakeMetadata):
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
     answers ranks that have reported with a step. `ticket` is that of the session with the node service. `tier` is None
-    without a fleet tier."""
+    without a fleet tier. `lost`: why the step cannot load what it computes with; None if it can."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
     tier: TierPlan | None = None
+    lost: str | None = None
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
     not reach the admin server, and `session` and `tier_client` when they have changed. `ended_loads` is sent if vLLM
     does not count the ranks itself. `tier_step` is the number of a step that has a `TierPlan`; rank 0 sends it with
-    each such step."""
+    each such step. `layers_off`: why this rank loads nothing by layer any more, sent once."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
@@ -62,6 +63,7 @@ class RankUpdate(NamedTuple):
     ended_loads: tuple[LoadId, ...] = ()
     tier_step: int = 0
     tier_client: RankClient | None = None
+    layers_off: str | None = None
 
 
 @dataclass

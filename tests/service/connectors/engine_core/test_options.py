@@ -29,6 +29,8 @@ def test_everything_given_is_kept() -> None:
         "policy": "arc",
         "transfer_timeout": "1m",
         "copy_strategy": "direct",
+        "load_path": "auto",
+        "load_step_budget": "5ms",
         "lock": False,
         "huge_pages": "reserved",
         "pin_chunk": "2MiB",
@@ -54,6 +56,8 @@ def test_everything_given_is_kept() -> None:
         policy="arc",
         transfer_timeout=60.0,
         copy_strategy="direct",
+        load_path="auto",
+        load_step_budget=0.005,
         lock=False,
         huge_pages="reserved",
         pin_chunk=2 << 20,
@@ -100,6 +104,7 @@ def test_every_other_option_is_refused_beside_attach() -> None:
         "readiness_require": ["pool"],
         "allowed_hosts": ["host"],
         "tier_write": "back",
+        "load_path": "layer",
     }
     for key in {each.name for each in fields(ConnectorOptions)} - MEANT_FOR_ATTACHED:
         with pytest.raises(ConfigError, match=f"{key}.* has no effect beside attach"):
