@@ -126,7 +126,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         started = start_llm(setup)
         captures, registration = observed() if observed else None, waited()
     pinned = wait_until_usable(started, setup, _PINNING)
-    client, chance = _Client(started.engine, vocabulary), random.Random(0)
+    client, chance = Client(started.engine, vocabulary), random.Random(0)
     number = sessions.few if setup.connector == "none" else sessions.number
     prompts = [client.prompt(chance, sessions.tokens) for _ in range(number)]
     client.ask([5] * 64)
@@ -141,7 +141,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
     with observe_hits() as log:
         for prompt in prompts:
             hits.append(client.ask(prompt, log=log))
-            host.append(_host_ms())
+            host.append(host_ms())
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
     bursts = [client.ms_of_all(prompts) for _ in range(_BURSTS)]
@@ -177,7 +177,7 @@ class _Answer:
     cached: int
 
 
-class _Client:
+class Client:
     def __init__(self, llm: LLM, vocabulary: int) -> None:
         self._llm, self._vocabulary = llm, vocabulary
         self._params = {
@@ -224,7 +224,7 @@ class _Client:
         return outputs
 
 
-def _host_ms() -> float:
+def host_ms() -> float:
     began, total = time.perf_counter(), 0
     for number in range(_LOOPS):
         total ^= number

@@ -57,8 +57,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # vLLM understands bad blocks only of plain models
         self._has_sent_hello = False
-        self._by_layer: str | None = None  # the request of which vLLM was told that its load goes by layer
-        self._layered = 0  # loads by layer that the step being planned has to have
+        self._told_by_layer: str | None = None  # the request of which vLLM was told that its load goes by layer
+        self._num_layered = 0  # loads by layer that the step being planned has to have
         self._lost: str | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
@@ -171,7 +171,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         nothing: int | None = 0
         found = self._host.ask("lookup", find, nothing)
         by_layer = bool(found) and self._host.ask("way of a load", goes_by_layer, otherwise=False)
-        self._by_layer = request.request_id if by_layer else None
+        self._told_by_layer = request.request_id if by_layer else None
         return found, bool(found) and not by_layer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -183,13 +183,13 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             offload.side.fail_admission(request, blocks.get_block_ids(), num_external_tokens)
 
         is_admitted = self._host.ask("admission", admit, otherwise=False)
-        if num_external_tokens and self._by_layer == request.request_id:
-            self._layered += 1
+        if num_external_tokens and self._told_by_layer == request.request_id:
+            self._num_layered += 1
             if not is_admitted:  # vLLM computes with these blocks in this step, and takes back no part of it
                 self._lost = f"request {request.request_id}: its load by layer could not be planned"
         elif num_external_tokens and not is_admitted:
             self._host.ask("load", fail, None)
-        self._by_layer = None
+        self._told_by_layer = None
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -217,8 +217,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
         tier = host.plan_tier(scheduler_output)
-        lost, wanted = self._lost, self._layered
-        self._lost, self._layered = None, 0
+        lost, wanted = self._lost, self._num_layered
+        self._lost, self._num_layered = None, 0
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
             lost = "the plan of the step is incomplete"
         return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, tier, lost)
