@@ -124,6 +124,9 @@ class LayerLoader:
         self._flying: deque[tuple[_Buffers, CudaLayeredLoad]] = deque()
         self._arguments = _Arguments()
         self._pointers = pointers_to_fields(self._arguments)
+        # The driver loads code at its first launch, and waits for all kernels that run by then.
+        driver.launch(self._fetch, (1, 1), _THREADS, self._stream, ctypes.addressof(self._pointers))
+        undo.callback(self._wait)
 
     def load(self, blocks: Int64Array, addresses: Int64Array, after: Fence | None) -> CudaLayeredLoad:
         """Load from the slots at these addresses. See `LayerDevice.load_layers`."""
