@@ -84,7 +84,7 @@ FORBIDDEN = {
 }
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}
 """Of what is forbidden: identities are plain values."""
-ABOVE_DEVICES = {"copythread", "dataplane", "opqueues"}
+ABOVE_DEVICES = {"copythread", "dataplane", "layeredloads", "opqueues"}
 
 
 @cache
