@@ -72,7 +72,7 @@ MUTANTS = [
         LAYERS,
         "self.events[self.launches[part]]",
         "self.events[max(0, self.launches[part] - 1)]",
-        f"{LAYER_TESTS}::test_each_layer_reads_its_own_bytes_if_it_waits_for_them",
+        f"{LAYER_TESTS}::test_a_layer_waits_for_its_own_part_and_for_none_behind_it",
     ),
     Mutant(
         "a_load_by_layer_ends_at_its_launch",

@@ -38,6 +38,8 @@ GRIDS = ((2, 512), (4, 256), (4, 512), (8, 256), (8, 512), (16, 256), (16, 512),
 BESIDE = ((2, 512), (4, 512), (8, 256), (8, 512), (16, 512), (32, 512))
 POOL = 5 * GIB
 REGISTERED = 256 << 20
+_Event: Any = torch.cuda.Event  # untyped in torch
+_ExternalStream: Any = torch.cuda.ExternalStream
 
 
 class Arguments(ctypes.Structure):
@@ -103,10 +105,10 @@ class Loads:
         return min(_timed(lambda: self.all(grid)) for _ in range(times))
 
     def stream(self, *, urgent: bool) -> Any:
-        return torch.cuda.ExternalStream(int(self.streams[urgent]))
+        return _ExternalStream(int(self.streams[urgent]))
 
 
-def _timed(work: Callable[[], None]) -> float:
+def _timed(work: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     work()
@@ -142,7 +144,7 @@ def measure_rates(loads: Loads, link: float, report: Report, grids: Sequence[tup
 def measure_beside(loads: Loads, link: float, report: Report) -> None:
     """Products of 4,096 x 4,096 (bf16), one after the other for about 60 ms; loads before, beside and after them."""
     left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (_Event(enable_timing=True) for _ in range(2))
 
     def products(number: int = 300) -> float:
         """Seconds of the device. Waits for the products alone."""
@@ -161,7 +163,7 @@ def measure_beside(loads: Loads, link: float, report: Report) -> None:
             for _ in range(3):
                 torch.cuda.synchronize()
                 alone.append(products())
-                marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                marks = [_Event(enable_timing=True) for _ in range(2)]
                 passes = 1 + int(2.5 * alone[-1] / (loads.total / link / 1e9))
                 stream = loads.stream(urgent=urgent)
                 marks[0].record(stream)
