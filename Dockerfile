@@ -1,6 +1,6 @@
 # Three images, selected with --target:
 #
-#   vllm      vLLM with KVStow. Installs nothing else but clients of TIERS: vLLM has everything that KVStow imports.
+#   vllm      vLLM with KVStow. Installs nothing else: vLLM has everything that KVStow imports.
 #   service   the node service, `kvstow serve`, and its keeper, `kvstow keeper`. It needs no GPU, no torch and no CUDA.
 #   cli       the command line only, without numpy and web server: for jobs and `helm test`.
 #
@@ -8,8 +8,8 @@
 # docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
 #     serve --memory 64GiB --host 0.0.0.0 --token-file /token
 #
-# TIERS names the stores of the fleet tier (docs/tier.md) whose clients the images service and vllm contain, separated by
-# spaces. Redis's takes 10 MB. Mooncake's takes 160 MB, more than all else that the service needs, so it is there on request:
+# TIERS names the stores of the fleet tier (docs/tier.md) whose clients the image service contains, separated by spaces.
+# Redis's takes 10 MB. Mooncake's takes 160 MB, more than all else that the service needs, so it is there on request:
 #
 # docker build --target service --build-arg TIERS="redis mooncake" --tag kvstow:0.1.0-mooncake .
 #
@@ -128,30 +128,13 @@ LABEL org.opencontainers.image.title="kvstow-vllm" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${VLLM_IMAGE}"
-ARG TIERS
-COPY locks/images.txt /kvstow/
-COPY --from=wheel /wheels /redis.txt /mooncake.txt /kvstow/
+COPY --from=wheel /wheels /kvstow/
 # Without dependencies: what vLLM has installed stays as it is. uv compiles nothing, and the user below cannot keep what each
-# process of vLLM would compile then, for 0.2 s of its start. vLLM's image may have a Mooncake of its own, for CUDA, with the
-# libraries that it needs.
-# hadolint ignore=DL3008
+# process of vLLM would compile then, for 0.2 s of its start.
 RUN uv pip install --system --no-cache --no-deps /kvstow/*.whl \
     && python3 -c "import sys; from compileall import compile_dir; from importlib.util import find_spec; \
         names = ('kvstow', 'kvstow_api', 'kvstow_service'); \
         sys.exit(not all(compile_dir(find_spec(name).submodule_search_locations[0], quiet=1) for name in names))" \
-    && for tier in ${TIERS}; do \
-        if [ "${tier}" = mooncake ]; then \
-            if python3 -c "import sys; from importlib.util import find_spec; sys.exit(find_spec('mooncake') is None)"; then \
-                sed -i /^mooncake/d /kvstow/mooncake.txt; \
-            else \
-                apt-get update \
-                    && apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1 ibverbs-providers \
-                    && rm -rf /var/lib/apt/lists/* || exit 1; \
-            fi; \
-        fi; \
-        uv pip install --system --no-cache --no-deps --constraint /kvstow/images.txt \
-            --requirement "/kvstow/${tier}.txt" || exit 1; \
-    done \
     && rm -r /kvstow \
     && mkdir --mode 2775 /home/kvstow \
     && chown 65532:0 /home/kvstow

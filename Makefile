@@ -138,10 +138,10 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need only Python
-	$(BIN)/python -m pytest $(PLAIN)
+	$(BIN)/python -m pytest $(PLAIN) $(if $(COVER),--cov --cov-report=term)
 
-cover: $(VENV)/.dev ## Run the tests of `make test` once more and report the coverage
-	$(BIN)/python -m pytest $(PLAIN) --cov --cov-report=term
+cover: COVER := 1
+cover: test ## The same with a report of the coverage
 
 soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600

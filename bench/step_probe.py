@@ -10,8 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +19,8 @@ from vllm.v1.core.block_pool import BlockPool
 from bench.kvstow_subject import SLOT_BYTES
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
-from kvstow.control.tiersettings import TierSettings
-from kvstow.messages import Completion, Op, TierCompletion, TierOp
-from kvstow.tier.memorystore import MemoryStore
+from kvstow.messages import Completion, Op
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
-from kvstow_service.connectors.engine_core.enginetier import EngineTier
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
@@ -48,21 +43,8 @@ class _Scheduler:
         self._worker = SimulatedWorker(0, SLOT_BYTES, slots)
         self._engine.report(self._worker.report())
         self._pool = BlockPool(num_gpu_blocks=_GPU_BLOCKS, enable_caching=True, hash_block_size=_TOKENS)
-        self._control = EmbeddedControl(self._engine)
-        self.side = SchedulerSide(self._control, _GROUPS, self._pool)
-        self._tier: EngineTier | None = None
-        self.requests = self._steps = 0
-
-    @contextmanager
-    def tier(self) -> Iterator[EngineTier]:
-        """With a fleet tier whose store is empty, and in this process."""
-        fleet = FleetTier(self._engine, MemoryStore().open_lookups(), TierSettings(write="through"), "probe")
-        tier = self._tier = EngineTier(self._engine, fleet, 8192)
-        self._control.use_tier(tier)
-        yield tier
-        self._control.use_tier(None)
-        self._tier = None
-        tier.close()
+        self.side = SchedulerSide(EmbeddedControl(self._engine), _GROUPS, self._pool)
+        self.requests = 0
 
     def request(self, num_blocks: int, hashes: list[bytes] | None = None) -> Any:
         self.requests += 1
@@ -97,18 +79,7 @@ class _Scheduler:
         step = SimpleNamespace(
             num_scheduled_tokens=tokens, total_num_scheduled_tokens=len(tokens), scheduled_cached_reqs=cached
         )
-        plan = self.side.plan_step(step)
-        if self._tier is not None:
-            self._steps += 1
-            for _, op in self._tier.plan(self._steps, step):
-                self.complete_tier(op)
-            self._tier.ended(self._steps)
-        return plan
-
-    def complete_tier(self, op: TierOp) -> None:
-        """The rank has put its slots."""
-        done = TierCompletion(op.op_id, "done", None, len(op.slots) * SLOT_BYTES, 0.001, moved=len(op.slots))
-        self._control.complete(0, self._worker.boot_id, [done])
+        return self.side.plan_step(step)
 
     def complete(self, ops: tuple[Op, ...]) -> None:
         done = [Completion(op.op_id, "done", None, len(op.slots) * SLOT_BYTES, 0.001) for op in ops]
@@ -124,7 +95,6 @@ def measure(slots: int) -> dict[str, float]:
         **_idle(scheduler, "idle"),
         **_store(scheduler),
         **_hit(scheduler),
-        **_tier(scheduler),
         **_burst(scheduler),
     }
 
@@ -140,27 +110,6 @@ def _run_once(scheduler: _Scheduler, request: Any) -> None:
     plan = scheduler.step(request)
     scheduler.complete(plan.stores.ops)
     scheduler.end(request, blocks)
-
-
-def _tier(scheduler: _Scheduler) -> dict[str, float]:
-    """The same decode steps with a fleet tier; and the first look-up of 1,000 blocks that neither the pool nor the
-    store has, with the step that asks for them and the look-up that hears the answer."""
-    times = []
-    with scheduler.tier() as tier:
-        figures = _idle(scheduler, "tier_idle")
-        for _ in range(_REPEATS):
-            request = scheduler.request(_LONG)
-            begun = time.perf_counter()
-            assert scheduler.side.find_hit(request, 0) is None
-            scheduler.step()
-            first = time.perf_counter()
-            while tier.wants_steps:
-                scheduler.step()
-            asked = time.perf_counter()
-            assert scheduler.side.find_hit(request, 0) == 0
-            times += [first - begun, time.perf_counter() - asked]
-            scheduler.side.finish(request, [[]])
-    return {**figures, **_figures("tier_look", times)}
 
 
 def _idle(scheduler: _Scheduler, name: str) -> dict[str, float]:

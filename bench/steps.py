@@ -17,8 +17,6 @@ _ROWS = (
     ("end", "a request of 1,000 blocks ends", None),
     ("hit", "find, hold and plan to load 1,000 blocks", None),
     ("again", "be asked again for a request that waits", None),
-    ("tier_idle", "256 requests decode, with a fleet tier", 200e-6),
-    ("tier_look", "ask the fleet tier for 1,000 blocks, or hear its answer", None),
     ("burst", "plan, while a request has 131,072 complete blocks", None),
     ("burst_end", "that request ends, most of its blocks not stored", None),
     ("rest", "plan to store what it left behind, the longest", None),

@@ -38,7 +38,7 @@ class Ours:
 
     def __init__(self, cluster: Cluster, fd: int, address: int, slot_bytes: int, num_slots: int) -> None:
         store = MooncakeStore(cluster.location)
-        self._transfers, self._lookups = store.open_transfers(0), store.open_lookups()
+        self._transfers = store.open_transfers(0)
         self._transfers.add_memory(MemoryRange(address, slot_bytes * num_slots, fd))
         self._address, self._slot_bytes = address, slot_bytes
 
@@ -48,12 +48,8 @@ class Ours:
     def get(self, numbers: range, slots: range) -> bool:
         return set(self._transfers.get(self._objects(numbers, slots), _TIMEOUT)) == {"found"}
 
-    def clear(self) -> None:
-        self._lookups.purge("bench", _TIMEOUT)
-
     def close(self) -> None:
         self._transfers.close()
-        self._lookups.close()
 
     def _objects(self, numbers: range, slots: range) -> list[SlotObject]:
         return [
@@ -103,7 +99,7 @@ assert store.register_buffer(address, slot_bytes * num_slots) == 0
 for line in sys.stdin:
     call, first, batch, count = json.loads(line)
     if call == "clear":
-        store.remove_by_regex("^bare.*", True)
+        store.remove_by_regex("^(bare|kvs1:bench:).*", True)
         print(0, flush=True)
         continue
     move = store.batch_put_from if call == "put" else store.batch_get_into
@@ -136,7 +132,6 @@ def measure(slot_bytes: int, moved_bytes: int, rounds: int) -> dict[str, Rates]:
                         rate = _rate(getattr(ours, call), call, first, batch, count, slot_bytes)
                     found[subject][call].append(rate)
                 bare.ask("clear", 0, 0, 0)
-                ours.clear()
         finally:
             ours.close()
             bare.close()

@@ -231,6 +231,39 @@ MUTANTS = [
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
     ),
     Mutant(
+        "memory_that_was_not_granted_again_stays",
+        "engine/kvstow/attach/workercalls.py",
+        "        if granted.is_all:",
+        "        if granted is None:",
+        "tests/engine/attach/test_workercalls.py::"
+        "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
+    ),
+    Mutant(
+        "a_worker_without_memory_is_told_nothing",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "        self.has_all = not session.is_engine\n",
+        "        self.has_all = True\n",
+        "tests/service/node/pools/test_poolmemory.py::"
+        "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
+    ),
+    Mutant(
+        "descriptors_of_clients_are_accepted",
+        "service/kvstow_service/node/attach/clients.py",
+        "Channel(accepted, scratch=scratch, limit=MAX_HELLO_BYTES)",
+        "Channel(accepted, scratch=scratch, limit=MAX_HELLO_BYTES, accepts_fds=True)",
+        "tests/service/node/attach/test_attachfuzz.py::test_descriptors_of_a_client_never_enter_the_service",
+    ),
+    Mutant(
+        "the_next_keeper_gets_a_closed_journal",
+        "service/kvstow_service/node/pools/noderecords.py",
+        "        pool.begin_journal(journal)\n        self._keeper.put(",
+        "        if not any(pool.index.namespaces) and journal.namespaces():\n"
+        "            pool.begin_journal(journal)\n"
+        "            return\n"
+        "        pool.begin_journal(journal)\n        self._keeper.put(",
+        "tests/service/node/test_noderestart.py::test_the_keeper_is_killed_beside_a_service",
+    ),
+    Mutant(
         "ops_of_every_session_are_let_through",
         "engine/kvstow/attach/opgate.py",
         "if number_of(op.op_id) == self._number]",
@@ -247,7 +280,7 @@ MUTANTS = [
     Mutant(
         "memory_without_its_seals_is_taken",
         MEMFD,
-        "    if present & seals != seals or",
+        "    if seals & SEALS != SEALS or",
         "    if",
         "tests/engine/test_memfd.py",
     ),
@@ -257,6 +290,27 @@ MUTANTS = [
         "    if identity is not None and identify_memfd(fd) != identity:\n",
         "    if identity is None and num_bytes < 0:\n",
         "tests/engine/test_memfd.py",
+    ),
+    Mutant(
+        "every_rank_puts_replicated_blocks",
+        "engine/kvstow/control/tiertraffic.py",
+        '        if direction == "put" and self._replicated:\n            ranks = {LAST_RANK}\n',
+        "",
+        "tests/engine/control/test_tiertraffic.py::test_replicated_bytes_are_put_once_and_fetched_by_every_rank",
+    ),
+    Mutant(
+        "kills_the_service_itself",
+        "engine/kvstow/attach/peer.py",
+        "        if pid in (0, os.getpid()):\n",
+        "        if pid == 0:\n",
+        "tests/engine/attach/test_peer.py::test_this_process_is_not_killed_whoever_names_it",
+    ),
+    Mutant(
+        "kills_processes_of_other_users",
+        "engine/kvstow/attach/peer.py",
+        "        return found == self.uid and pid_of",
+        "        return found is not None and pid_of",
+        "tests/engine/attach/test_peer.py::test_a_process_of_another_user_is_not_killed",
     ),
     Mutant(
         "a_process_number_given_to_another_process_is_believed",
@@ -472,16 +526,6 @@ PATCHED = [
         f"{CONTROL}/test_tiertraffic.py::test_taking_out_a_safeguard_is_noticed",
     ),
     Patched(
-        f"{CONTROL}/test_tiertraffic.py",
-        ("cancelled_fetches_are_visible",),
-        f"{CONTROL}/test_tiertraffic.py::test_a_cancelled_fetch_that_becomes_visible_is_noticed",
-    ),
-    Patched(
-        f"{CONTROL}/fleettier/test_epochs.py",
-        ("epochs_are_ignored", "fetches_outlive_a_reset"),
-        f"{CONTROL}/fleettier/test_epochs.py::test_an_epoch_that_is_ignored_is_noticed",
-    ),
-    Patched(
         f"{CONTROL}/test_netloss.py",
         ("fetches_always_pay",),
         f"{CONTROL}/test_netloss.py::test_without_break_even_a_slow_store_costs_time",
@@ -563,11 +607,6 @@ PATCHED = [
         "tests/service/node/test_schedules.py::test_taking_out_a_safeguard_is_noticed",
     ),
     Patched(
-        "tests/service/node/test_handover.py",
-        ("counts_the_unseen_as_dead", "forgets_the_workers_of_before"),
-        "tests/service/node/test_handover.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
         "tests/service/node/attach/test_sessionlife.py",
         ("test_freeing_at_the_end_of_the_connection_would_be_noticed",),
         "tests/service/node/attach/test_sessionlife.py::test_freeing_at_the_end_of_the_connection_would_be_noticed",
@@ -628,8 +667,6 @@ PATCHED = [
             "blocks_that_wait_for_slots_are_not_held",
             "ranks_leave_sessions_under_way",
             "unwanted_answers_are_kept",
-            "former_weights_are_fetched",
-            "every_rank_puts_replicated_blocks",
         ),
         "tests/vllm/test_scheduling_mutants.py::test_a_broken_promise_is_noticed",
     ),

@@ -18,7 +18,6 @@ from kvstow_api.auth import AuthMiddleware, Credentials
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.head import HeadMiddleware
 from kvstow_api.host import ApiHost
-from kvstow_api.idempotency import IdempotencyMiddleware
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.page.live import StatusPage
@@ -57,7 +56,6 @@ def create_app(host: ApiHost) -> FastAPI:
             Middleware(AdmissionMiddleware, allowed_hosts=host.allowed_hosts),
             Middleware(AuthMiddleware, credentials=credentials),
             Middleware(BodyMiddleware),
-            Middleware(IdempotencyMiddleware, clock=host.clock),
             Middleware(HeadMiddleware),
         ],
     )
@@ -92,5 +90,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.orphans.stop()
         await state.sampler.stop()
         await state.loop.stop()
-        state.log_levels.close()
         await run_in_threadpool(state.operations.close)

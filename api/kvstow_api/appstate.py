@@ -15,7 +15,6 @@ from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
 from kvstow_api.host import ApiHost
 from kvstow_api.journal import Journal
-from kvstow_api.loglevels import LogLevels
 from kvstow_api.looplag import LoopMonitor
 from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
@@ -37,7 +36,6 @@ class AppState:
     sampler: Sampler
     orphans: OrphanWatch
     clocks: RankClocks
-    log_levels: LogLevels
     http: HttpCounters
     credentials: Credentials
     settings_lock: asyncio.Lock
@@ -60,7 +58,6 @@ class AppState:
             sampler=Sampler(host.directory, journal),
             orphans=OrphanWatch(host.orphaned_memory),
             clocks=RankClocks(),
-            log_levels=LogLevels(),
             http=http,
             credentials=credentials,
             settings_lock=asyncio.Lock(),

@@ -20,7 +20,6 @@ from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey, parse_key
 from kvstow.messages import RankReport
 from kvstow.status import DrainMode
-from kvstow.tier.writepolicy import WriteMode
 from kvstow_api.openapi import EXAMPLES
 
 _MAX_LOOKUP_KEYS = 4096
@@ -179,39 +178,11 @@ class BypassBody(Body):
         return self
 
 
-class TierAttachBody(Body):
-    """A store and what is written to it; `write` null: the default."""
-
-    url: Annotated[str, Field(min_length=1, max_length=1000)]
-    write: WriteMode | None = None
-
-
-class TierBypassBody(Body):
-    """Whether the store is left alone, for `ttl_seconds` or (null) until it is used again."""
-
-    bypassed: bool
-    ttl_seconds: PositiveSeconds | None = None
-
-
-class TierPurgeBody(Body):
-    """Which objects are removed: those of one fingerprint."""
-
-    fingerprint: Annotated[str, Field(pattern="^[0-9a-zA-Z_-]{1,64}$")]
-
-
-class TierWeightsBody(Body):
-    """The name of the weights that the engine has now. `namespace`: of the pool; null for the only one."""
-
-    weights_id: Annotated[str, Field(min_length=1, max_length=100)]
-    namespace: str | None = None
-
-
 class LogLevelBody(Body):
-    """A level for one logger of KVStow and those below it, for `ttl_seconds` or (null) until it is set again."""
+    """A level for one logger of KVStow and those below it, until it is set again."""
 
     logger: Annotated[str, Field(max_length=100)] = "kvstow"
     level: Literal["debug", "info", "warning", "error"]
-    ttl_seconds: Annotated[PositiveSeconds, Field(le=86400)] | None = None
 
 
 def _require_one(body: Body, *names: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus, RankStatus
-from kvstow_api.tiercontrol import TierControl
+from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus
+from kvstow_api.hostedtier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,6 @@ class HostedPool:
     def shares_memory(self) -> bool:
         """All ranks of an engine use the same memory."""
         return self.stored_slot_bytes is not None and self.stored_slot_bytes < self.facade.config.total_slot_bytes
-
-    def pinned_bytes(self, ranks: Iterable[RankStatus]) -> int:
-        """The memory of the pool that these ranks, of all its engines, have pinned. Each byte counts once: of several
-        ranks that have the same memory, the one counts that has pinned least."""
-        pinned: dict[int, int] = {}
-        for rank in ranks:
-            memory = 0 if self.shares_memory else rank.rank
-            pinned[memory] = min(pinned.get(memory, rank.pinned_bytes), rank.pinned_bytes)
-        return sum(pinned.values())
 
     @property
     def used_bytes(self) -> int:
@@ -82,8 +73,8 @@ class Directory(Protocol):
         """Of all pools, those to come included."""
 
     @property
-    def tier(self) -> TierControl | None:
-        """The fleet tier; None where the host cannot have one."""
+    def tier(self) -> HostTier | None:
+        """The fleet tier; None without one."""
 
     @property
     def take_report(self) -> Callable[[RankReport], DesiredState] | None:

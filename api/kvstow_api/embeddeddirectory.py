@@ -11,7 +11,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus, SessionState, SessionStatus
 from kvstow_api.directory import HostedPool
-from kvstow_api.tiercontrol import TierControl
+from kvstow_api.hostedtier import HostTier
 from kvstow_api.views.pools import POOL_NAME
 
 _ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
@@ -23,6 +23,8 @@ class EmbeddedDirectory:
 
     is_node = False
     trust_eof = None
+    tier: HostTier | None = None
+    """An embedded engine has none."""
 
     def __init__(
         self,
@@ -31,12 +33,10 @@ class EmbeddedDirectory:
         *,
         name: str = "",
         model: str = "",
-        tier: TierControl | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine_id = engine.engine_id
         self.switches = engine.admin
-        self.tier = tier
         self.take_report = engine.report
         self.errors: Mapping[str, int] = {}
         self.rejected: Mapping[str, int] = {}

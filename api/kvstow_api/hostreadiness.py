@@ -8,9 +8,9 @@ from kvstow.bytesize import format_size
 from kvstow.stats import EngineState
 from kvstow.status import HostedSession
 from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.hostedtier import HostTier
 from kvstow_api.numberformat import counted
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.tiercontrol import TierControl
 from kvstow_api.views.ranks import RankView
 from kvstow_api.views.server import PoolReadinessView, ReadinessView, TierReadinessView
 
@@ -49,7 +49,7 @@ def host_readiness(directory: Directory, pool: HostedPool | None = None) -> Read
     )
 
 
-def _tiers(tier: TierControl, pool: HostedPool | None) -> list[TierReadinessView]:
+def _tiers(tier: HostTier, pool: HostedPool | None) -> list[TierReadinessView]:
     return [
         TierReadinessView(pool=one.pool, namespace=one.namespace, state=one.status.state, reason=one.status.reason)
         for one in tier.tiers()

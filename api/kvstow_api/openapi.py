@@ -11,8 +11,6 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from kvstow_api.auth import is_reading
-from kvstow_api.idempotency import MAX_KEY_LENGTH
 from kvstow_api.problems import MEDIA_TYPE
 from kvstow_api.views.problems import ProblemView
 
@@ -83,29 +81,15 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
             described["required"] = list(described["properties"])
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     responses = components.setdefault("responses", {})
-    for path, item in schema["paths"].items():
+    for item in schema["paths"].values():
         for method, operation in item.items():
-            _describe_operation(method, path, operation, responses)
+            _describe_operation(method, operation, responses)
     return schema
 
 
-_IDEMPOTENCY_KEY: dict[str, Any] = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "required": False,
-    "description": "A request that is sent again with the same key, within an hour, gets the first answer again and "
-    "is not carried out twice",
-    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH, "pattern": "^[!-~]+$"},
-    "example": "resize-2026-11-02",
-}
-
-
-def _describe_operation(method: str, path: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
+def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
     if method != "get" or "401" in operation["responses"]:
         operation.setdefault("security", [{"token": []}, {}])
-    if method == "post" and not is_reading("POST", path):
-        operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
-        operation["responses"].setdefault("409", {})  # another request with this key is under way
     for status, response in operation["responses"].items():
         media = response.get("content", {})
         if int(status) < 400 or "text/plain" in media:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Protocol, get_args
+from typing import get_args
 
+from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
 from kvstow.stats import Histogram
 from kvstow_api.journal import Journal
@@ -38,29 +39,10 @@ _WAIT_SECONDS = 0.01  # between two steps of a sweep that waits for transfers
 _BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 
 
-class Sweeping(Protocol):
-    """The part of a `kvstow.control.sweeps.Sweep`."""
-
-    @property
-    def total(self) -> int: ...
-    @property
-    def done(self) -> int: ...
-    @property
-    def evicted_slots(self) -> int: ...
-    @property
-    def evicted_bytes(self) -> int: ...
-    @property
-    def waiting(self) -> bool: ...
-    def step(self) -> bool: ...
-    def cancel(self) -> None: ...
-
-
 class Operation:
     """One run of a sweep. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1."""
 
-    def __init__(
-        self, number: int, kind: OperationKind, pool: str, sweep: Sweeping, dry_run: bool, born: float
-    ) -> None:
+    def __init__(self, number: int, kind: OperationKind, pool: str, sweep: Sweep, dry_run: bool, born: float) -> None:
         self._sweep = sweep
         self.number = number
         self.born = born
@@ -75,7 +57,7 @@ class Operation:
             dry_run=dry_run,
             state="running",
             waiting=False,
-            progress=_progress(kind, sweep),
+            progress=_progress(sweep),
             created=datetime.now(UTC),
             started=None,
             ended=None,
@@ -107,7 +89,7 @@ class Operation:
         try:
             self._update(started=datetime.now(UTC))
             state: OperationState = "succeeded" if self._sweep_all() else "cancelled"
-            self._finish(state, result=None if self._view.kind == "tier-purge" else self._removed())
+            self._finish(state, result=self._removed())
         except BaseException as error:
             logger.exception("operation %s failed", self._view.id)
             if isinstance(error, KvstowError):
@@ -124,11 +106,11 @@ class Operation:
         """Step until the sweep is complete; False if it was cancelled."""
         sweep = self._sweep
         while sweep.step():
-            self._update(waiting=sweep.waiting, progress=_progress(self._view.kind, sweep))
+            self._update(waiting=sweep.waiting, progress=_progress(sweep))
             if self._cancelled.wait(_WAIT_SECONDS if sweep.waiting else 0):
                 sweep.cancel()
                 return False
-        self._update(progress=_progress(self._view.kind, sweep))
+        self._update(progress=_progress(sweep))
         return True
 
     def _removed(self) -> RemovedView:
@@ -142,8 +124,8 @@ class Operation:
         self._view = replace(self._view, **changes)  # type: ignore[arg-type]
 
 
-def _progress(kind: OperationKind, sweep: Sweeping) -> ProgressView:
-    return ProgressView(done=sweep.done, total=sweep.total, unit="objects" if kind == "tier-purge" else "slots")
+def _progress(sweep: Sweep) -> ProgressView:
+    return ProgressView(done=sweep.done, total=sweep.total)
 
 
 class Operations:
@@ -162,7 +144,7 @@ class Operations:
         self._seconds = {kind: Histogram(_BOUNDS) for kind in KINDS}
 
     def start(
-        self, kind: OperationKind, pool: str, make_sweep: Callable[[], Sweeping], *, dry_run: bool = False
+        self, kind: OperationKind, pool: str, make_sweep: Callable[[], Sweep], *, dry_run: bool = False
     ) -> Operation:
         """Make a sweep of a pool and run it. Raises what `make_sweep` raises, `ConflictError` for a second resize,
         and `QueueFullError` if too many operations run."""

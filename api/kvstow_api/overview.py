@@ -66,7 +66,7 @@ class Overview:
 
     `selected` is the pool that the viewer has chosen, or the only one. `choices`: the pools that a viewer can choose
     from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `tier`: the store of the fleet
-    tier, empty if none is attached; then there are no `tiers`. `pool` is None, and there are no
+    tier, empty without one; then there are no `tiers`. `pool` is None, and there are no
     `ranks` but those in trouble, while no pool is selected.
     """
 
@@ -117,7 +117,7 @@ def overview(given: Readings) -> Overview:
         about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
         state=given.readiness.state,
         reason=given.readiness.reason,
-        switches=tuple(switches(given.drain, given.bypass, paused, given.tier.bypass, several=len(names) > 1)),
+        switches=tuple(switches(given.drain, given.bypass, paused, several=len(names) > 1)),
         memory=_memory(given),
         pools=tuple(pool_row(pool, told=told) for pool in given.pools),
         selected=selected,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, PoolStats, SlotState
-from kvstow_api.history import METRICS, HistoryView, NowView, lines_of
+from kvstow_api.figures import CurvesView, NowView, Unit
 from kvstow_api.numberformat import percent, rate
 from kvstow_api.views.ranks import RankView
 from kvstow_api.views.server import StatsView
 
-NUM_POINTS = 60
-"""Points of a curve at most: one every 5 s."""
 NOT_PINNED = "not pinned"
 """In place of a slot state: slots that the ranks have yet to pin."""
 
@@ -27,7 +25,7 @@ class PoolReadings(NamedTuple):
 
     stats: EngineStats | StatsView
     ranks: Sequence[RankView]
-    history: HistoryView
+    curves: CurvesView
 
 
 class Row(NamedTuple):
@@ -41,7 +39,7 @@ class Curve(NamedTuple):
 
     name: str
     now: str
-    points: tuple[float | None, ...]
+    points: Sequence[float | None]
 
 
 class Chart(NamedTuple):
@@ -67,18 +65,18 @@ class PoolOverview:
 
 
 def pool_overview(given: PoolReadings) -> PoolOverview:
-    stats, history = given.stats, given.history
+    stats, curves = given.stats, given.curves
     assert stats.pool is not None
     assert stats.lookups is not None
     drops = {name: count for name, count in (stats.stores or {}).items() if name.startswith(("dropped_", "failed"))}
     return PoolOverview(
         about=_pool(stats.pool),
         slots=_slots(stats.pool),
-        hits=_hits(history, stats.lookups.hit_ratio),
-        bandwidth=_bandwidth(history),
+        hits=_hits(curves, stats.lookups.hit_ratio),
+        bandwidth=_bandwidth(curves),
         evictions=_counts(stats.evictions or {}),
         drops=_counts(drops),
-        block_rates=_block_rates(history.now),
+        block_rates=_block_rates(curves.now),
     )
 
 
@@ -101,15 +99,20 @@ def _block_rates(now: NowView) -> str:
     return f"evicted for capacity: {evicted:.1f} blocks/s, dropped: {dropped:.1f} blocks/s"
 
 
-def _hits(history: HistoryView, since_start: float | None) -> Chart:
-    (line,) = lines_of(METRICS["hit-ratio"], history.items[-NUM_POINTS - 1 :])
-    now = "no lookups" if history.now.hit_ratio is None else percent(history.now.hit_ratio)
+def _hits(given: CurvesView, since_start: float | None) -> Chart:
     ever = "" if since_start is None else f"{percent(since_start)} since the start"
-    return Chart((Curve(line.name, now, line.points),), 1.0, "0 to 100 %", ever)
+    curves = _curves(given, "ratio", lambda now: "no lookups" if now is None else percent(now))
+    return Chart(curves, 1.0, "0 to 100 %", ever)
 
 
-def _bandwidth(history: HistoryView) -> Chart:
-    lines = lines_of(METRICS["bandwidth"], history.items[-NUM_POINTS - 1 :])
-    top = max((point for line in lines for point in line.points if point is not None), default=0.0)
-    curves = tuple(Curve(line.name, rate(getattr(history.now, line.figure)), line.points) for line in lines)
+def _bandwidth(given: CurvesView) -> Chart:
+    curves = _curves(given, "bytes_per_second", rate)
+    top = max((point for curve in curves for point in curve.points if point is not None), default=0.0)
     return Chart(curves, top, f"0 to {rate(top)}" if top else "no transfers")
+
+
+def _curves(given: CurvesView, unit: Unit, words: Callable[[float | None], str]) -> tuple[Curve, ...]:
+    """All curves of this unit, which share an axis."""
+    return tuple(
+        Curve(one.label, words(getattr(given.now, one.figure)), one.points) for one in given.items if one.unit == unit
+    )

@@ -29,7 +29,6 @@ from kvstow.errors import (
     LeaseError,
     NotFoundError,
     QueueFullError,
-    TierUnavailableError,
 )
 from kvstow_api.strictroute import MAX_ERRORS, names_beside
 
@@ -48,7 +47,6 @@ _STATUS_OF: dict[type[KvstowError], int] = {
     InsufficientMemoryError: 507,
     QueueFullError: 503,
     DataPlaneFailedError: 503,
-    TierUnavailableError: 503,
     KvstowError: 500,
 }
 

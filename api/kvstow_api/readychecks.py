@@ -7,9 +7,9 @@ from functools import partial
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.host import ApiHost
+from kvstow_api.hostedtier import HostTier
 from kvstow_api.hostreadiness import live_sessions
 from kvstow_api.probe import Check
-from kvstow_api.tiercontrol import TierControl
 
 
 def checks_of(host: ApiHost) -> list[Check]:
@@ -19,7 +19,7 @@ def checks_of(host: ApiHost) -> list[Check]:
     return [*checks.all(), *([] if tier is None else [Check("tier", partial(_tier_failure, tier), required=False)])]
 
 
-def _tier_failure(tier: TierControl) -> str | None:
+def _tier_failure(tier: HostTier) -> str | None:
     """What of the store does not work. Never required: requests compute what the store has, and serving goes on."""
     found = []
     for one in tier.tiers():

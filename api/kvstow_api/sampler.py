@@ -1,25 +1,28 @@
-"""Samples the pools once a second: counters for the histories, changes of state for the journal."""
+"""Samples the pools once a second: counters for figures and curves, changes of state for the journal."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvstow.status import HostedSession, RankStatus, SessionState
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.history import (
+from kvstow_api.figures import (
+    CURVE_INTERVAL,
+    CURVE_POINTS,
     NOW_SECONDS,
-    HistoryView,
+    CurvesView,
     NowView,
-    SampleView,
+    Sample,
     SessionNowView,
     SessionSample,
+    curves_of,
     now_of,
-    sample_of,
+    sample_session,
     session_now_of,
-    session_sample_of,
 )
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.journal import Journal
@@ -28,8 +31,7 @@ from kvstow_api.rankcounters import RankCounters
 logger = logging.getLogger("kvstow.api")
 
 _INTERVAL = 1.0
-_TICKS_PER_SAMPLE = 5  # of the history
-_SAMPLES = 720  # an hour
+_TICKS_PER_POINT = round(CURVE_INTERVAL / _INTERVAL)
 _STATES: Mapping[SessionState, str] = {
     "attaching": "not all ranks have reported and registered slots",
     "attached": "it loads and stores",
@@ -62,28 +64,28 @@ class Sampler:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    def history_of(self, pool: str | None) -> HistoryView:
-        """Of the pool of this name; empty for None, and until its first sample is taken."""
+    def curves_of(self, pool: str | None) -> CurvesView:
+        """Of the pool of this name; without points for None, and until its second sample for a curve is taken."""
         samples = None if pool is None else self._pools.get(pool)
-        return HistoryView(
-            pool=pool,
-            interval_seconds=_INTERVAL * _TICKS_PER_SAMPLE,
-            now=now_of(() if samples is None else samples.recent),
-            items=[] if samples is None else list(samples.kept),
-        )
+        return curves_of(pool, (), ()) if samples is None else curves_of(pool, samples.recent, samples.kept)
 
     def now_of_pool(self, pool: str) -> NowView:
-        """The present figures in `history_of`, without its samples."""
+        """The present figures in `curves_of`."""
         samples = self._pools.get(pool)
         return now_of(() if samples is None else samples.recent)
+
+    def kept(self, pool: str) -> Sequence[Sample]:
+        """The samples behind the curves of a pool, the oldest first."""
+        samples = self._pools.get(pool)
+        return () if samples is None else tuple(samples.kept)
 
     def now_of_session(self, session_id: str) -> SessionNowView:
         samples = self._sessions.get(session_id)
         return session_now_of(() if samples is None else samples.recent)
 
     def tick(self) -> None:
-        """Take a sample of each pool and each session. The histories keep every fifth one, beginning with the first. A
-        pool's history ends with the pool."""
+        """Take a sample of each pool and each session. The curves have every fifth one, beginning with the first. They
+        end with their pool."""
         directory = self._directory
         if directory.is_node:
             self._note_node()
@@ -116,7 +118,7 @@ class Sampler:
             if before.pop(name, None) != status.state:
                 self._note_tier(*name, status.store, status.state, status.reason)
         for pool, namespace in before:
-            self._note_tier(pool, namespace, None, "over", "its store was detached, or the namespace is gone")
+            self._note_tier(pool, namespace, None, "over", "no engine can use the namespace any more")
 
     def _note_tier(self, pool: str, namespace: str, store: str | None, state: str, reason: str) -> None:
         self._journal.add("tier", pool=pool, namespace=namespace, store=store, state=state, reason=reason)
@@ -128,7 +130,7 @@ class Sampler:
         if state != samples.state:
             self._note_session(session, state, _STATES[state])
         samples.session, samples.state = session, state
-        samples.recent.append(session_sample_of(session.status.ranks))
+        samples.recent.append(sample_session(session.status.ranks, time.monotonic()))
         self._sessions[session.session_id] = samples
 
     def _note_session(self, session: HostedSession, state: str, reason: str) -> None:
@@ -147,7 +149,7 @@ class Sampler:
         if readiness.state != samples.state and not self._is_growth(samples.state, readiness.state):
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
             samples.state = readiness.state
-        samples.add(sample_of(pool.facade.stats(), pool.pinned_bytes(readiness.ranks)))
+        samples.add(Sample(time.monotonic(), pool.facade.stats()))
 
     def _note_node(self) -> None:
         readiness = host_readiness(self._directory)
@@ -210,12 +212,12 @@ class _PoolSamples:
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
         self.state: str | None = None
-        self.kept: deque[SampleView] = deque(maxlen=_SAMPLES)
-        self.recent: deque[SampleView] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
+        self.kept: deque[Sample] = deque(maxlen=CURVE_POINTS + 1)
+        self.recent: deque[Sample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
         self._ticks = 0
 
-    def add(self, sample: SampleView) -> None:
+    def add(self, sample: Sample) -> None:
         self.recent.append(sample)
-        if self._ticks % _TICKS_PER_SAMPLE == 0:
+        if self._ticks % _TICKS_PER_POINT == 0:
             self.kept.append(sample)
         self._ticks += 1

@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 from kvstow.status import BypassStatus, DrainStatus
 from kvstow_api.numberformat import counted, duration
-from kvstow_api.views.tier import TierBypassView
-
-_NO_TIER_BYPASS = TierBypassView(bypassed=False, ttl_seconds_left=None)
 
 
 class Switch(NamedTuple):
@@ -23,7 +20,6 @@ def switches(
     drain: DrainStatus,
     bypass: BypassStatus,
     paused: Sequence[str] = (),
-    tier: TierBypassView = _NO_TIER_BYPASS,
     *,
     several: bool = False,
 ) -> Iterator[Switch]:
@@ -32,10 +28,6 @@ def switches(
         yield Switch(drain_words(drain), "kvstow undrain")
     if bypass.load or bypass.store:
         yield Switch(bypass_words(bypass), "kvstow bypass --off")
-    if tier.bypassed:
-        left = tier.ttl_seconds_left
-        ends = "" if left is None else f" for another {duration(left)}"
-        yield Switch(f"the tier's store is bypassed{ends}", "kvstow tier bypass --off")
     for pool in paused:
         of_pool, flag = (f" in pool {pool}", f" --pool {pool}") if several else ("", "")
         yield Switch(f"pinning is paused{of_pool}", f"kvstow pinning resume{flag}")

@@ -20,7 +20,6 @@ TIER_COLUMNS: Mapping[str, str] = MappingProxyType(
         "fetched": "fetched",
         "waited": "waited",
         "saved": "saved",
-        "write": "writes",
     }
 )
 """Fields of a `TierRow` and their titles. The most important come first: a narrow terminal omits the last ones."""
@@ -28,7 +27,7 @@ TIER_COLUMNS: Mapping[str, str] = MappingProxyType(
 
 class TierRow(NamedTuple):
     """The tier of a namespace as text. `fetches`: their measured rate. `fetching` and `waiting` count blocks under way
-    and to be put; `put` and `fetched`, blocks since the store was attached. `waited`: by requests for fetches; `saved`:
+    and to be put; `put` and `fetched`, blocks since the service started. `waited`: by requests for fetches; `saved`:
     the estimated time to compute what was fetched. `trouble`: what is wrong, empty if nothing is."""
 
     name: str
@@ -40,7 +39,6 @@ class TierRow(NamedTuple):
     fetched: str
     waited: str
     saved: str
-    write: str
     trouble: str
 
 
@@ -59,7 +57,6 @@ def tier_row(tier: TierPoolView) -> TierRow:
         fetched=f"{counters.fetched_blocks:,}",
         waited=duration(counters.wait_seconds),
         saved=duration(counters.saved_seconds),
-        write=tier.write,
         trouble="; ".join(_troubles(tier)),
     )
 

@@ -110,18 +110,3 @@ def _weights(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
     return weights
-
-
-@torch.inference_mode()
-def fill_weights(model: torch.nn.Module, hidden: int, seed: int = 0) -> None:
-    """Give a model that vLLM has made with `load_format="dummy"` weights like those of `write_model`, on its device: a
-    file of them would take minutes. The same kind of device, seed and shape give the same weights."""
-    spread = (256 / hidden) ** 0.5
-    generator = torch.Generator(next(model.parameters()).device)
-    for number, (name, weight) in enumerate(model.named_parameters()):
-        generator.manual_seed((seed << 20) + number)
-        if weight.dim() < 2:
-            weight.data.fill_(1.0)
-            continue
-        std = next((std for part, std in _SPREADS.items() if part in name), None)
-        weight.data.normal_(0.0, 1.0 if std is None else std * spread, generator=generator)

@@ -80,7 +80,6 @@ class PoolConfig:
     `pool_bytes` is rounded down to whole slots. `max_bytes` limits later growth: only address space is reserved for it.
     `lock`: lock or register the memory; otherwise it is only populated. `huge_pages`: `advised` asks the kernel for
     huge pages if it has any; `reserved` uses only the 2 MiB pages that the machine has set aside (Linux 5.18).
-    `shared`: other processes of this user can map the memory, as stores of the fleet tier do; not with `reserved`.
 
     The pace of pinning is adaptive: `latency_target` is how much it may add to a step of an engine that shares the
     driver (1.8 ms by default). It is fixed instead if `chunk_bytes` (per call, at least one slot; 64 MiB by default) or
@@ -95,7 +94,6 @@ class PoolConfig:
     latency_target: float | None = None
     lock: bool = True
     huge_pages: HugePages = "advised"
-    shared: bool = False
 
     def __post_init__(self) -> None:
         for key in ("slot_bytes", "pool_bytes"):
@@ -106,8 +104,6 @@ class PoolConfig:
             raise ConfigError("max_bytes", self.max_bytes, f"0 (as pool_bytes), or at least {self.pool_bytes}")
         if self.huge_pages not in HUGE_PAGES:
             raise ConfigError("huge_pages", self.huge_pages, " or ".join(HUGE_PAGES))
-        if self.shared and self.huge_pages == "reserved":
-            raise ConfigError("huge_pages", self.huge_pages, "advised, for a pool that is shared with other processes")
         self._check_pace()
 
     def _check_pace(self) -> None:

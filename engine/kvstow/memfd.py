@@ -16,11 +16,9 @@ from kvstow.errors import ForeignMemoryError, PinError
 
 # Without them, one process that shrinks the file gives all others SIGBUS. Holes can be punched all the same.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-OPEN_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # of memory that gets more seals later
 MODE = 0o600  # the default, 0777, lets any uid open a read-only descriptor again for writing, through /proc/PID/fd
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
-READ_ONLY_SEALS = SEALS | _F_SEAL_FUTURE_WRITE  # after `forbid_writing`
 _READ_ONLY_SEALS = fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; machines with vm.memfd_noexec = 2 refuse memfds without it
 
@@ -33,7 +31,7 @@ class MemfdIdentity(NamedTuple):
     num_bytes: int
 
 
-def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False, seals: int = SEALS) -> int:
+def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False) -> int:
     """A memfd of `num_bytes` that takes no memory yet: sealed, for this uid only, closed in programs that this process
     starts. The caller closes it. Raises `PinError`."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -44,7 +42,7 @@ def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False
         try:
             os.ftruncate(fd, num_bytes)
             os.fchmod(fd, MODE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
             os.close(fd)
             raise
@@ -57,37 +55,18 @@ def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False
     return fd
 
 
-def forbid_writing(fd: int) -> None:
-    """From now on no process can write to the memfd, punch holes into it, or map it for writing. Existing mappings stay
-    writable. For memory without F_SEAL_SEAL; needs Linux 5.1. Raises `PinError`."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-    except OSError as error:
-        raise PinError("out_of_memory", f"shared memory cannot be sealed against writing: {error.strerror}") from error
-
-
-def is_read_only(fd: int) -> bool:
-    """Whether `forbid_writing` was called. Raises `ForeignMemoryError` if this is no memfd."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _F_SEAL_FUTURE_WRITE)
-    except OSError as error:
-        raise ForeignMemoryError(f"this is no memfd: {error.strerror}") from error
-
-
 def identify_memfd(fd: int) -> MemfdIdentity:
     found = os.fstat(fd)
     return MemfdIdentity(found.st_dev, found.st_ino, found.st_size)
 
 
-def require_memfd(
-    fd: int, name: str, num_bytes: int, *, identity: MemfdIdentity | None = None, seals: int = SEALS
-) -> None:
+def require_memfd(fd: int, name: str, num_bytes: int, *, identity: MemfdIdentity | None = None) -> None:
     """Raises `ForeignMemoryError` unless `fd` is as `create_memfd` made it for this uid, with this name and size. With
     an `identity`, unless it is that very one. The caller still owns `fd`."""
     try:
         found = os.fstat(fd)
         path = os.readlink(f"/proc/self/fd/{fd}")
-        present = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
     except OSError as error:
         raise ForeignMemoryError(f"this is no memfd: {error.strerror}") from error
@@ -98,8 +77,8 @@ def require_memfd(
         raise ForeignMemoryError(f"the memfd {name} belongs to {who}, not to uid {os.geteuid()} with mode {MODE:o}")
     if found.st_size != num_bytes:
         raise ForeignMemoryError(f"the memfd {name} has {found.st_size} bytes, not {num_bytes}")
-    if present & seals != seals or present & _READ_ONLY_SEALS & ~seals:
-        raise ForeignMemoryError(f"the memfd {name} has the seals {present:#x}, not {seals:#x}")
+    if seals & SEALS != SEALS or seals & _READ_ONLY_SEALS:
+        raise ForeignMemoryError(f"the memfd {name} has the seals {seals:#x}, not {SEALS:#x}")
     if access != os.O_RDWR:
         raise ForeignMemoryError(f"the memfd {name} is not open for reading and writing")
     if identity is not None and identify_memfd(fd) != identity:

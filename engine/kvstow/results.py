@@ -73,7 +73,6 @@ class TierSettled:
 
     op_id: int
     direction: TierDirection
-    fingerprint: str
     keys: tuple[bytes, ...]
     moved: int
     seconds: float

@@ -136,8 +136,7 @@ class MemoryStatus:
     service uses any more; null where that is not measured.
 
     `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
-    `keeper_restarts`: keepers that were started in place of one that was gone. `extents_kept` and `extents_given_up`:
-    of the descriptors of an earlier service's memory that engines have handed back.
+    `keeper_restarts`: keepers that were started in place of one that was gone.
     """
 
     target_bytes: int
@@ -150,8 +149,6 @@ class MemoryStatus:
     notices: tuple[str, ...] = ()
     keeper: KeeperState | None = None
     keeper_restarts: int = 0
-    extents_kept: int = 0
-    extents_given_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)

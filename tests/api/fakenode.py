@@ -18,7 +18,7 @@ from kvstow.messages import Completion, Op, RankReport
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import HostedPool
-from kvstow_api.tiercontrol import TierControl
+from kvstow_api.hostedtier import HostTier
 
 SLOT_BYTES = 4096
 SLOTS = 16
@@ -85,7 +85,7 @@ class FakeNode:
     engine_id = "beef"
     is_node = True
     take_report = None
-    tier: TierControl | None = None
+    tier: HostTier | None = None
     trust_eof: float | None = None
     memory_status: MemoryStatus = _POPULATED
     sharing_off: tuple[str, ...] = ()

@@ -37,14 +37,9 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("PUT", "/v1/drain", {"mode": "all"}),
     ("DELETE", "/v1/drain", None),
     ("PUT", "/v1/bypass", {"load": True}),
-    ("POST", "/v1/tier/attach", {"url": "memory:"}),
-    ("POST", "/v1/tier/detach", None),
-    ("POST", "/v1/tier/purge", {"fingerprint": "f"}),
-    ("POST", "/v1/tier/weights", {"weights_id": "w"}),
-    ("PUT", "/v1/tier/bypass", {"bypassed": True}),
     ("DELETE", "/v1/operations/{operation_id}", None),
     ("POST", "/v1/operations/{operation_id}/cancel", None),
-    ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api", "ttl_seconds": 60}),
+    ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api"}),
     REPORT,
 ]
 KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{session_id}": "absent"}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
 import pytest
 from tests.api.conftest import AGENT
 
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState
 from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.doctor import CHECKS, Evidence, examine
-from kvstow_api.history import SampleView
+from kvstow_api.figures import Sample
 from kvstow_api.measurements import HostMemory, RankClocks
 from kvstow_api.probe import Finding, Verdict
 from kvstow_api.views.doctor import DoctorView
@@ -56,14 +57,13 @@ RANK = RankStatus(
     last_report_age_seconds=0.1,
 )
 DAY = 86_400
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def sample(minutes: float, **counters: int) -> SampleView:
-    names = ("query", "hit", "stored", "dropped", "evicted")
-    blocks = {f"{name}_blocks": counters.get(name, 0) for name in names}
-    moment = START + timedelta(minutes=minutes)
-    return SampleView(time=moment, **blocks, used_slots=8, usable_slots=8, pinned_bytes=8 * GIB)
+def sample(minutes: float, *, evicted: int = 0, hit: int = 0) -> Sample:
+    stats = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=8)).stats()
+    stats.pool = replace(stats.pool, usable_slots=8)
+    stats.lookups.hit_blocks, stats.evictions["capacity"] = hit, evicted
+    return Sample(60 * minutes, stats)
 
 
 def verdict(name: str = "ranks", failure: str | None = None, *, required: bool = True) -> Verdict:
@@ -123,7 +123,7 @@ FIRING = [
     ("clocks", "warning", evidence(clock_offsets={0: -30.0})),
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.21))),
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, store_busy_seconds=0.21))),
-    ("thrashing", "warning", evidence(samples=[sample(0), sample(9, evicted=8)])),
+    ("thrashing", "warning", evidence(samples=[sample(0), sample(5, evicted=8)])),
     ("share", "warning", evidence(granted_bytes=2 * GIB - 1, due_bytes=4 * GIB)),
     ("switches", "warning", evidence(bypass=BypassStatus(load=True, store=False, ttl_seconds_left=None))),
     ("switches", "info", evidence(bypass=BypassStatus(load=False, store=True, ttl_seconds_left=5.0))),
@@ -163,8 +163,8 @@ SILENT = [
     ("memlock", evidence(replace(RANK, pin_mode="cuda", locked_bytes=0))),  # the driver needs none
     ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.19))),
     ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=9.0, load_bytes_total=GIB - 1))),
-    ("thrashing", evidence(samples=[sample(0), sample(9, evicted=20, hit=2)])),
-    ("thrashing", evidence(samples=[sample(0), sample(1, evicted=8), sample(12, evicted=9, hit=1)])),
+    ("thrashing", evidence(samples=[sample(0), sample(5, evicted=20, hit=2)])),
+    ("thrashing", evidence(samples=[sample(0, evicted=8), sample(5, evicted=15)])),
 ]
 
 

@@ -228,13 +228,13 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
     assert journal.after(0)[0][-1].data["error"] == "no more memory"
 
 
-def test_the_watch_notes_what_the_tier_does(engine: OffloadEngine, tiered_host: TieredHost, journal: Journal) -> None:
-    sampler = Sampler(EmbeddedDirectory(engine, 16, tier=tiered_host.control), journal)
+def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Journal) -> None:
+    sampler = Sampler(tiered_host.directory(16), journal)
     tier = tiered_host.begin()
     changes: list[Callable[[], object]] = [
         lambda: None,
         lambda: tier._note_outage("no master"),
-        lambda: tier.set_bypassed(True),
+        lambda: tier.turn_off("a defect"),
         tiered_host.close,
     ]
     for change in changes:
@@ -245,42 +245,11 @@ def test_the_watch_notes_what_the_tier_does(engine: OffloadEngine, tiered_host: 
     assert [(data["store"], data["state"]) for data in told] == [
         ("memory", "on"),
         ("memory", "down"),
-        ("memory", "bypassed"),
+        ("memory", "off"),
         (None, "over"),
     ]
     assert {(data["pool"], data["namespace"]) for data in told} == {("host", "a1")}
     assert "no master" in told[1]["reason"]
-
-
-def test_the_watch_samples_the_counters(engine: OffloadEngine, ranks: Any, keys: list[bytes]) -> None:
-    sampler = Sampler(EmbeddedDirectory(engine, 16), Journal())
-    sampler.tick()
-    ranks.store(keys[:3])
-    for _ in range(5):
-        sampler.tick()
-    first, last = sampler.history_of("host").items
-    assert (first.stored_blocks, last.stored_blocks, last.used_slots, last.usable_slots) == (0, 3, 3, 16)
-    assert last.store_bytes == 3 * 4096
-    for _ in range(5 * 1000):
-        sampler.tick()
-    assert len(sampler.history_of("host").items) == 720
-
-
-def test_evicted_is_for_room_and_dropped_is_without_failures(
-    engine: OffloadEngine, ranks: Any, keys: list[bytes]
-) -> None:
-    sampler = Sampler(EmbeddedDirectory(engine, 16), Journal())
-    ranks.store(keys)  # the pool is full
-    engine.admin.evict(slots=3).run()
-    ranks.finish(ranks.begin_store([b"failed"]), "failed")
-    ranks.store([b"more", b"most", b"much", b"many", b"last"])  # three find room
-    engine.admin.drain("stop_stores", None)
-    engine.begin_store([b"dropped", b"dropped too"], range(2))
-    sampler.tick()
-    (sample,) = sampler.history_of("host").items
-    assert engine.stats().evictions["operator"] == 3
-    assert engine.stats().stores["failed"] == 1
-    assert (sample.evicted_blocks, sample.dropped_blocks) == (2, 2)
 
 
 async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -11,7 +11,6 @@ from tests.api.tieredhost import TieredHost
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
 from kvstow.tier.store import ClientHealth
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -188,7 +187,7 @@ async def test_a_check_that_raises_has_failed(launch: Any, ranks: Any, caplog: p
 async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
     launch: Launch, engine: OffloadEngine, tiered_host: TieredHost, ranks: Any
 ) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 16, tier=tiered_host.control))
+    client = await launch(directory=tiered_host.directory(16))
 
     async def probe() -> tuple[int, str]:
         answer = await client.get("/readyz?verbose")
@@ -197,9 +196,6 @@ async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
 
     assert await probe() == (200, "[+]tier ok (informational)")
     tier = tiered_host.begin()
-    tiered_host.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
-    assert await probe() == (200, "[+]tier ok (informational)"), "an operator wants it so"
-    tiered_host.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
     tier._note_outage("no answer in 0.5 s")
     assert await probe() == (
         200,

@@ -24,7 +24,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
 from kvstow.tier.store import ClientStats
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_service.tiers.tierhost import TierChoice
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +38,7 @@ FAMILIES = {
         kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions
         kvstow_duplicate_completions
         kvstow_operations kvstow_http_requests kvstow_rejected_connections
-        kvstow_node_keeper_restarts kvstow_node_handed_back_extents
+        kvstow_node_keeper_restarts
     """,
     "gauge": """
         kvstow_transfers_inflight kvstow_transfer_inflight_bytes kvstow_transfers_stuck kvstow_transfer_oldest_seconds
@@ -368,7 +367,7 @@ def test_nothing_leaks_into_the_multiprocess_directory_of_a_host(tmp_path: Path)
 # -- the fleet tier ----------------------------------------------------------------------------------------------------
 
 TIER_GAUGES = """
-    up bypassed breaker_open waiting_blocks putting_blocks fetching_blocks fetch_bytes_per_second lookup_seconds
+    up breaker_open waiting_blocks putting_blocks fetching_blocks fetch_bytes_per_second lookup_seconds
     prefill_tokens_per_second
 """
 TIER_COUNTERS = """
@@ -378,10 +377,10 @@ TIER_COUNTERS = """
 TIER_LABELS = {"tier": "memory", "pool": "host", "model": "org/model"}
 
 
-async def test_a_tier_has_families_while_a_store_is_attached(
+async def test_a_tier_has_families_while_engines_use_it(
     launch: Any, engine: OffloadEngine, tiered_host: TieredHost
 ) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    client = await launch(directory=tiered_host.directory(2 * CAPACITY))
     assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
     tier = tiered_host.begin()
     families = {name: one for name, one in (await scrape(client)).items() if name.startswith("kvstow_tier")}
@@ -403,12 +402,12 @@ async def test_a_tier_has_families_while_a_store_is_attached(
     assert value(measured, "kvstow_tier_lookup_seconds", **TIER_LABELS) == 0.002
     assert value(measured, "kvstow_tier_fetch_bytes_per_second", **TIER_LABELS) == pytest.approx(4096 / 0.001)
     assert value(measured, "kvstow_tier_prefill_tokens_per_second", **TIER_LABELS) == pytest.approx(10_000)
-    tiered_host.control.detach()
+    tiered_host.close()
     assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
 
 
 async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered_host: TieredHost) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    client = await launch(directory=tiered_host.directory(2 * CAPACITY))
     tier = tiered_host.begin()
     tier.counters.wait_seconds, tier.counters.saved_seconds = 1.5, 2.5
     tier.counters.failed_put_blocks, tier.counters.failed_fetch_blocks = 3, 4
@@ -420,48 +419,41 @@ async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered_
             assert value(families, f"kvstow_tier_{name}", **TIER_LABELS) == figure, name
 
     await expect(
-        up=1, bypassed=0, breaker_open=0, wait_seconds_total=1.5, saved_seconds_total=2.5, corrupt_objects_total=5,
+        up=1, breaker_open=0, wait_seconds_total=1.5, saved_seconds_total=2.5, corrupt_objects_total=5,
         client_restarts_total=6,
     )  # fmt: skip
     families = await scrape(client)
     assert value(families, "kvstow_tier_failed_blocks_total", direction="put", **TIER_LABELS) == 3
     assert value(families, "kvstow_tier_failed_blocks_total", direction="fetch", **TIER_LABELS) == 4
-    tiered_host.control.set_bypass(bypassed=True, ttl_seconds=None, pool=None)
-    await expect(up=0, bypassed=1, breaker_open=0)
-    tiered_host.control.set_bypass(bypassed=False, ttl_seconds=None, pool=None)
     tier._note_outage("no answer")
-    await expect(up=0, bypassed=0, breaker_open=1, breaker_opened_total=1)
-    tier.reset()
+    await expect(up=0, breaker_open=1, breaker_opened_total=1)
+    tier.turn_off("a defect")
     await expect(up=0)
 
 
 async def test_the_namespaces_of_a_pool_are_one_tier(
     launch: Any, engine: OffloadEngine, tiered_host: TieredHost
 ) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    client = await launch(directory=tiered_host.directory(2 * CAPACITY))
     first = tiered_host.begin()
-    tiered_host.open(TierChoice("memory:", tiered_host.store, "through"))
-    assert tiered_host.tier is not None
-    first.counters.put_blocks, tiered_host.tier.counters.put_blocks = 3, 4
+    second = tiered_host.begin()
+    first.counters.put_blocks, second.counters.put_blocks = 3, 4
     families = await scrape(client)
     assert value(families, "kvstow_tier_put_blocks_total", **TIER_LABELS) == 7
     assert value(families, "kvstow_tier_up", **TIER_LABELS) == 1
-    first.reset()
+    first.turn_off("a defect")
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 1, "the other one is in use"
-    tiered_host.tier.reset()
+    second.turn_off("a defect")
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 0
-    first.close()
 
 
 async def test_counters_of_a_tier_do_not_fall_when_a_namespace_ends(
     launch: Any, engine: OffloadEngine, tiered_host: TieredHost
 ) -> None:
     """Prometheus would take it for a restart, and count again what the others have counted."""
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    client = await launch(directory=tiered_host.directory(2 * CAPACITY))
     first = tiered_host.begin()
-    tiered_host.open(TierChoice("memory:", tiered_host.store, "through"))
-    assert tiered_host.tier is not None
-    for tier, figure in ((first, 3), (tiered_host.tier, 4)):
+    for tier, figure in ((first, 3), (tiered_host.begin(), 4)):
         tier.counters.put_blocks = tier.counters.failed_put_blocks = figure
         tier.counters.saved_seconds = figure + 0.5
         tier._note_outage("no answer")
@@ -476,6 +468,5 @@ async def test_counters_of_a_tier_do_not_fall_when_a_namespace_ends(
 
     before = counters(await scrape(client))
     assert {3 + 4, 3.5 + 4.5, 2} <= set(before.values())
-    tiered_host.control.remove(first)
+    tiered_host.tiers.remove(first)
     assert counters(await scrape(client)) == before
-    first.close()

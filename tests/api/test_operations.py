@@ -9,6 +9,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
@@ -21,13 +22,12 @@ pytestmark = pytest.mark.anyio
 DEADLINE = 60.0
 
 
-class FakeSweep:
+class FakeSweep(Sweep):
     """A sweep whose next step comes when the test allows it; `allow` may be set for all steps."""
 
     def __init__(self, steps: int = 3, error: BaseException | None = None, waiting: bool = False) -> None:
-        self.total, self.done, self.waiting = steps, 0, waiting
-        self.evicted_slots = self.evicted_bytes = 0
-        self.cancelled = False
+        super().__init__("purge", steps, 64, lambda sweep: iter(()))
+        self.waiting = waiting
         self.asked = 0
         self.allow = threading.Event()
         self._error = error
@@ -40,7 +40,6 @@ class FakeSweep:
         if not self.waiting:
             self.done += 1
             self.evicted_slots += 1
-            self.evicted_bytes += 64
         return self.done < self.total
 
     def cancel(self) -> None:

@@ -18,7 +18,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
 from kvstow.status import BypassStatus, MemoryStatus
 from kvstow_api.client.decoding import decode
-from kvstow_api.history import HistoryView
+from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.overview import Readings, overview, pool_to_show, select_rows
 from kvstow_api.pooloverview import NOT_PINNED, PoolReadings
@@ -27,7 +27,16 @@ from kvstow_api.views.pools import PoolView
 from kvstow_api.views.server import ReadinessView
 from kvstow_api.views.transfers import TransfersView, TransferView
 
-HISTORY = HistoryView(pool="host", interval_seconds=5.0, now=NOW, items=[])
+CURVES = CurvesView(
+    pool="host",
+    interval_seconds=5.0,
+    now=NOW,
+    items=[
+        CurveView(figure="hit_ratio", label="hit ratio", unit="ratio", points=[0.5, None]),
+        CurveView(figure="load_bytes_per_second", label="loads", unit="bytes_per_second", points=[1024.0, 2048.0]),
+        CurveView(figure="store_bytes_per_second", label="stores", unit="bytes_per_second", points=[None, 4096.0]),
+    ],
+)
 READINESS = ReadinessView(
     state="ready",
     reason="1 pool, 1 session",
@@ -44,7 +53,7 @@ TRANSFERS = TransfersView(pending=decode(PendingTransfers, EXAMPLES["PendingTran
 def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
     """Of a node with these pools, and of the only one of them."""
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
-    shown = PoolReadings(engine.stats(), (), HISTORY)
+    shown = PoolReadings(engine.stats(), (), CURVES)
     given: dict[str, Any] = {
         "model": "some/model",
         "mode": "test",
@@ -62,12 +71,15 @@ def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
     return Readings(**{**given, **changes})
 
 
-def test_present_values_are_those_of_the_history() -> None:
+def test_a_pool_has_the_curves_and_their_present_values() -> None:
     shown = overview(readings([POOL]))
     assert shown.about == "some/model, test, version 1.2.3"
     pool = shown.pool
     assert pool is not None
     assert [curve.now for curve in (*pool.hits.curves, *pool.bandwidth.curves)] == ["25.0 %", "3 MiB/s", "1 MiB/s"]
+    assert (pool.hits.top, pool.hits.curves[0].points) == (1.0, [0.5, None])
+    assert (pool.bandwidth.top, pool.bandwidth.scale) == (4096.0, "0 to 4 KiB/s")
+    assert [curve.name for curve in pool.bandwidth.curves] == ["loads", "stores"]
     assert pool.block_rates == "evicted for capacity: 12.0 blocks/s, dropped: 0.5 blocks/s"
     assert pool.slots == dict.fromkeys(SLOT_STATES, 0) | {NOT_PINNED: 16}
 
@@ -122,7 +134,7 @@ def test_a_selected_pool_narrows_sessions_and_ranks() -> None:
     assert "pool" in everything.session_columns
     assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks in trouble"
     assert (everything.selected, everything.pool) == (None, None)
-    chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), HISTORY)
+    chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), CURVES)
     one = overview(given._replace(asked="b", pool=chosen))
     assert [row.name for row in one.sessions] == ["in-b"]
     assert "pool" not in one.session_columns

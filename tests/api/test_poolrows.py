@@ -10,7 +10,7 @@ from tests.api.test_doctor import GIB
 
 from kvstow.stats import SlotCounts
 from kvstow_api.client.decoding import decode
-from kvstow_api.history import NowView
+from kvstow_api.figures import NowView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.poolrows import pool_row
 from kvstow_api.views.pools import PoolView
@@ -21,11 +21,8 @@ NOW = NowView(
     hit_ratio=0.25,
     load_bytes_per_second=3 << 20,
     store_bytes_per_second=1 << 20,
-    stored_blocks_per_second=2.0,
     evicted_blocks_per_second=12.0,
     dropped_blocks_per_second=0.5,
-    used_ratio=0.5,
-    pinned_bytes=65536.0,
 )
 
 

@@ -15,9 +15,8 @@ from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.doctor import TIER_CHECKS
 from kvstow_api.doctor.evidence import TierEvidence
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.tiercontrol import TierMeasurements
-from kvstow_api.views.tier import TierBypassView, TierClientView, TierPoolView, TierView
+from kvstow_api.hostedtier import TierMeasurements
+from kvstow_api.views.tier import TierClientView, TierPoolView, TierView
 
 pytestmark = pytest.mark.anyio
 
@@ -34,9 +33,6 @@ POOL = TierPoolView(
     state="on",
     reason="",
     breaker="closed",
-    bypass=TierBypassView(bypassed=False, ttl_seconds_left=None),
-    write="through",
-    write_decision="",
     fetch_bytes_per_second=1e9,
     lookup_seconds=0.001,
     prefill_tokens_per_second=10_000.0,
@@ -54,11 +50,8 @@ OPEN = TierMeasurements(("8.8.8.8",), has_access_control=False)
 
 def tier(measured: TierMeasurements = TierMeasurements(), **changes: Any) -> TierEvidence:  # noqa: B008 - frozen
     view = TierView(
-        attachable=True,
         store="mooncake",
         url="mooncake://m:1",
-        write="through",
-        bypass=TierBypassView(bypassed=False, ttl_seconds_left=None),
         items=[POOL, replace(POOL, namespace="a2", **changes)],
     )
     return TierEvidence(view, measured, 100 * MIB)
@@ -71,14 +64,6 @@ def client(**changes: Any) -> dict[str, Any]:
 FIRING = [
     ("tier", "warning", "no answer in 0.5 s", tier(state="down", breaker="open", reason="no answer in 0.5 s")),
     ("tier", "warning", "a2 of pool a does not use", tier(state="off", reason="the weights were changed")),
-    ("tier", "info", "no request yet", tier(state="off", reason="not_identified: the engine has had no request yet")),
-    ("tier", "warning", "bypasses the store", tier(state="bypassed")),
-    (
-        "tier",
-        "info",
-        "for another 1m 0s",
-        tier(state="bypassed", bypass=TierBypassView(bypassed=True, ttl_seconds_left=60.0)),
-    ),
     ("tier", "error", "cannot be registered", tier(**client(state="failed", reason="cannot be registered"))),
     (
         "tier_time",
@@ -137,7 +122,7 @@ def test_without_a_store_nothing_is_said_of_it() -> None:
 async def test_the_route_gathers_the_evidence(
     launch: Launch, engine: OffloadEngine, tiered_host: TieredHost, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await launch(directory=EmbeddedDirectory(engine, 2 * CAPACITY, tier=tiered_host.control))
+    client = await launch(directory=tiered_host.directory(2 * CAPACITY))
 
     async def found() -> list[tuple[str, str]]:
         answer = (await client.get("/v1/doctor")).json()

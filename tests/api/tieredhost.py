@@ -1,63 +1,56 @@
-"""The tier of an engine in this process, whose store is a `ControlledStore`."""
+"""A host with a fleet tier, whose store is a `ControlledStore`."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier
 from kvstow.control.tiersettings import TierSettings
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow_api.tiercontrol import TierClient, TierMeasurements
-from kvstow_service.tiers.tierhost import TierChoice, TierHost
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.hostedtier import TierClient, TierMeasurements
+from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
+
+URL = "redis://10.0.0.1:6379"
 
 
 class TieredHost:
-    """A `TierClients` with one `FleetTier`, on a fake clock. The test says what its clients count."""
+    """A host that has a store, and tiers on a fake clock. The test says what its clients count."""
 
     def __init__(self, engine: OffloadEngine, clock: FakeClock, *, pool: str = "host") -> None:
         self.engine, self.clock, self.pool = engine, clock, pool
-        self.control = TierHost(self, clock=clock, allows_memory=True)
-        self.measurements = TierMeasurements()
-        self.control.measure = lambda: self.measurements  # type: ignore[method-assign]
         self.store = ControlledStore()
+        self.tiers = HostedTiers(TierChoice(URL, self.store))
+        self.measurements = TierMeasurements()
+        self.tiers.measure = lambda: self.measurements  # type: ignore[method-assign]
         self.stats = ClientStats(put_objects=4, put_bytes=4096)
         self.health = ClientHealth("connected")
-        self.tier: FleetTier | None = None
-        self.on_close: Callable[[], None] = lambda: None
+        self._open: list[FleetTier] = []
 
-    def begin(self, url: str = "memory:") -> FleetTier:
-        """The store is there from the start on. `url`: what the API shows."""
-        choice = TierChoice(url, self.store, "through")
-        self.open(choice)
-        self.control.begin(choice)
-        assert self.tier is not None
-        return self.tier
+    def directory(self, max_capacity_slots: int) -> EmbeddedDirectory:
+        directory = EmbeddedDirectory(self.engine, max_capacity_slots)
+        directory.tier = self.tiers
+        return directory
 
-    def open(self, choice: TierChoice) -> None:
-        settings = TierSettings(write=choice.write)
-        lookups = self.store.open_lookups()
-        self.tier = FleetTier(self.engine, lookups, settings, "f", name=choice.store.name, clock=self.clock)
-        self.control.add(
-            self.tier,
+    def begin(self) -> FleetTier:
+        """A namespace uses the store."""
+        tier = FleetTier(
+            self.engine, self.store.open_lookups(), TierSettings(), "f", name=self.store.name, clock=self.clock
+        )
+        self._open.append(tier)
+        self.tiers.add(
+            tier,
             pool=self.pool,
             namespace="a1",
             model="org/model",
             clients=lambda: [TierClient("transfers of rank 0", self.health, self.stats)],
-            fingerprint_of=lambda weights: f"print-of-{weights}",
         )
+        return tier
 
     def close(self) -> None:
-        self.on_close()
-        if self.tier is not None:
-            self.control.remove(self.tier)
-            self.tier.close()
-            self.tier = None
-
-    def fill(self, fingerprint: str, count: int) -> None:
-        """Put so many objects into the store."""
-        for number in range(count):
-            self.store.put(str(ObjectName(fingerprint, number.to_bytes(4, "big"), 0, 1)), b"x")
+        """No namespace uses the store any more."""
+        while self._open:
+            tier = self._open.pop()
+            self.tiers.remove(tier)
+            tier.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from tests.helm.conftest import CHART, containers_of, must_run, run
 
 pytestmark = pytest.mark.deploy
 
-CASES = ["addon", "addon-existing-pods", "addon-node", "addon-sidecar", "addon-tier"]
+CASES = ["addon", "addon-existing-pods", "addon-node", "addon-sidecar"]
 DEPLOYMENT = {
     "apiVersion": "apps/v1",
     "kind": "Deployment",
@@ -99,7 +98,6 @@ def test_it_connects_a_pod_and_leaves_the_rest(find: Find, connected: Connected,
     else:
         assert variables.keys() - {"HF_HOME"} <= {"KVSTOW_SERVER", "KVSTOW_TOKEN_FILE", "KVSTOW_CA_FILE"}
         files = [str(value) for value in extra.values() if str(value).startswith("/")]
-        files += re.findall(r"_file=([^&]+)", extra.get("tier", ""))
         wanted = {str(Path(file).parent) for file in files}
         assert {path for path, volume in mounts.items() if "secret" in volume} == wanted
     if case != "addon-node":

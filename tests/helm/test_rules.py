@@ -335,16 +335,15 @@ TIER = {**POOL, "tier": "mooncake"}
 
 
 def tier_down() -> Iterator[Case]:
-    name, opened, bypassed = "KvstowTierDown", "kvstow_tier_breaker_open", "kvstow_tier_bypassed"
-    used, well = (bypassed, TIER, "0x60"), (opened, {**TIER, **SECOND}, "0x60")
+    name, opened = "KvstowTierDown", "kvstow_tier_breaker_open"
+    well = (opened, {**TIER, **SECOND}, "0x60")
     fires = (TIER, f"The fleet tier (mooncake) of {OF_POOL} gives no answers.")
-    yield Case(name, 10, (well, used, (opened, TIER, "1x60")), fires)
-    yield Case(name, 10, (well, used, (opened, TIER, "1x12 0x40")), fires, resolves=20)
-    yield Case(name, 4, (well, used, (opened, TIER, "1x60")))
-    yield Case(name, 10, (well, used, (opened, TIER, "1x3 0 1x20")), fires)
-    yield Case(name, 10, (well, used, (opened, TIER, "1x6 0x20")))  # the store is back
-    yield Case(name, 10, (well, (bypassed, TIER, "1x60"), (opened, TIER, "1x60")))
-    yield Case(name, 10, (well, used, (opened, TIER, "1x4 stale")))  # it was detached
+    yield Case(name, 10, (well, (opened, TIER, "1x60")), fires)
+    yield Case(name, 10, (well, (opened, TIER, "1x12 0x40")), fires, resolves=20)
+    yield Case(name, 4, (well, (opened, TIER, "1x60")))
+    yield Case(name, 10, (well, (opened, TIER, "1x3 0 1x20")), fires)
+    yield Case(name, 10, (well, (opened, TIER, "1x6 0x20")))  # the store is back
+    yield Case(name, 10, (well, (opened, TIER, "1x4 stale")))  # it is gone
 
 
 def tier_loses_time() -> Iterator[Case]:

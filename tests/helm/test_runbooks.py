@@ -103,7 +103,7 @@ def tier_metrics() -> Iterator[str]:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = TieredHost(engine, FakeClock())
     host.begin()
-    for family in tier_families(EmbeddedDirectory(engine, 4, tier=host.control)):
+    for family in tier_families(host.directory(4)):
         yield f"{family.name}_total" if family.type == "counter" else family.name
     host.close()
     engine.close()

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ PROMETHEUS_OWN = {"up", "ALERTS"}
 
 
 def filled_in(expression: str) -> str:
-    values = {**VALUES, "pod": TIERED["pod"]} if "kvstow_tier_" in expression else VALUES
+    values = {**VALUES, "pod": TIERED["pod"], "pool": ".*"} if "kvstow_tier_" in expression else VALUES
     return re.sub(r"\$\{?(\w+)\}?", lambda name: values[name[1]], expression)
 
 
@@ -108,19 +109,22 @@ def service(trace: Path, folder: Path, multiprocess_folder: Path) -> Iterator[st
 
 @pytest.fixture(scope="module")
 def tiered(trace: Path, folder: Path) -> Iterator[str]:
-    """URL of a replay with a fleet tier, from which fetches pay."""
-    flags = ("--tier=memory:", "--pool-slots=200", "--slot-size=4KiB", "--rate=25", "--prefill-rate=2000")
-    port, log = free_port(), folder / "replay.log"
-    with running(*KVSTOW, "replay", trace, *flags, f"--port={port}", log=log, env=environ()) as process:
+    """URL of a service with a fleet tier, from which fetches pay, and a pool that is too small for its engine."""
+    port, attach, log = free_port(), folder / "node" / "attach.sock", folder / "service.log"
+    serve = (sys.executable, "-m", "tests.helm.tieredservice", "serve", "--tier=redis://store:1", "--memory=4MiB")
+    options = ("--extent-size=2MiB", f"--port={port}", f"--attach-socket={attach}")
+    engine = (*KVSTOW, "replay", trace, f"--attach=unix:{attach}", "--slot-size=16KiB", "--prefill-rate=50000")
+    with running(*serve, *options, log=log, env=environ()) as process:
         url = f"http://127.0.0.1:{port}"
-        until(lambda: process.poll() is not None or tried(lambda: httpx.get(f"{url}/livez").is_success), "the replay")
+        until(lambda: process.poll() is not None or tried(lambda: httpx.get(f"{url}/livez").is_success), "the service")
         assert process.poll() is None, log.read_text()
-        yield url
+        with running(*engine, "--rate=25", log=folder / "replay.log", env=environ()):
+            yield url
 
 
 @pytest.fixture(scope="module")
 def scraped_tier(tiered: str) -> str:
-    """The text of one scrape of the replay, after a fetch."""
+    """The text of one scrape of that service, after a fetch."""
     return scrape_once_positive(tiered, r"kvstow_tier_fetched_blocks_total\{.*\}", "a fetch")
 
 

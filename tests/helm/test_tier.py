@@ -11,10 +11,8 @@ import pytest
 from tests.helm.conftest import CHART, containers_of
 from tests.helm.test_connection import connection, files_of, notes_of, settings_of
 
-from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.tiers import redisstore
 from kvstow_service.tiers.mooncake import mooncakestore
-from kvstow_service.tiers.mooncake.location import MooncakeLocation
 from kvstow_service.tiers.redislocation import RedisLocation
 
 pytestmark = pytest.mark.deploy
@@ -42,22 +40,8 @@ def test_the_service_takes_the_tier(find: Find) -> None:
     assert settings.tier is not None
     location = RedisLocation.parse(settings.tier)
     assert (location.host, location.port, location.user, location.is_tls) == ("redis.cache.svc", 6380, "kvstow", True)
-    assert location.capacity == (2 << 40) // 16
-    assert settings.tier_write == "selective"
     sidecar = settings_of(containers_of(find("Deployment", values=values_of("engine-sidecar-tier")))["kvstow"])
     assert sidecar.tier == "mooncake://mooncake-master.mooncake.svc:50051?replicas=2"
-    assert sidecar.tier_write == "through"
-
-
-def test_the_connector_takes_the_tier(find: Find) -> None:
-    extra = connection(find, values=values_of("engine-tier"))["kv_connector_extra_config"]
-    options = ConnectorOptions.parse(extra)
-    assert options.tier is not None
-    location = MooncakeLocation.parse(options.tier)
-    assert (len(location.endpoints), location.is_ha, location.protocol) == (2, True, "rdma")
-    assert options.tier_write == "auto"
-    named = ConnectorOptions.parse(connection(find, values=values_of("addon-tier"))["kv_connector_extra_config"])
-    assert named.weights_id == "qwen3-8b-2026-11"
 
 
 def test_an_engine_with_a_service_has_no_tier_of_its_own(find: Find) -> None:
@@ -88,13 +72,9 @@ def test_no_tier_leaves_nothing_behind(template: Template) -> None:
         assert "tier" not in json.dumps(manifests)
 
 
-@pytest.mark.parametrize(
-    ("sets", "kind", "name"),
-    [(("mode=node", REGISTRY), "DaemonSet", "kvstow"), (ENGINE, "Deployment", "vllm")],
-)
-def test_the_process_with_the_cache_gets_the_devices(find: Find, sets: tuple[str, ...], kind: str, name: str) -> None:
-    given = (*sets, f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=2")
-    resources = containers_of(find(kind, *given))[name]["resources"]
+def test_the_service_gets_the_devices(find: Find) -> None:
+    given = ("mode=node", REGISTRY, f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=2")
+    resources = containers_of(find("DaemonSet", *given))["kvstow"]["resources"]
     assert resources["requests"]["rdma/hca"] == resources["limits"]["rdma/hca"] == 2
 
 
@@ -127,9 +107,7 @@ def test_a_policy_for_mooncake_names_no_port(find: Find) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("engine-tier", ("Mooncake has no authentication", "LimitMEMLOCK=infinity", "TIERS=", "xxhash")),
         ("engine-sidecar-tier", ("Mooncake has no authentication", 'TIERS="redis mooncake"')),
-        ("addon-tier", ("pip install redis xxhash",)),
         ("node-tier", ("The fleet tier is rediss://kvstow@redis.cache.svc:6380.",)),
         ("node", ()),
     ],
@@ -137,6 +115,6 @@ def test_a_policy_for_mooncake_names_no_port(find: Find) -> None:
 def test_the_notes_say_what_the_store_needs(helm: Path, case: str, words: tuple[str, ...]) -> None:
     notes = notes_of(helm, values_of(case))
     assert [word for word in words if word not in notes] == []
-    everything = ("fleet tier", "Mooncake has no authentication", "LimitMEMLOCK=infinity", "pip install redis xxhash")
+    everything = ("fleet tier", "Mooncake has no authentication", "LimitMEMLOCK=infinity")
     expected = {"fleet tier"} if words else set()
     assert {word for word in everything if word in notes} == expected | ({*words} & {*everything})

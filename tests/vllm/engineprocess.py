@@ -11,15 +11,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, eventually, running
 from tests.vllm.nodeservice import NodeService, is_attached
 
-from kvstow.control.tiersettings import TierSettings
-from kvstow.tier import rate
 from kvstow.tier.fingerprint import fingerprint
 from kvstow_service.connectors.vllm import attachedcontrol, attachedhits
 
@@ -92,14 +89,9 @@ class EngineProcess:
         self._write("fingerprint")
         return cast(str | None, self._read())
 
-    def tier(self) -> dict[str, Any]:
-        """The state of its fleet tier, with `is_busy`: whether anything is under way, or waits to be put."""
-        self._write("tier")
-        return dict(self._read())
-
     def be_patient(self, seconds: float) -> None:
-        """Have requests wait so long for the tier, and calls to its store, whatever computing would take: on a busy
-        machine a call that takes a second is no fault. 0: as users have it."""
+        """Have requests wait so long for the service, which has a tier: on a busy machine a second is no fault. 0: as
+        users have it."""
         self._write("be_patient", seconds)
         self._read()
 
@@ -185,34 +177,15 @@ def _ask(
 def fingerprint_of(engine: Engine) -> str | None:
     """Its scheduler is in this process."""
     host = engine.connector._host
-    if not engine.setup.is_attached:
-        return cast(str | None, host.tier.tier.fleet.fingerprint)
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
     return fingerprint(host._pool_identity(hellos), host._namespace_identity(), host._fleet_weights).value
 
 
-def _tier(engine: Engine) -> Any:
-    tier = engine.connector._host.tier.tier
-    clients = [tier.fleet._lookups._client, engine.rank_connector._rank._tier._transfers._client]
-    states = [client.health().state for client in clients]
-    return {**asdict(tier.fleet.status()), "is_busy": tier.wants_steps, "clients": states}
-
-
 def _be_patient(engine: Engine, seconds: float) -> None:
-    if engine.setup.is_attached:  # its service has the tier
-        attachedhits.PATIENCE_SECONDS = seconds or 0.25
-        attachedhits.LONGEST_PATIENCE_SECONDS = seconds or 5.0
-        attachedcontrol.SLOW_SECONDS = seconds or 0.25
-        attachedcontrol.SILENT_SECONDS = seconds or 5.0
-        return
-    fleet, settings = engine.connector._host.tier.tier.fleet, TierSettings()
-    fleet._settings = replace(
-        fleet._settings, lookup_wait=seconds or settings.lookup_wait, deadline=seconds or settings.deadline
-    )
-    fleet._lookups._timeout = seconds or 1.0
-    rate._BASE_TIMEOUT = seconds or 0.5
-    fleet.break_even._prefill_is_known = bool(seconds)  # and stays unknown, so every fetch pays
-    fleet.break_even.prefill_rate = None
+    attachedhits.PATIENCE_SECONDS = seconds or 0.25
+    attachedhits.LONGEST_PATIENCE_SECONDS = seconds or 5.0
+    attachedcontrol.SLOW_SECONDS = seconds or 0.25
+    attachedcontrol.SILENT_SECONDS = seconds or 5.0
 
 
 _COMMANDS: dict[str, Any] = {
@@ -222,7 +195,6 @@ _COMMANDS: dict[str, Any] = {
     "forget_gpu": lambda engine: engine.forget_gpu(),
     "metric": lambda engine, name: engine.counter(name),
     "ready": lambda engine: engine.admin.get("/readyz").status_code == 200,
-    "tier": _tier,
 }
 
 

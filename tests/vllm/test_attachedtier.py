@@ -24,7 +24,7 @@ class TieredNode:
 
     def __init__(self, model: Path, folder: Path, cluster: Cluster, stack: ExitStack) -> None:
         folder.mkdir()
-        options = ("--tier", cluster.url, "--tier-write", "through")
+        options = ("--tier", cluster.url)
         self.service = NodeService(folder, "64MiB", *options, module="tests.vllm.patientservice")
         stack.callback(self.service.stop)
         self.service.start()

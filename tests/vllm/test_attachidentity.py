@@ -174,15 +174,6 @@ def test_a_drafter_is_named_as_well(config: Any, tmp_path: Path) -> None:
         assert reason.startswith("weights_unknown: nothing identifies the weights of s3://bucket/drafter; take")
 
 
-def test_files_that_changed_after_they_were_loaded_name_nothing(config: Any, tmp_path: Path) -> None:
-    config.model_config.model = write_weights(tmp_path / "model", "weights")
-    loaded_by = (tmp_path / "model" / "model.safetensors").stat().st_ctime
-    named = attachidentity.read_fleet_weights(config, None, loaded_by=loaded_by)
-    assert named == attachidentity.fleet_weights(config, None)
-    late = attachidentity.read_fleet_weights(config, None, loaded_by=loaded_by - 1)
-    assert late.reason == "weights_unknown: their files have changed since vLLM started; set weights_id"
-
-
 def test_weights_without_a_name_in_the_fleet_have_a_reason(config: Any, tmp_path: Path) -> None:
     config.model_config.model = "s3://bucket/model"
     assert attachidentity.fleet_weights(config, None).reason.startswith("weights_unknown: ")

@@ -263,7 +263,7 @@ def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
         address_for_remote_ranks=address,
         take_desired=lambda: next(answers),
         ticket=None,
-        plan_tier=lambda step: None,
+        time_step=lambda step: 0,
     )
     worker._rank = SimpleNamespace(follow=followed.append)
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):

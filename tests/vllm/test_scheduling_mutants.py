@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from tests.engine.control.mutants import (
     first_rank_decides,
-    rank_0_puts_first,
-    short_ranks_do_not_count,
     visible_at_submission,
 )
 from tests.vllm.harness.device import SimulatedDevice, SimulatedTicket
@@ -23,10 +21,8 @@ from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.worker import SteppedWorker
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier
 from kvstow.control.pool import Pool
-from kvstow.control.tiertraffic import TierTraffic
-from kvstow.messages import Completion, Mark, Op, StepPlan, TierOp
+from kvstow.messages import Completion, Mark, Op, StepPlan
 
 pytestmark = pytest.mark.vllm
 
@@ -158,20 +154,6 @@ def unwanted_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{CONNECTOR}.attachedcontrol.AttachedControl.discard", lambda self, answer: None)
 
 
-def former_weights_are_fetched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FleetTier, "reset", lambda self, reason="": None)
-
-
-def every_rank_puts_replicated_blocks(patch: pytest.MonkeyPatch) -> None:
-    started = TierTraffic._start
-
-    def start(self: TierTraffic, *args: Any) -> list[TierOp]:
-        self._replicated = False
-        return started(self, *args)
-
-    patch.setattr(TierTraffic, "_start", start)
-
-
 class Mutant(NamedTuple):
     """`symptom`: how one of the problems that the run reports begins."""
 
@@ -198,10 +180,6 @@ LOST = Setup(
     operator_rate=0.05,
     operations=("lose_session",),
 )
-TIER = Setup("mutant of a tier", tier=True, ranks=2, slots=48, forget_rate=0.03)
-STAGES = Setup("mutant of stages", tier=True, ranks=2, stages=True, slots=48, forget_rate=0.03)
-REPLICATED = Setup("replicated mutant", tier=True, ranks=2, replicated=True, slots=48)
-EPOCHS = Setup("mutant of epochs", tier=True, slots=48, operator_rate=0.02, operations=("change_weights",))
 WEIGHTS = Setup("mutant of weights", operator_rate=0.02, operations=("change_weights",))
 
 MUTANTS = [
@@ -225,12 +203,6 @@ MUTANTS = [
     Mutant(blocks_that_wait_for_slots_are_not_held, "wrong read", ATTACHED),
     Mutant(ranks_leave_sessions_under_way, "wrong read", LOST),
     Mutant(unwanted_answers_are_kept, "leases leaked", ATTACHED),
-    Mutant(short_ranks_do_not_count, "wrong read", TIER),
-    Mutant(short_ranks_do_not_count, "wrong read", STAGES),
-    Mutant(first_rank_decides, "wrong read", TIER),
-    Mutant(rank_0_puts_first, "rank 0 was first", STAGES),
-    Mutant(every_rank_puts_replicated_blocks, "put by several ranks", REPLICATED),
-    Mutant(former_weights_are_fetched, "wrong read", EPOCHS),
 ]
 
 

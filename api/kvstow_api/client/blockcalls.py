@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from kvstow.status import BlockStatus, LookupResult, ProtectionResult
-from kvstow_api.client.call import Call, decoded, get, idempotent, nothing, params
+from kvstow_api.client.call import Call, decoded, get, nothing, params
 from kvstow_api.client.poolcalls import pool_path
 from kvstow_api.views.pools import POOL_NAME, BlockState, BlocksView
 
@@ -38,14 +38,12 @@ def lookup(keys: Sequence[str], *, pool: str | None = None) -> Call[LookupResult
     return Call("POST", "/v1/lookup", decoded(LookupResult), params(pool=pool), body={"keys": list(keys)})
 
 
-def protect(
-    keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None, pool: str = POOL_NAME
-) -> Call[ProtectionResult]:
+def protect(keys: Sequence[str], *, ttl_seconds: float | None = None, pool: str = POOL_NAME) -> Call[ProtectionResult]:
     body = {"keys": list(keys), "ttl_seconds": ttl_seconds}
-    return Call("POST", f"{pool_path(pool)}/protect", decoded(ProtectionResult), body=body, headers=idempotent(key))
+    return Call("POST", f"{pool_path(pool)}/protect", decoded(ProtectionResult), body=body)
 
 
-def unprotect(keys: Sequence[str] | None, *, key: str | None = None, pool: str = POOL_NAME) -> Call[ProtectionResult]:
+def unprotect(keys: Sequence[str] | None, *, pool: str = POOL_NAME) -> Call[ProtectionResult]:
     """None: all blocks."""
     body = {"all": True} if keys is None else {"keys": list(keys)}
-    return Call("POST", f"{pool_path(pool)}/unprotect", decoded(ProtectionResult), body=body, headers=idempotent(key))
+    return Call("POST", f"{pool_path(pool)}/unprotect", decoded(ProtectionResult), body=body)

@@ -59,7 +59,7 @@ def get(path: str, view: type[V], **given: object) -> Call[V]:
 
 
 def work(
-    method: str, path: str, view: type[V], wait: float | None, body: Any, headers: Mapping[str, str]
+    method: str, path: str, view: type[V], wait: float | None, body: Any, headers: Mapping[str, str] | None = None
 ) -> Call[V | OperationView]:
     """A request that changes something; the answer is an operation (202) if that takes longer than `wait`."""
 
@@ -67,7 +67,7 @@ def work(
         answer = json.loads(reply.body)
         return decode(OperationView, answer) if reply.status == 202 else decode(view, answer)
 
-    return Call(method, path, read, params(wait=wait), body, headers, patience=wait or 0.0)
+    return Call(method, path, read, params(wait=wait), body, headers or {}, patience=wait or 0.0)
 
 
 def params(**given: object) -> dict[str, str]:
@@ -83,10 +83,6 @@ def fields(**given: object) -> dict[str, object]:
 
 def if_matching(etag: str | None) -> dict[str, str]:
     return {} if etag is None else {"If-Match": etag}
-
-
-def idempotent(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Idempotency-Key": key}
 
 
 def decoded(view: type[V]) -> Callable[[Reply], V]:

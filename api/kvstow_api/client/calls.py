@@ -4,8 +4,6 @@ Keys of blocks are hex text, as in the API's answers. `pool` names a pool; that 
 without one asks for the only pool, or for the whole host.
 
 `wait`: how many seconds (at most 30) the server may wait for the work to be done before it answers with the operation.
-`key` is the Idempotency-Key: a request that is sent again with the same key gets the first answer again and is not
-carried out twice.
 """
 
 from kvstow_api.client.blockcalls import block, blocks, lookup, protect, remove_block, unprotect
@@ -29,8 +27,8 @@ from kvstow_api.client.servercalls import (
     ProbeName,
     ProbeResult,
     config,
+    curves,
     doctor,
-    history,
     info,
     log_levels,
     metrics,
@@ -38,37 +36,33 @@ from kvstow_api.client.servercalls import (
     readiness,
     set_log_level,
     stats,
+    tier,
 )
 from kvstow_api.client.sessioncalls import detach, namespaces, rank, ranks, report, sessions, transfers
 from kvstow_api.client.switchcalls import bypass, bypass_status, drain, drain_status, undrain
-from kvstow_api.client.tiercalls import attach_tier, bypass_tier, detach_tier, name_tier_weights, purge_tier, tier
 
 __all__ = [
     "ProbeName",
     "ProbeResult",
-    "attach_tier",
     "block",
     "blocks",
     "bypass",
     "bypass_status",
-    "bypass_tier",
     "cancel",
     "change_pool",
     "config",
+    "curves",
     "delete_pool",
     "detach",
-    "detach_tier",
     "doctor",
     "drain",
     "drain_status",
     "evict",
     "forget",
-    "history",
     "info",
     "log_levels",
     "lookup",
     "metrics",
-    "name_tier_weights",
     "namespaces",
     "operation",
     "operations",
@@ -80,7 +74,6 @@ __all__ = [
     "probe",
     "protect",
     "purge",
-    "purge_tier",
     "rank",
     "ranks",
     "readiness",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from kvstow_api.client.call import Call, decoded, fields, get, idempotent, if_matching, nothing, work
+from kvstow_api.client.call import Call, decoded, fields, get, if_matching, nothing, work
 from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import POOL_NAME, PinningView, PlanView, PoolsView, PoolView, RemovedView
 
@@ -73,12 +73,11 @@ def evict(
     idle_seconds: float | None = None,
     dry_run: bool = False,
     wait: float | None = None,
-    key: str | None = None,
     pool: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove the coldest blocks. Takes exactly one of the first three arguments."""
     body = fields(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, dry_run=dry_run)
-    return work("POST", f"{pool_path(pool)}/evict", RemovedView, wait, body, idempotent(key))
+    return work("POST", f"{pool_path(pool)}/evict", RemovedView, wait, body)
 
 
 def purge(
@@ -92,7 +91,6 @@ def purge(
     num_bytes: int | None = None,
     dry_run: bool = False,
     wait: float | None = None,
-    key: str | None = None,
     pool: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove blocks by key, age or number. Takes exactly one selector."""
@@ -106,12 +104,12 @@ def purge(
         bytes=num_bytes,
         dry_run=dry_run,
     )
-    return work("POST", f"{pool_path(pool)}/purge", RemovedView, wait, body, idempotent(key))
+    return work("POST", f"{pool_path(pool)}/purge", RemovedView, wait, body)
 
 
-def retry_pinning(*, key: str | None = None, pool: str = POOL_NAME) -> Call[PinningView]:
+def retry_pinning(*, pool: str = POOL_NAME) -> Call[PinningView]:
     """Let ranks whose pinning failed try again."""
-    return Call("POST", f"{pool_path(pool)}/retry", decoded(PinningView), headers=idempotent(key))
+    return Call("POST", f"{pool_path(pool)}/retry", decoded(PinningView))
 
 
 def pause_pinning(*, pool: str = POOL_NAME) -> Call[PoolView]:

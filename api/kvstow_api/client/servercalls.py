@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from kvstow_api.client.call import Call, Reply, decoded, get, params
-from kvstow_api.history import HistoryView
+from kvstow_api.figures import CurvesView
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.server import InfoView, ReadinessView, Section, StatsView
 from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
+from kvstow_api.views.tier import TierView
 
 ProbeName = Literal["livez", "readyz", "startupz"]
 
@@ -30,12 +31,16 @@ def readiness(*, pool: str | None = None) -> Call[ReadinessView]:
     return get("/v1/readiness", ReadinessView, pool=pool)
 
 
+def tier() -> Call[TierView]:
+    return get("/v1/tier", TierView)
+
+
 def stats(*sections: Section, pool: str | None = None) -> Call[StatsView]:
     return get("/v1/stats", StatsView, section=",".join(sections), pool=pool)
 
 
-def history(*, pool: str | None = None) -> Call[HistoryView]:
-    return get("/v1/history", HistoryView, pool=pool)
+def curves(*, pool: str | None = None) -> Call[CurvesView]:
+    return get("/v1/curves", CurvesView, pool=pool)
 
 
 def doctor() -> Call[DoctorView]:
@@ -59,10 +64,9 @@ def log_levels() -> Call[LogLevelsView]:
     return get("/v1/loglevel", LogLevelsView)
 
 
-def set_log_level(level: str, *, logger: str = "kvstow", ttl_seconds: float | None = None) -> Call[LogLevelView]:
-    """For `ttl_seconds`, or until the server stops."""
-    body = {"logger": logger, "level": level, "ttl_seconds": ttl_seconds}
-    return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body=body)
+def set_log_level(level: str, *, logger: str = "kvstow") -> Call[LogLevelView]:
+    """Until it is set again, or the server stops."""
+    return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body={"logger": logger, "level": level})
 
 
 def _probe_result(reply: Reply) -> ProbeResult:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from kvstow.messages import DesiredState
 from kvstow.status import BypassStatus, DrainStatus, HostedNamespace, MemoryStatus, RankStatus, Readiness
-from kvstow_api.history import SampleView
+from kvstow_api.figures import Sample
+from kvstow_api.hostedtier import TierMeasurements
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_api.probe import Verdict
-from kvstow_api.tiercontrol import TierMeasurements
 from kvstow_api.views.doctor import FindingView, Severity
 from kvstow_api.views.ranks import RankView
 from kvstow_api.views.sessions import SessionView
@@ -28,7 +28,7 @@ class Evidence(NamedTuple):
     desired: DesiredState | None
     drain: DrainStatus
     bypass: BypassStatus
-    samples: Sequence[SampleView]
+    samples: Sequence[Sample]
     clock_offsets: Mapping[int, float]
     host: HostMemory | None
     certificate_seconds_left: float | None

@@ -46,7 +46,7 @@ async def gather(app: AppState) -> tuple[Evidence, list[Evidence]]:
         )
         whole = whole._replace(node=node)
     tier = directory.tier
-    if tier is not None and tier.store is not None:
+    if tier is not None:
         pool_bytes = sum(pool.granted_bytes for pool in directory.pools())
         measured = await run_in_threadpool(tier.measure)
         whole = whole._replace(tier=TierEvidence(tier_view(directory), measured, pool_bytes))
@@ -60,7 +60,7 @@ def _of_pool(app: AppState, whole: Evidence, pool: HostedPool) -> Evidence:
         pool=pool.name,
         readiness=host_readiness(app.directory, pool),
         desired=pool.facade.desired(),
-        samples=app.sampler.history_of(pool.name).items,
+        samples=app.sampler.kept(pool.name),
         granted_bytes=pool.granted_bytes,
         due_bytes=pool.due_bytes,
         drain=_NO_DRAIN if whole.drain.active else admin.drain_status,

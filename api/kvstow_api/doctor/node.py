@@ -46,7 +46,7 @@ def check_keeper(evidence: Evidence) -> Iterator[FindingView]:
             "keeper",
             "warning",
             "the keeper is gone, and no other one can be started",
-            "if the service crashes, the cache survives only where engines hand it back",
+            "if the service crashes, the cache is lost",
             "the log (kvstow.keeper) says why; the service tries again every second",
             keeper_restarts=memory.keeper_restarts,
         )

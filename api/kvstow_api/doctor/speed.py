@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
@@ -13,7 +12,6 @@ from kvstow_api.views.doctor import FindingView
 CLOCK_SECONDS = 1.0
 LINK_BYTES = 1 << 30  # below this a rank's rate means little
 LINK_RATIO = 0.5
-THRASHING_WINDOW = timedelta(minutes=10)
 THRASHING_REUSE = 0.1
 
 
@@ -77,19 +75,20 @@ def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
     samples = evidence.samples
     if len(samples) < 2:
         raise NothingToMeasure("the server has not sampled its counters for long enough")
-    last = samples[-1]
-    first = next(sample for sample in samples if last.time - sample.time <= THRASHING_WINDOW)
-    evicted, hits = last.evicted_blocks - first.evicted_blocks, last.hit_blocks - first.hit_blocks
-    if last.usable_slots and evicted >= last.usable_slots and hits < THRASHING_REUSE * evicted:
-        seconds = (last.time - first.time).total_seconds()
+    first, last = samples[0], samples[-1]
+    evicted = last.stats.evicted_for_capacity - first.stats.evicted_for_capacity
+    hits = last.stats.lookups.hit_blocks - first.stats.lookups.hit_blocks
+    slots = last.stats.pool.usable_slots
+    if slots and evicted >= slots and hits < THRASHING_REUSE * evicted:
+        seconds = last.time - first.time
         yield make_finding(
             "thrashing",
             "warning",
-            f"in {seconds:.0f} s {evicted} blocks were evicted from {last.usable_slots} slots, for {hits} hits",
+            f"in {seconds:.0f} s {evicted} blocks were evicted from {slots} slots, for {hits} hits",
             "blocks are evicted before their prefix is requested again, so stores cost bandwidth and save little",
             "enlarge the pool, route requests with a common prefix to the same engine, or bypass stores",
             evicted_blocks=evicted,
             hit_blocks=hits,
-            usable_slots=last.usable_slots,
+            usable_slots=slots,
             window_seconds=seconds,
         )

@@ -1,4 +1,4 @@
-"""Checks of the fleet tier, while a store is attached."""
+"""Checks of the fleet tier, where there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_tier(evidence: Evidence) -> Iterator[FindingView]:
                     "error",
                     f"{client.purpose} ({_name(one)}) have failed: {client.reason}",
                     "they do not try again by themselves, so nothing is put or fetched by them",
-                    "remove the cause, then `kvstow tier detach` and `kvstow tier attach`, or restart the server",
+                    "remove the cause, then restart the service",
                     restarts=client.restarts,
                 )
         if one.state == "down":
@@ -42,26 +42,13 @@ def check_tier(evidence: Evidence) -> Iterator[FindingView]:
                 restarts=sum(client.restarts for client in one.clients),
             )
         if one.state == "off":
-            is_new = one.reason.startswith("not_identified")
             yield _of(
                 one,
                 "tier",
-                "info" if is_new else "warning",
+                "warning",
                 f"{_name(one)} does not use the store: {one.reason}",
                 "its requests compute what other nodes have, and other nodes what it has",
-                "send it a request"
-                if is_new
-                else "remove the cause; after a reset of the prefix cache name the weights: `kvstow tier weights NAME`",
-            )
-        if one.state == "bypassed":
-            left = one.bypass.ttl_seconds_left
-            yield _of(
-                one,
-                "tier",
-                "warning" if left is None else "info",
-                f"{_name(one)} bypasses the store" + ("" if left is None else f" for another {duration(left)}"),
-                "an operator has asked for this: nothing is put and nothing fetched",
-                "`kvstow tier bypass --off`",
+                "remove the cause; an engine that has reset its prefix cache uses the store again when it restarts",
             )
 
 
@@ -77,7 +64,7 @@ def check_tier_time(evidence: Evidence) -> Iterator[FindingView]:
                 f"requests of {_name(one)} have waited {duration(waited)} for the store, and saved {duration(saved)}",
                 "without the store they would have been served sooner",
                 "compare the rate of fetches with what the network should give (`kvstow get tier`); until it is "
-                "fixed, `kvstow tier bypass`",
+                "fixed, start the service without --tier",
                 wait_seconds=waited,
                 saved_seconds=saved,
                 cut_waits=one.counters.cut_waits,
@@ -98,8 +85,7 @@ def check_tier_objects(evidence: Evidence) -> Iterator[FindingView]:
                 "error",
                 f"{counted(corrupt, 'object')} that {_name(one)} has fetched were not what was put",
                 "they were not loaded, and were removed; but the store or the network changes bytes",
-                "check memory, disks and network cards of the store's machines; `kvstow tier purge FINGERPRINT` "
-                "removes all its objects",
+                "check memory, disks and network cards of the store's machines; to be sure, empty the store",
                 corrupt_objects=corrupt,
                 fetched_blocks=one.counters.fetched_blocks,
             )

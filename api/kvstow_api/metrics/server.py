@@ -72,12 +72,6 @@ def memory_families(directory: Directory, orphaned_bytes: int | None) -> Iterato
         [],
         scalar(memory.keeper_restarts) if has_keeper else [],
     )
-    yield counter(
-        "kvstow_node_handed_back_extents",
-        "Descriptors of an earlier service's memory that engines have handed back, by outcome",
-        ["outcome"],
-        by_label({"kept": memory.extents_kept, "given_up": memory.extents_given_up}),
-    )
 
 
 def readiness_families(health: Health) -> Iterator[Metric]:

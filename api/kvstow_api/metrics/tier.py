@@ -1,6 +1,6 @@
 """Metric families of the fleet tier, with the labels `TIER`: of each pool, all its namespaces together.
 
-There are none while no store is attached. Counters include what namespaces counted before they ended: an engine that
+There are none without a store. Counters include what namespaces counted before they ended: an engine that
 resets its cache begins another one.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client import Metric
 
 from kvstow_api.directory import Directory
+from kvstow_api.hostedtier import HostedTier, TierClient, TierLabels
 from kvstow_api.metrics.families import Row, counter, gauge
 from kvstow_api.metrics.snapshots import POOL
-from kvstow_api.tiercontrol import HostedTier, TierClient, TierLabels
 
 TIER = ("tier", *POOL)
 """The labels of a pool's tier: the name of the store, the pool, and its model."""
@@ -23,13 +23,8 @@ _Values = Sequence[HostedTier]
 _GAUGES: tuple[tuple[str, str, Callable[[_Values], float | None]], ...] = (
     (
         "kvstow_tier_up",
-        "1 while the tier is on and its breaker closed; 0 also while it is off or bypassed",
+        "1 while the tier is on and its breaker closed; 0 also while it is off",
         lambda tiers: float({"on"} <= {one.status.state for one in tiers} <= {"on", "off"}),
-    ),
-    (
-        "kvstow_tier_bypassed",
-        "1 while an operator bypasses the tier",
-        lambda tiers: float(any(one.status.state == "bypassed" for one in tiers)),
     ),
     (
         "kvstow_tier_breaker_open",

@@ -104,7 +104,7 @@ def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
     return PoolReadings(
         stats=pool.facade.stats(),
         ranks=rank_views(app.directory, pool),
-        history=app.sampler.history_of(pool.name),
+        curves=app.sampler.curves_of(pool.name),
     )
 
 

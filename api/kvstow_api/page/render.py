@@ -11,9 +11,9 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
 
+from kvstow_api.figures import CURVE_POINTS
 from kvstow_api.page.content import Content
 from kvstow_api.page.svg import bar, polylines
-from kvstow_api.pooloverview import NUM_POINTS
 from kvstow_api.poolrows import POOL_COLUMNS
 from kvstow_api.tierrows import TIER_COLUMNS
 
@@ -42,7 +42,7 @@ class Renderer:
             loader=PackageLoader("kvstow_api.page", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
         environment.globals.update(
-            bar=bar, polylines=polylines, num_points=NUM_POINTS, pool_columns=POOL_COLUMNS, tier_columns=TIER_COLUMNS
+            bar=bar, polylines=polylines, num_points=CURVE_POINTS, pool_columns=POOL_COLUMNS, tier_columns=TIER_COLUMNS
         )
         self._page = environment.get_template("page.html")
         self._macros = environment.get_template("sections.html").module

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from kvstow.control.poolfacade import PoolFacade
-from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.control.sweeps import SLICE_SLOTS, Sweep
 from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
@@ -18,7 +18,6 @@ from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
 from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, changing, reading
-from kvstow_api.operations import Sweeping
 from kvstow_api.poolchoice import choose_pool, find_pool
 from kvstow_api.poolview import pool_view, pool_views
 from kvstow_api.queries import BlocksQuery, PoolQuery, WorkQuery, token_of
@@ -88,7 +87,7 @@ def delete_pool(app: App, pool: Pool) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
+@router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: Wait) -> RemovedView | Response:
     """Remove the coldest blocks. Leased and protected blocks stay."""
     make = partial(
@@ -102,7 +101,7 @@ async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: 
     return await _remove(app, "evict", pool, make, body.dry_run, query.wait)
 
 
-@router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
+@router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, query: Wait) -> RemovedView | Response:
     """Remove blocks by key, age or number. A block in a transfer is gone at once; its slot is freed when the transfer
     ends."""
@@ -188,7 +187,7 @@ async def _remove(
     app: AppState,
     kind: OperationKind,
     pool: HostedPool,
-    make_sweep: Callable[[], Sweeping],
+    make_sweep: Callable[[], Sweep],
     dry_run: bool,
     wait: float,
 ) -> RemovedView | Response:

@@ -1,4 +1,4 @@
-"""The server itself: its status page, description, settings, log levels, events, history and diagnosis."""
+"""The server itself: its status page, description, settings, log levels, events, curves and diagnosis."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-from kvstow_api import livesettings
+from kvstow_api import livesettings, loglevels
 from kvstow_api.appstate import App
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.doctor import examine
 from kvstow_api.doctor.gathering import gather
-from kvstow_api.history import HistoryView
+from kvstow_api.figures import CurvesView
 from kvstow_api.openapi import ETAG, Description, changing, reading
 from kvstow_api.page.live import StatusPage
 from kvstow_api.poolchoice import choose_pool, pool_if_any
@@ -99,15 +99,15 @@ async def get_config(app: App, response: Response, query: Annotated[PoolQuery, Q
 
 
 @router.get("/v1/loglevel", responses=reading())
-async def get_log_levels(app: App) -> LogLevelsView:
+async def get_log_levels() -> LogLevelsView:
     """Every logger of KVStow and its level."""
-    return LogLevelsView(items=[app.log_levels.view(name) for name in app.log_levels.names()])
+    return LogLevelsView(items=[loglevels.view(name) for name in loglevels.names()])
 
 
 @router.put("/v1/loglevel", responses=changing())
-async def set_log_level(app: App, body: LogLevelBody) -> LogLevelView:
-    """Set the level of one logger, for a limited time or until it is set again."""
-    return app.log_levels.set(body.logger, body.level, body.ttl_seconds)
+async def set_log_level(body: LogLevelBody) -> LogLevelView:
+    """Set the level of one logger."""
+    return loglevels.change(body.logger, body.level)
 
 
 # -- what happens, has happened and is wrong -----------------------------------------------------------------------
@@ -143,11 +143,11 @@ async def get_events(
     return LimitedStream(stream, app.streams.limit)
 
 
-@router.get("/v1/history", responses=reading(404))
-async def get_history(app: App, query: Annotated[PoolQuery, Query()]) -> HistoryView:
-    """Counters of a pool in the last hour, every 5 s."""
+@router.get("/v1/curves", responses=reading(404))
+async def get_curves(app: App, query: Annotated[PoolQuery, Query()]) -> CurvesView:
+    """What the status page draws of a pool: the last 5 minutes, every 5 s."""
     pool = pool_if_any(app.directory, query.pool)
-    return app.sampler.history_of(None if pool is None else pool.name)
+    return app.sampler.curves_of(None if pool is None else pool.name)
 
 
 @router.get("/v1/doctor", responses=reading())

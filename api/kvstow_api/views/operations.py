@@ -8,25 +8,23 @@ from typing import Literal
 
 from kvstow_api.views.pools import RemovedView
 
-OperationKind = Literal["evict", "purge", "resize", "tier-purge"]
+OperationKind = Literal["evict", "purge", "resize"]
 OperationState = Literal["running", "succeeded", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """How many slots were visited, and of how many; of a purge of the tier, how many objects were removed."""
+    """How many slots were visited, and of how many."""
 
     done: int
     total: int
-    unit: Literal["slots", "objects"] = "slots"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationView:
     """One operation at one moment. `waiting`: it cannot continue until transfers or leases end.
 
-    `result` is null while the operation runs and when it has failed; of a cancelled one, it says what was done. A purge
-    of the tier is of no pool, so `pool` is empty; it counts objects of the store, and its `result` stays null.
+    `result` is null while the operation runs and when it has failed; of a cancelled one, it says what was done.
     """
 
     id: str

@@ -8,7 +8,7 @@ from typing import Literal
 from kvstow.messages import Direction
 from kvstow.stats import EngineState, PendingTransfers, SlotCounts
 from kvstow.status import HOST_NAME, BlockStatus, DrainMode, SessionState
-from kvstow_api.history import NowView
+from kvstow_api.figures import NowView
 
 POOL_NAME = HOST_NAME
 BlockState = Literal["cached", "leased", "protected"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstow.status import HostedNamespace, HostedSession, SessionState
-from kvstow_api.history import SessionNowView
+from kvstow_api.figures import SessionNowView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,10 @@ class ConfigView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLevelView:
-    """Level of one logger of KVStow; `ttl_seconds_left` until the former level returns, null if it stays."""
+    """Level of one logger of KVStow."""
 
     logger: str
     level: str
-    ttl_seconds_left: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,7 @@ from typing import Literal
 
 from kvstow.tier.breaker import BreakerState
 from kvstow.tier.tierstatus import TierCounters, TierState
-from kvstow.tier.writepolicy import WriteMode
-from kvstow_api.tiercontrol import HostedTier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierBypassView:
-    """Whether the store is left alone; `ttl_seconds_left` is null if that has no end."""
-
-    bypassed: bool
-    ttl_seconds_left: float | None
+from kvstow_api.hostedtier import HostedTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +28,13 @@ class TierClientView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPoolView:
-    """The tier of a namespace of a pool. `state`: `on`, `off` (with the reason), `bypassed` by an operator, or `down`:
-    the breaker is not closed. `fingerprint`: what its objects are known by, null while it is off.
+    """The tier of a namespace of a pool. `state`: `on`, `off` (with the reason), or `down`: the breaker is not closed.
+    `fingerprint`: what its objects are known by, null while it is off.
 
-    `write`: the mode that was set; `write_decision`: which blocks are put, and why. `decision`: the last one about a
-    fetch, in words, from the three figures above it, which are null until they are measured. Of the blocks,
-    `waiting_blocks` are to be put, `putting_blocks` and `fetching_blocks` are under way. `dropped_blocks` were to be
-    put, and too many waited or the store was full; `breaker_opened` counts how often it has opened. `counters` are
-    since the store was attached.
+    `decision`: the last one about a fetch, in words, from the three figures above it, which are null until they are
+    measured. Of the blocks, `waiting_blocks` are to be put, `putting_blocks` and `fetching_blocks` are under way.
+    `dropped_blocks` were to be put, and too many waited or the store was full; `breaker_opened` counts how often it has
+    opened.
     """
 
     pool: str
@@ -54,9 +44,6 @@ class TierPoolView:
     state: TierState
     reason: str
     breaker: BreakerState
-    bypass: TierBypassView
-    write: WriteMode
-    write_decision: str
     fetch_bytes_per_second: float | None
     lookup_seconds: float | None
     prefill_tokens_per_second: float | None
@@ -80,9 +67,6 @@ class TierPoolView:
             state=status.state,
             reason=status.reason,
             breaker=status.breaker,
-            bypass=TierBypassView(bypassed=status.state == "bypassed", ttl_seconds_left=tier.bypass_seconds_left),
-            write=status.write,
-            write_decision=status.write_decision,
             fetch_bytes_per_second=status.fetch_bytes_per_second,
             lookup_seconds=status.lookup_seconds,
             prefill_tokens_per_second=status.prefill_tokens_per_second,
@@ -111,32 +95,12 @@ class TierPoolView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:
-    """The fleet tier of the host. `store`, `url` (without secrets) and `write` are null while no store is attached.
-    `attachable`: whether one can be attached and detached while the host runs. `bypass`: of all pools; `items` has that
-    of each."""
+    """The fleet tier of the host. `store` and `url` (without secrets) are null without a store."""
 
-    attachable: bool
     store: str | None
     url: str | None
-    write: WriteMode | None
-    bypass: TierBypassView
     items: list[TierPoolView]
 
 
-NO_TIER = TierView(
-    attachable=False,
-    store=None,
-    url=None,
-    write=None,
-    bypass=TierBypassView(bypassed=False, ttl_seconds_left=None),
-    items=[],
-)
-"""Of a host that cannot have a tier."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierPurgedView:
-    """How many objects of the fingerprint were removed from the store."""
-
-    fingerprint: str
-    objects: int
+NO_TIER = TierView(store=None, url=None, items=[])
+"""Of a host without a tier."""

@@ -24,7 +24,6 @@ _FDS_LOST = (
     "file descriptors were sent, but did not all arrive: either SELinux forbids passing them between the two processes "
     "(run both with the same level), or this process has reached its limit of open files"
 )
-_FDS_UNWANTED = "file descriptors were sent where none are expected"
 
 
 class Channel:
@@ -88,7 +87,9 @@ class Channel:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds.extend(_descriptors(data))
         if flags & socket.MSG_CTRUNC:
-            raise ProtocolError(*(("fds_lost", _FDS_LOST) if self.accepts_fds else ("fds_unwanted", _FDS_UNWANTED)))
+            if not self.accepts_fds:
+                raise ProtocolError("fds_unwanted", "file descriptors were sent where none are expected")
+            raise ProtocolError("fds_lost", _FDS_LOST)
         if not count:
             raise DisconnectedError("the other end has closed the connection")
         self.bytes_received += count

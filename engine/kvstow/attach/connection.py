@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, Self, TypeVar
@@ -127,7 +127,6 @@ class AttachConnection:
         self._clock = clock
         self._jitter = jitter
         self._channel: Channel | None = None
-        self._hello: Hello | None = None
         self._calls: dict[int, Call] = {}
         self._last_request = 0
         self._pushed: list[Frame] = []
@@ -144,9 +143,9 @@ class AttachConnection:
 
     # -- talking --------------------------------------------------------------------------------------------
 
-    def call(self, message: Message, fds: Sequence[int] = ()) -> Call:
+    def call(self, message: Message) -> Call:
         """Send a request that the service answers. Never waits. Without a session, the call has already failed when it
-        is returned. The caller keeps its descriptors.
+        is returned.
 
         Raises `ProtocolError`, and sends nothing, if no frame can hold the message.
         """
@@ -158,16 +157,16 @@ class AttachConnection:
         payload = _payload_of(message)
         self._last_request += 1
         self._calls[self._last_request] = call
-        self._send(channel, message.KIND, payload, self._last_request, fds)
+        self._send(channel, message.KIND, payload, self._last_request)
         return call
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send a message that has no answer. Returns False if there is no session. The caller keeps its descriptors.
-        Raises `ProtocolError` as `call` does."""
+    def tell(self, message: Message) -> bool:
+        """Send a message that has no answer. Returns False if there is no session. Raises `ProtocolError` as `call`
+        does."""
         channel = self._channel
         if channel is None or self.state != "attached":
             return False
-        self._send(channel, message.KIND, _payload_of(message), 0, fds)
+        self._send(channel, message.KIND, _payload_of(message))
         return self._channel is channel
 
     def wait(self, call: Call, seconds: float) -> bool:
@@ -240,12 +239,11 @@ class AttachConnection:
         self._channel = channel = Channel(connecting, accepts_fds=self._accepts_fds)
         self.state = "greeting"
         self._greeting_ends = self._clock() + HELLO_SECONDS
-        self._hello = hello
         self._send(channel, hello.KIND, _payload_of(hello))
 
-    def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0, fds: Sequence[int] = ()) -> None:
+    def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0) -> None:
         try:
-            channel.send(kind, payload, request_id, fds)
+            channel.send(kind, payload, request_id)
         except AttachError as error:
             self._lose_with_last_words(channel, str(error))
 
@@ -296,8 +294,7 @@ class AttachConnection:
                 close_fds(frame.fds)
 
     def _take(self, frame: Frame) -> None:
-        version = 1 if self.welcome is None else self.welcome.version
-        refusal = refusal_of(frame.kind, "service", version, len(frame.fds))
+        refusal = refusal_of(frame.kind, "service", len(frame.fds))
         if refusal is not None:
             raise ProtocolError("unexpected", f"the service broke the protocol: {refusal}")
         if frame.kind == Kind.REFUSED:
@@ -319,10 +316,6 @@ class AttachConnection:
             self._pushed.append(frame)
 
     def _attach(self, welcome: Welcome) -> None:
-        assert self._hello is not None
-        versions = self._hello.versions
-        if not versions.oldest <= welcome.version <= versions.newest:
-            raise ProtocolError("version", f"the service chose version {welcome.version} of {versions}")
         self.state, self.welcome, self.problem = "attached", welcome, None
         self._attached_at = self._clock()
         logger.info("attached to unix:%s as session %s", self._path, welcome.session_id)

@@ -227,9 +227,6 @@ class AttachedEngine:
     def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
         """Ask which blocks of a prompt are present, one KV group after the other. Holds nothing. Unlike `find` with
         `NOTHING`, it waits for the blocks that the fleet tier can bring, if the service has a tier."""
-        welcome = self._connection.welcome
-        if welcome is None or not welcome.knows(Kind.LOOKUP_PROMPT):
-            return self.find(keys, hold=Hold.NOTHING, count=False)
         return self._ask(LookupPrompt(keys), partial(self._read_found, keys), _MISS)
 
     def discard(self, answer: Answer[Hits]) -> None:
@@ -292,22 +289,13 @@ class AttachedEngine:
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Report how many prompt tokens the model has computed in how many seconds. The service compares fetches from
         the fleet tier with this rate."""
-        welcome = self._connection.welcome
-        if welcome is not None and welcome.knows(Kind.PREFILL):
-            self._tell(Prefill(tokens, seconds))
+        self._tell(Prefill(tokens, seconds))
 
     # -- events ---------------------------------------------------------------------------------------------
 
-    @property
-    def has_events(self) -> bool:
-        """Whether the service of this session supports events."""
-        welcome = self._connection.welcome
-        return welcome is not None and welcome.knows(Kind.READ_EVENTS)
-
     def read_events(self, after: int = 0) -> Answer[EventPage]:
         """Ask which blocks any engine has stored in or removed from the session's namespace since `after`, the cursor
-        of an earlier page of this session. Only if the service `has_events`. Without an answer, the page is empty and
-        its cursor is `after`."""
+        of an earlier page of this session. Without an answer, the page is empty and its cursor is `after`."""
         return self._ask(ReadEvents(after), lambda call: call.answer(EventPage), EventPage(after, ()))
 
     # -- completion -----------------------------------------------------------------------------------------

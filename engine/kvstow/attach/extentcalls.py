@@ -33,6 +33,8 @@ class ExtentGrant(NamedTuple):
 
 
 class ExtentBytes(NamedTuple):
+    """The first `num_bytes` of an extent."""
+
     extent_id: int
     num_bytes: int
 
@@ -44,25 +46,31 @@ class ExtentSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GrantedExtents:
-    """Extents that the rank may map from now on. The frame has one descriptor per extent, in the same order."""
+    """Extents that the rank may map from now on. The frame has one descriptor per extent, in the same order.
+
+    With `is_all`, the worker now has everything that there is for it. What it still has mapped from an earlier session
+    and was not granted in this one is of no use, and it lets go of it. The service says so in each session, also if it
+    has no extents for the worker.
+    """
 
     KIND: ClassVar[Kind] = Kind.EXTENTS
     slot_stride: int
     extents: tuple[ExtentGrant, ...]
+    is_all: bool
 
     def pack(self) -> bytes:
-        return _U64.pack(self.slot_stride) + pack_rows(_EXTENT, self.extents)
+        return _GRANTS.pack(self.slot_stride, self.is_all) + pack_rows(_EXTENT, self.extents)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
         reader = PayloadReader(payload, "extents")
-        stride = reader.u64()
+        stride, is_all = reader.fields(_GRANTS)
         extents = tuple(map(ExtentGrant._make, reader.rows(_EXTENT)))
         reader.end()
         for extent in extents:
             if extent.num_slots * stride > extent.num_bytes or extent.populated_bytes > extent.num_bytes:
                 raise reader.error(f"extent {extent.extent_id} is too short for what it says")
-        return cls(stride, extents)
+        return cls(stride, extents, is_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +92,10 @@ class RegisteredExtents:
 
 
 @dataclass(frozen=True, slots=True)
-class _ExtentSizes:
-    """A list of extents, each with a number of bytes."""
+class PopulatedExtents:
+    """How many bytes of each extent, counted from its start, are populated. The numbers only grow."""
 
-    KIND: ClassVar[Kind]
+    KIND: ClassVar[Kind] = Kind.POPULATED
     extents: tuple[ExtentBytes, ...]
 
     def pack(self) -> bytes:
@@ -95,23 +103,10 @@ class _ExtentSizes:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, cls.__name__)
+        reader = PayloadReader(payload, "populated extents")
         extents = tuple(map(ExtentBytes._make, reader.rows(_BYTES)))
         reader.end()
         return cls(extents)
-
-
-class PopulatedExtents(_ExtentSizes):
-    """How many bytes of each extent, counted from its start, are populated. The numbers only grow."""
-
-    KIND = Kind.POPULATED
-
-
-class HandedBackExtents(_ExtentSizes):
-    """Extents of an earlier service, offered by a worker that has them mapped. The frame has one descriptor per extent,
-    in the same order. The service checks every one."""
-
-    KIND = Kind.HAND_BACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +137,6 @@ class ReleasedExtents(_ExtentIds):
     """Extents that this process no longer has mapped, registered or open."""
 
     KIND = Kind.LET_GO
-
-
-class AdoptedExtents(_ExtentIds):
-    """The extents that the service has taken back. The worker keeps these mapped and lets go of the others."""
-
-    KIND = Kind.TAKEN_BACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +187,7 @@ class Detach:
         return cls(reason)
 
 
-_U64 = struct.Struct("<Q")
+_GRANTS = struct.Struct("<Q?")
 _EXTENT = struct.Struct("<QIIIQQ")
 _BYTES = struct.Struct("<QQ")
 _SLOTS = struct.Struct("<QI")

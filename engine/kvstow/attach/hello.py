@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Final, Self, cast
 
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.jsonobject import JsonObject, parse_object
-from kvstow.attach.kinds import RULES, VERSIONS, Kind, Role, VersionRange
-from kvstow.errors import InvalidRequestError, ProtocolError
+from kvstow.attach.kinds import VERSION, Kind, Role
+from kvstow.errors import AttachRefusedError, InvalidRequestError, ProtocolError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +17,10 @@ class Hello:
     """What a process says about itself. `pid` and `host` are for display only: the kernel says who the process is.
 
     The scheduler half sends both identities and receives a token, which each worker sends. `fleet_weights` names its
-    weights to other nodes; engines older than the fleet tier leave it out. `wanted_bytes` is the memory that the engine
+    weights to other nodes, if they have a name there. `wanted_bytes` is the memory that the engine
     would like on this node, over all ranks; 0 asks for all of it. `settled_tokens` are sessions that this process was
     in and whose copies in it have all ended, so the service need not wait for the process to end. A worker that lists
-    its own token there joins no session: it has stopped, and gets no answer. `held_extents` are extents of earlier
-    sessions that the worker is about to hand back.
+    its own token there joins no session: it has stopped, and gets no answer.
     """
 
     KIND: ClassVar[Kind] = Kind.HELLO
@@ -29,7 +28,7 @@ class Hello:
     engine: str
     host: str
     pid: int
-    versions: VersionRange = VERSIONS
+    version: int = VERSION
     engine_version: str = ""
     pool: PoolIdentity | None = None
     namespace: NamespaceIdentity | None = None
@@ -41,7 +40,6 @@ class Hello:
     device: str = ""
     numa_node: int | None = None
     settled_tokens: tuple[str, ...] = ()
-    held_extents: int = 0
 
     @property
     def is_farewell(self) -> bool:
@@ -50,7 +48,6 @@ class Hello:
 
     def pack(self) -> bytes:
         value = {name: shown for name, shown in vars(self).items() if shown is not None}
-        value["versions"] = list(self.versions)
         value["fleet_weights"] = self.fleet_weights._asdict()
         for name, identity in (("pool", self.pool), ("namespace", self.namespace)):
             if identity is not None:
@@ -59,18 +56,24 @@ class Hello:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        """Raises `ProtocolError`, with reason `malformed`, for anything that is not a hello."""
+        """Raises `AttachRefusedError` for a hello of another version, whatever else is in it, and `ProtocolError`, with
+        reason `malformed`, for anything that is not a hello."""
         try:
-            return cls._read(parse_object(payload, "hello"))
+            value = parse_object(payload, "hello")
+            version = value.whole("version")
+            if version != VERSION:
+                raise AttachRefusedError(
+                    "version",
+                    f"the service has version {VERSION} of the attach protocol, the engine version {version}: install "
+                    "the same release of KVStow for both",
+                )
+            return cls._read(value)
         except InvalidRequestError as error:
             raise ProtocolError("malformed", str(error)) from error
 
     @classmethod
     def _read(cls, value: JsonObject) -> Self:
         role = cast(Role, value.text("role", allowed=("scheduler", "worker")))
-        versions = value.wholes("versions")
-        if len(versions) != 2:
-            raise InvalidRequestError(f"hello.versions is {list(versions)}; allowed: the oldest and the newest version")
         pool, namespace = value.optional_child("pool"), value.optional_child("namespace")
         weights = value.optional_child("fleet_weights")
         if role == "scheduler" and (pool is None or namespace is None):
@@ -80,7 +83,6 @@ class Hello:
             engine=value.text("engine"),
             host=value.text("host"),
             pid=value.whole("pid"),
-            versions=VersionRange(*versions),
             engine_version=value.text("engine_version", ""),
             pool=None if pool is None else PoolIdentity.from_json(pool),
             namespace=None if namespace is None else NamespaceIdentity.from_json(namespace),
@@ -92,7 +94,6 @@ class Hello:
             device=value.text("device", ""),
             numa_node=value.optional_whole("numa_node"),
             settled_tokens=value.texts("settled_tokens"),
-            held_extents=value.whole("held_extents", 0),
         )
 
 
@@ -102,7 +103,6 @@ class Welcome:
     say why this session shares no blocks with others; it is empty if it may share."""
 
     KIND: ClassVar[Kind] = Kind.WELCOME
-    version: int
     session_id: str
     service: str
     token: str = ""
@@ -110,10 +110,6 @@ class Welcome:
     pool: str = ""
     namespace: str = ""
     sharing_off: tuple[str, ...] = field(default=())
-
-    def knows(self, kind: Kind) -> bool:
-        """Whether the session's version has this kind of frame. The service may be older than this client."""
-        return self.version >= RULES[kind].since
 
     def pack(self) -> bytes:
         return _dump(vars(self))
@@ -123,7 +119,6 @@ class Welcome:
         try:
             value = parse_object(payload, "welcome")
             return cls(
-                version=value.whole("version"),
                 session_id=value.text("session_id"),
                 service=value.text("service", ""),
                 token=value.text("token", ""),
@@ -138,7 +133,6 @@ class Welcome:
 
 TRANSIENT_REFUSALS: Final = frozenset(
     {
-        "adopting",
         "draining",
         "no_descriptors",
         "too_many_clients",

@@ -72,7 +72,8 @@ class PoolIdentity(Identity):
 
     `regions` are those of rank 0, in the order in which they lie in a slot. `other_regions` are those of the ranks that
     differ from rank 0 (pipeline parallelism), as (rank, regions). `slot_bytes` is indexed by rank. `replicated`: all
-    ranks hold the same bytes, which are stored once. `uid` is the user of the engines, or None where users share.
+    ranks hold the same bytes, which are stored once. `uid` is the user of the engines, which the service knows from the
+    kernel; None in a hello.
     """
 
     slot_bytes: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Every kind of frame: its number, who may send it, and since which version of the protocol.
+"""Every kind of frame: its number, and who may send it.
 
-The layout of a kind never changes. A change gets a new number, and the version says which numbers the other end knows.
-An end that speaks two versions therefore knows the kinds of both. JSON payloads may gain fields, because unknown fields
-are ignored.
+Both ends of a connection have the same version of the protocol. Any change of a frame is a new version, and a service
+refuses engines of another one. For that, every version has the same frame header, the kinds `HELLO` and `REFUSED`, and
+the field `version` of a hello.
 """
 
 from __future__ import annotations
@@ -10,33 +10,11 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple
 
-from kvstow.errors import AttachRefusedError
-
 Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-class VersionRange(NamedTuple):
-    """The versions of the protocol that one end speaks."""
-
-    oldest: int
-    newest: int
-
-    def chosen_with(self, other: VersionRange) -> int:
-        """The newest version that both ends speak. Raises `AttachRefusedError` if there is none."""
-        newest = min(self.newest, other.newest)
-        if newest < max(self.oldest, other.oldest):
-            raise AttachRefusedError(
-                "version",
-                f"the service speaks versions {self.oldest} to {self.newest} of the attach protocol, "
-                f"the engine {other.oldest} to {other.newest}: upgrade the older of the two",
-            )
-        return newest
-
-
-VERSIONS: Final = VersionRange(1, 4)
-"""The versions that are spoken. A version is dropped only when keeping it costs something, because engines that speak
-no newer one can no longer attach."""
+VERSION: Final = 1
 
 
 class Kind(IntEnum):
@@ -74,18 +52,12 @@ class Kind(IntEnum):
     REGISTERED = 52
     REVOKED = 53
     LET_GO = 54
-    HAND_BACK = 55
-    TAKEN_BACK = 56
-    DEPOSIT = 57
-    DROP = 58
-    RETURN = 59
 
 
 class Rule(NamedTuple):
-    """Who sends a kind, and since which version. With `takes_fds`, frames of the kind may carry descriptors."""
+    """Who sends a kind. With `takes_fds`, frames of the kind may carry descriptors."""
 
     senders: frozenset[Sender]
-    since: int = 1
     takes_fds: bool = False
 
 
@@ -113,11 +85,11 @@ RULES: Final[dict[int, Rule]] = {
     Kind.COUNT_LOOKUP: Rule(_SCHEDULER),
     Kind.RESET: Rule(_SCHEDULER),
     Kind.RESET_DONE: Rule(_SERVICE),
-    Kind.READ_EVENTS: Rule(_SCHEDULER, since=2),
-    Kind.EVENTS: Rule(_SERVICE, since=2),
-    Kind.PENDING: Rule(_SERVICE, since=3),
-    Kind.PREFILL: Rule(_SCHEDULER, since=3),
-    Kind.LOOKUP_PROMPT: Rule(_SCHEDULER, since=4),
+    Kind.READ_EVENTS: Rule(_SCHEDULER),
+    Kind.EVENTS: Rule(_SERVICE),
+    Kind.PENDING: Rule(_SERVICE),
+    Kind.PREFILL: Rule(_SCHEDULER),
+    Kind.LOOKUP_PROMPT: Rule(_SCHEDULER),
     Kind.REPORT: Rule(_WORKER),
     Kind.DESIRED: Rule(_SERVICE),
     Kind.EXTENTS: Rule(_SERVICE, takes_fds=True),
@@ -125,19 +97,14 @@ RULES: Final[dict[int, Rule]] = {
     Kind.REGISTERED: Rule(_WORKER),
     Kind.REVOKED: Rule(_SERVICE),
     Kind.LET_GO: Rule(_WORKER),
-    Kind.HAND_BACK: Rule(_WORKER, takes_fds=True),
-    Kind.TAKEN_BACK: Rule(_SERVICE),
-    Kind.DEPOSIT: Rule(_SERVICE, since=2, takes_fds=True),
-    Kind.DROP: Rule(_SERVICE, since=2),
-    Kind.RETURN: Rule(_WORKER, since=2, takes_fds=True),
 }
 
 
-def refusal_of(kind: int, sender: Sender, version: int, num_fds: int = 0) -> str | None:
+def refusal_of(kind: int, sender: Sender, num_fds: int = 0) -> str | None:
     """Why this frame must not be sent, or None if it may."""
     rule = RULES.get(kind)
-    if rule is None or rule.since > version:
-        return f"kind {kind} does not exist in version {version}"
+    if rule is None:
+        return f"kind {kind} does not exist"
     if sender not in rule.senders:
         return f"{Kind(kind).name} does not come from a {sender}"
     if num_fds and not rule.takes_fds:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import signal
 import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 from kvstow.errors import AttachRefusedError
 
 _SO_PEERPIDFD = 77
 """Since Linux 6.5; works across pid namespaces. Python has no name for it."""
 _CREDENTIALS = struct.Struct("3i")
+_PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
+_EFFECTIVE_UID = re.compile(r"^Uid:\s*\d+\s+(\d+)", re.MULTILINE)
 _NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -49,14 +53,24 @@ class Peer:
         return mine == theirs and mine != _shared_inode()
 
     def kill(self) -> bool:
-        """Send SIGKILL. Returns False if that is not possible or the process has ended."""
-        if self.pidfd is None:
+        """Send SIGKILL. Returns False if that is not possible or the process has ended. Never kills this process, or
+        one of another user than `uid`: the pidfd may come from what an earlier service has recorded."""
+        if self.pidfd is None or not self._is_its_process(self.pidfd):
             return False
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         except OSError:
             return False
         return True
+
+    def _is_its_process(self, pidfd: int) -> bool:
+        """Whether the pidfd is that of another process of the peer's user. The kernel sends no signal to a process that
+        is not visible here."""
+        pid = pid_of(pidfd)
+        if pid in (0, os.getpid()):
+            return False
+        found = _uid_of(pid)
+        return found == self.uid and pid_of(pidfd) == pid  # still: so the uid is not that of a later process
 
     def close(self) -> None:
         """Idempotent."""
@@ -112,6 +126,21 @@ def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int]
         os.close(pidfd)
         raise _ended()
     return pidfd
+
+
+def pid_of(pidfd: int) -> int:
+    """The number of the process as this process sees it: 0 if it does not, or if the process has ended."""
+    found = _PID.search(Path(f"/proc/self/fdinfo/{pidfd}").read_text())
+    return max(0, int(found[1])) if found else 0
+
+
+def _uid_of(pid: int) -> int | None:
+    """The effective uid, mapped to this process's user namespace. None if the process is gone."""
+    try:
+        found = _EFFECTIVE_UID.search(Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 def _inode(fd: int) -> tuple[int, int]:

@@ -48,9 +48,9 @@ class AttachedWorker:
     `launched`, `drive`).
 
     A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. With the
-    next ticket, the worker refuses ops of the old session, waits for its copies to end, tells the service so, and
-    offers it the mapped memory. It lets go of what the service does not take back before it maps anything new. It also
-    returns what it holds for the next service (`Deposits`).
+    next ticket, the worker refuses ops of the old session, waits for its copies to end, and tells the service so. The
+    memory that it has mapped stays if the service grants the same again, as after a restart with a keeper. It lets go
+    of the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.
@@ -146,7 +146,6 @@ class AttachedWorker:
         self._gate.shut()
         ended = self._plane.close(timeout)
         self._connection.close(*([Detach("the worker has stopped")] if ended else []))
-        self._calls.deposits.close()
         if ended and self._was_attached:
             self._say_settled()
         with self._waking:
@@ -255,7 +254,6 @@ class AttachedWorker:
             device=self._plane.report().device or "",
             numa_node=self._numa_node,
             settled_tokens=self._settled,
-            held_extents=len(self._pool.held_extents()),
         )
 
     def _begin_session(self, welcome: Welcome) -> None:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import AttachConnection, Call
-from kvstow.attach.deposits import DepositedDescriptors, Deposits, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.extentcalls import (
-    AdoptedExtents,
     Desired,
-    ExtentBytes,
     ExtentSlots,
     GrantedExtents,
-    HandedBackExtents,
     PopulatedExtents,
     RegisteredExtents,
     ReleasedExtents,
     Report,
     RevokedExtents,
 )
-from kvstow.attach.frames import MAX_FDS, Frame
+from kvstow.attach.frames import Frame
 from kvstow.attach.kinds import Kind
 from kvstow.attach.rank import ExtentPool, RankPlane
 from kvstow.errors import AttachError, PinError
@@ -39,9 +35,8 @@ logger = logging.getLogger("kvstow.attach")
 class WorkerCalls:
     """Used by the worker's thread alone, except `is_changed`.
 
-    Two orders matter. Memory and descriptors of an earlier session are returned and offered first, and the service's
-    messages about memory wait until it has answered. The worker reports that slots are no longer used, and the state
-    that the rank has applied, before it lets go of their extents.
+    An order matters: the worker reports that slots are no longer used, and the state that the rank has applied, before
+    it lets go of their extents.
     """
 
     def __init__(
@@ -52,13 +47,6 @@ class WorkerCalls:
         self.problem: str | None = None
         """Why granted memory is missing, as a sentence."""
         self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
-        self.deposits = Deposits()
-        self._offers: list[Call] | None = None
-        """The offers of an earlier session's memory. None before they were made."""
-        self._is_settled = False
-        """The service has answered the offers."""
-        self._early: list[Frame] = []
-        """Messages that came before that answer."""
         self._has_ended = False
         """From now on, only what the service wants back counts."""
         self._reports: list[Call] = []
@@ -68,7 +56,7 @@ class WorkerCalls:
 
     def begin_session(self) -> None:
         """The connection is attached to a new session."""
-        self._offers, self._is_settled, self._has_ended = None, False, False
+        self._has_ended = False
         self._reports, self._reported, self._registered = [], None, {}
         self._next_look = self._next_report = float("-inf")
         self.problem = None
@@ -76,9 +64,6 @@ class WorkerCalls:
     def end_session(self) -> None:
         """The connection has ended. Messages received in it may still arrive."""
         self._has_ended = True
-        early, self._early = self._early, []
-        for frame in early:
-            self.take(frame)
 
     # -- hearing --------------------------------------------------------------------------------------------
 
@@ -87,47 +72,15 @@ class WorkerCalls:
         if frame.kind == Kind.DESIRED:
             self._plane.apply(Desired.unpack(frame.payload).desired)
             return
-        if frame.kind in (Kind.DEPOSIT, Kind.DROP) and (self._has_ended or self._is_settled):
-            self._take_deposits(frame)
-            return
-        if self._has_ended:
-            close_fds(frame.fds)
-            if frame.kind == Kind.REVOKED:
-                self._let_go(RevokedExtents.unpack(frame.payload).extent_ids)
-            return
-        if not self._is_settled:
-            self._early.append(frame)
-            return
         self.is_changed = True
-        if frame.kind == Kind.EXTENTS:
-            self._take_grants(frame)
-        elif frame.kind == Kind.POPULATED:
-            self._pool.set_populated(PopulatedExtents.unpack(frame.payload).extents)
-        elif frame.kind == Kind.REVOKED:
+        if frame.kind == Kind.REVOKED:  # also after the end: there may be no session in which it is asked for again
             self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
+        elif frame.kind == Kind.EXTENTS and not self._has_ended:
+            self._take_grants(frame)
+        elif frame.kind == Kind.POPULATED and not self._has_ended:
+            self._pool.set_populated(PopulatedExtents.unpack(frame.payload).extents)
         else:
             close_fds(frame.fds)
-
-    def _take_deposits(self, frame: Frame) -> None:
-        if frame.kind == Kind.DROP:
-            self.deposits.drop(DroppedDescriptors.unpack(frame.payload).names)
-            return
-        try:
-            word = DepositedDescriptors.unpack(frame.payload)
-            if len(word.names) != len(frame.fds):
-                raise AttachError(f"{len(word.names)} descriptors by name came with {len(frame.fds)}")
-        except AttachError:
-            close_fds(frame.fds)
-            raise
-        self.deposits.put(word.names, frame.fds, replaces=word.replaces)
-
-    def _let_go(self, extent_ids: Sequence[int]) -> None:
-        """Let go of extents that were revoked in a session that has ended: there may be no later session in which the
-        service could ask for them again."""
-        if self._is_settled:
-            self._pool.revoke(extent_ids)
-        else:
-            self._pool.keep(one.extent_id for one in self._pool.held_extents() if one.extent_id not in extent_ids)
 
     def advance(self) -> None:
         """Take the answers that have arrived. Raises `AttachError`."""
@@ -137,29 +90,6 @@ class WorkerCalls:
                 self._plane.apply(call.answer(Desired).desired)
             else:
                 self._reports.append(call)
-        if self._offers is None:
-            self._offers = self._offer()
-        if not self._is_settled and all(call.done for call in self._offers):
-            self._is_settled = True
-            kept = [extent_id for call in self._offers for extent_id in _kept(call)]
-            early, self._early = self._early, []
-            try:
-                while early:  # first: extents that are granted again are kept
-                    self.take(early.pop(0))
-            finally:
-                self._early = early
-            self._pool.keep(kept)
-
-    def _offer(self) -> list[Call]:
-        held, welcome = list(self._pool.held_extents()), self._connection.welcome
-        if held and self.deposits.held and welcome is not None and welcome.knows(Kind.RETURN):
-            self._connection.tell(ReturnedDescriptors(tuple(self.deposits.held)), list(self.deposits.held.values()))
-        calls = []
-        for start in range(0, len(held), MAX_FDS):
-            part = held[start : start + MAX_FDS]
-            sizes = tuple(ExtentBytes(extent.extent_id, extent.num_bytes) for extent in part)
-            calls.append(self._connection.call(HandedBackExtents(sizes), [extent.fd for extent in part]))
-        return calls
 
     def _take_grants(self, frame: Frame) -> None:
         try:
@@ -174,6 +104,8 @@ class WorkerCalls:
         except PinError as error:
             logger.warning("rank %d cannot use memory that it was granted: %s", self._plane.rank, error)
             self.problem = str(error)
+        if granted.is_all:  # last: what was granted again stays mapped
+            self._pool.drop_earlier()
 
     # -- speaking -------------------------------------------------------------------------------------------
 
@@ -198,11 +130,3 @@ class WorkerCalls:
             self._reports.append(self._connection.call(Report(report)))
         if released:
             self._connection.tell(ReleasedExtents(tuple(released)))
-
-
-def _kept(call: Call) -> tuple[int, ...]:
-    try:
-        return call.answer(AdoptedExtents).extent_ids
-    except AttachError as error:
-        logger.warning("the node service does not take back memory of the previous one: %s", error)
-        return ()

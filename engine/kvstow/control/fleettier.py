@@ -13,14 +13,12 @@ from kvstow.control.tierfinder import TierFinder
 from kvstow.control.tierneeds import Found, Needs
 from kvstow.control.tierputs import TierPuts
 from kvstow.control.tiersettings import TierSettings
-from kvstow.control.tierswitch import NO_NAME, TierSwitch
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.control.tierwait import TierWait
 from kvstow.messages import TierOp
 from kvstow.results import TierSettled
 from kvstow.tier.breaker import Breaker
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
-from kvstow.tier.fingerprint import WEIGHTS_CHANGED
 from kvstow.tier.lookups import LookupTable
 from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
@@ -31,15 +29,13 @@ logger = logging.getLogger("kvstow.tier")
 
 
 class FleetTier:
-    """Decides for each request whether to fetch, and what is put. `TierSwitch` knows whether the store may be used,
-    `TierFinder` what a request can have, `TierFetches` and `TierPuts` what is under way.
+    """Decides for each request whether to fetch, and puts every block that is stored. `TierFinder` knows what a request
+    can have, `TierFetches` and `TierPuts` what is under way.
 
     The host's thread calls `step` once a step, gives what `take_plans` returns to the ranks, and passes their
     completions to the session. No call waits for the store. Each is O(blocks concerned), except `close`.
 
-    Any thread may call `status`, `set_bypassed`, `name_weights`, `note_purged` and `close`. All but `close` return at
-    once. An operator's order applies to what begins from the next step on; transfers under way end as usual. A session
-    has one tier at a time, until its ops have ended.
+    Any thread may call `status` and `close`. A session has one tier, until its ops have ended.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class FleetTier:
         settings: TierSettings,
         fingerprint: str | None,
         *,
-        off_reason: str = NO_NAME,
+        off_reason: str = "",
         name: str = "",
         most_slots: int | None = None,
         block_tokens: int | None = None,
@@ -57,15 +53,18 @@ class FleetTier:
         hint_clock: Callable[[], float] | None = None,
         on_news: Callable[[], None] | None = None,
     ) -> None:
-        """`fingerprint`: see `ObjectName`; None: the tier is off until `begin_epoch`, for the `off_reason`
-        (`kvstow.tier.fingerprint` gives one of them). `name`: of the store. `most_slots`: the largest size of the pool,
-        which limits the queues; None: its present size. `block_tokens`: by how many tokens each block lengthens a hit,
-        where the pool's configuration does not say it. `client` is closed by `close`. `hint_clock`: the clock by which
-        answers of the store expire, if not `clock`. `on_news`: see `LookupThread`."""
+        """`fingerprint`: see `ObjectName`; None: the tier is off, for the `off_reason` (`kvstow.tier.fingerprint` gives
+        one of them). `name`: of the store. `most_slots`: the largest size of the pool, which limits the queue of puts;
+        None: its present size. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
+        configuration does not say it. `client` is closed by `close`. `hint_clock`: the clock by which answers of the
+        store expire, if not `clock`. `on_news`: see `LookupThread`."""
         config = session.pool.config
         slots = session.pool.capacity if most_slots is None else most_slots
         self._clock, self._settings, self._name = clock, settings, name
-        self._switch = TierSwitch(fingerprint, off_reason, clock)
+        self.fingerprint = fingerprint
+        """See `ObjectName`. None: nothing is put or fetched."""
+        self._off_reason = off_reason
+        self._is_closed = False
         most = max(1, min(MAX_BATCH_OBJECTS, MAX_BATCH_BYTES // config.slot_bytes))
         self.traffic = TierTraffic(session, most=most, replicated=settings.replicated)
         self._num_ranks = 1 if settings.replicated else config.num_ranks
@@ -75,15 +74,11 @@ class FleetTier:
         self.break_even = BreakEven(
             config.slot_bytes, config.block_tokens or block_tokens, clock, settings.prefill_rate
         )
-        block_bytes = config.slot_bytes * self._num_ranks
-        self._puts = TierPuts(
-            self.traffic, settings.write, client.capacity, clock, slots=slots, block_bytes=block_bytes
-        )
+        self._puts = TierPuts(self.traffic, clock, slots=slots)
         self._fetches = TierFetches(self.traffic)
-        self._finder = TierFinder(self.traffic, self._fetches, self._table, self._switch)
+        self._finder = TierFinder(self.traffic, self._fetches, self._table)
         self._session = session
         session.on_stored = self._note_stored
-        self._was_purged = False
         self._asked = 0
         self._last: Estimate | None = None
         self._sample: TierWait | None = None
@@ -96,7 +91,7 @@ class FleetTier:
         """A request has these keys, which stay as they are. Not all of them are in the pool, but the `first` ones are,
         as the caller has just seen. `needs`: what a hit is, if it is no leading run of them; `first` is 0 then. None:
         there is nothing to wait for."""
-        if not self._switch.is_on or not self._breaker.is_closed:
+        if not self.may_fetch:
             return None
         now = self._clock()
         wait = TierWait(keys, first, now, now + min(self._settings.lookup_wait, self._settings.deadline), needs)
@@ -112,7 +107,7 @@ class FleetTier:
     def is_over(self, wait: TierWait) -> bool:
         """Whether the request need not wait any longer: it looks its keys up in the pool again, and computes what is
         not there. O(1) until there is an answer of the store, or a fetch ends."""
-        if self._switch.is_closed:
+        if self._is_closed:
             wait.state = "over"
         if wait.state == "over":
             return True
@@ -131,10 +126,6 @@ class FleetTier:
             return False
         self.counters.wait_seconds += now - wait.began
         return True
-
-    def note_used(self, keys: Sequence[bytes]) -> None:
-        """A request has found these blocks in the pool."""
-        self._puts.policy.note_used(keys)
 
     def _look(self, wait: TierWait) -> None:
         """Begin to fetch, as soon as it is known what the store has."""
@@ -187,22 +178,25 @@ class FleetTier:
     def may_fetch(self) -> bool:
         """Whether `look_for` may have something to wait for. From any thread, and without a lock: the next moment may
         say otherwise."""
-        return self._switch.is_on and self._breaker.is_closed
+        return self._is_on and self._breaker.is_closed
+
+    @property
+    def _is_on(self) -> bool:
+        return self.fingerprint is not None and not self._is_closed
 
     # -- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Take what has ended, and start what is due: one question to the store, and puts."""
-        self._take_orders()
         for result in self._lookups.take_results():
             self._take_result(result)
         for settled in self.traffic.take_settled():
             self._take_settled(settled)
-        if not self._switch.is_on:
+        if not self._is_on:
             self._sample = None
             return
         assert self.fingerprint is not None
-        self._puts.policy.sort_out()  # also while nothing is put: what waits stays bounded
+        self._puts.queue.sort_out()  # also while nothing is put: what waits stays bounded
         if self._breaker.wants_probe():
             self._lookups.probe(self.fingerprint)
             self._asked += 1
@@ -224,7 +218,7 @@ class FleetTier:
         """Whether nothing is under way, and nothing waits to be put that can be put now."""
         with self._session.pool.lock:
             has_news = bool(self._session.ops.tier.settled or self._session.ops.tier.plans)
-        has_puts = self._switch.is_on and self._breaker.is_closed and self._puts.policy.has_work
+        has_puts = self.may_fetch and self._puts.queue.has_work
         is_busy = self._asked or self._puts.num_blocks or self._fetches.num_blocks or self._sample is not None
         return not (is_busy or has_news or has_puts)
 
@@ -248,10 +242,8 @@ class FleetTier:
             self.break_even.note_lookup(result.seconds)
 
     def _take_settled(self, settled: TierSettled) -> None:
-        is_put = self._puts.is_under_way(settled.op_id)
-        if not is_put and not self._fetches.is_under_way(settled.op_id):
-            return  # of a tier that the session had before
         counters, moved = self.counters, settled.keys[: settled.moved]
+        is_put = self._puts.is_under_way(settled.op_id)
         if is_put:
             self._puts.settle(settled)
             counters.put_blocks += settled.moved
@@ -262,11 +254,9 @@ class FleetTier:
             counters.failed_fetch_blocks += len(settled.keys) - settled.moved
             counters.saved_seconds += self.break_even.compute_seconds(saved) or 0.0
             self.break_even.note_fetch(settled.moved, settled.seconds)
-        if settled.fingerprint == self.fingerprint:
-            if not is_put:
-                self._table.note(settled.keys[settled.moved :], present=False)
-            self._table.note(moved, present=True)
-            self._puts.note_in_store(moved)
+        if not is_put:
+            self._table.note(settled.keys[settled.moved :], present=False)
+        self._table.note(moved, present=True)
         if settled.outage:
             self._note_outage(settled.error or "no answer")
         elif 2 * settled.failed > len(settled.keys):
@@ -284,81 +274,31 @@ class FleetTier:
 
     def _note_stored(self, keys: Sequence[bytes]) -> None:
         """Called with the pool's lock held."""
-        if self._switch.is_on:
-            self._puts.policy.note_stored(keys)
+        if self._is_on:
+            self._puts.queue.note_stored(keys)
 
-    # -- epochs and operators -------------------------------------------------------------------------------
+    # -- for hosts ------------------------------------------------------------------------------------------
 
-    @property
-    def fingerprint(self) -> str | None:
-        """See `ObjectName`. None: nothing is put or fetched."""
-        return self._switch.fingerprint
-
-    def reset(self, reason: str = WEIGHTS_CHANGED) -> None:
-        """Keys mean other bytes from now on, as after new weights: put and fetch nothing until `begin_epoch`. Fetches
-        under way do not become visible. The host removes the blocks of before from the pool. `reason`: what operators
-        read until then."""
-        self._switch.reset(reason)
-        self._forget_meaning()
-
-    def begin_epoch(self, fingerprint: str) -> None:
-        """The weights have a name again. Implies `reset`."""
-        self._forget_meaning()
-        self._switch.fingerprint = fingerprint
-
-    def _forget_meaning(self) -> None:
-        self._switch.fingerprint = None
-        self._fetches.cancel()
-        self._puts.policy.forget()
-        self._forget_store()
-
-    def _forget_store(self) -> None:
-        """Nothing is known of what the store has."""
-        self._table.forget()
-        self._puts.forget_store()
-
-    def set_bypassed(self, bypassed: bool, seconds: float | None = None) -> None:
-        """Leave the store alone, for so many seconds or (None) until it is to be used again. What is under way ends as
-        usual, and what was stored meanwhile is not put."""
-        self._switch.set_bypassed(bypassed, seconds)
-
-    def name_weights(self, fingerprint: str) -> None:
-        """An operator names the weights that the engine has now: `begin_epoch` in the next step. Does nothing if they
-        have a name by then, or if keys have lost their meaning once more: the name is of weights that are gone."""
-        self._switch.name_weights(fingerprint)
-
-    def note_purged(self) -> None:
-        """Objects of this fingerprint were removed from the store."""
-        self._was_purged = True
-
-    def _take_orders(self) -> None:
-        """What other threads have asked for."""
-        if (name := self._switch.take_name()) is not None:
-            self.begin_epoch(name)
-        if self._was_purged:
-            self._was_purged = False
-            self._forget_store()
-        if self._switch.is_bypassed:
-            self._puts.policy.forget()
+    def turn_off(self, reason: str) -> None:
+        """Begin nothing any more, for this reason."""
+        self.fingerprint, self._off_reason = None, reason
 
     def status(self) -> TierStatus:
         """A snapshot of what the tier does, and why."""
-        even, last, state = self.break_even, self._last, self._switch.state
+        even, last, is_on = self.break_even, self._last, self._is_on
         return TierStatus(
             store=self._name,
-            state="down" if state == "on" and not self._breaker.is_closed else state,
-            reason=self._breaker.reason if state == "on" else self._switch.reason,
+            state="off" if not is_on else "on" if self._breaker.is_closed else "down",
+            reason=self._breaker.reason if is_on else self._off_reason,
             breaker=self._breaker.state,
-            write=self._settings.write,
-            write_decision=self._puts.policy.decision,
             fetch_bytes_per_second=even.rate.per_second,
             lookup_seconds=even.lookup_seconds,
             prefill_tokens_per_second=even.prefill_rate,
             decision=last.reason if last is not None else "no request has asked for a fetch yet",
             putting_blocks=self._puts.num_blocks,
             fetching_blocks=self._fetches.num_blocks,
-            waiting_blocks=len(self._puts.policy),
-            dropped_blocks=self._puts.policy.dropped,
+            waiting_blocks=len(self._puts.queue),
+            dropped_blocks=self._puts.queue.dropped,
             opened=self._breaker.opened,
             counters=self.counters.copy(),
         )
@@ -366,7 +306,8 @@ class FleetTier:
     def close(self) -> None:
         """End the lookups, and begin no op any more; requests wait for nothing. What is under way on the ranks is
         theirs, and so is what `take_plans` has yet to give them. Waits until the client is closed. Idempotent."""
-        if self.traffic.close():
-            self._switch.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self.traffic.close()
             self._session.on_stored = None
         self._lookups.close()

@@ -33,14 +33,7 @@ from kvstow.control.journalrecord import (
 )
 from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import IntegrityError, InvalidRequestError, JournalError, PinError
-from kvstow.memfd import (
-    OPEN_SEALS,
-    READ_ONLY_SEALS,
-    create_memfd,
-    forbid_writing,
-    is_read_only,
-    require_memfd,
-)
+from kvstow.memfd import create_memfd, require_memfd
 
 JOURNAL_NAME = "kvstow-journal"
 _OTHER_BYTES = 256  # of a copy of the header, besides the content
@@ -70,8 +63,7 @@ class IndexJournal:
     of it; with `publish` and `clear` it may also be empty. A block counts only if its checksum is right, which covers
     the whole record and is written last.
 
-    Not locked: one thread at a time, of one process. The owner calls `close`. Clients may get it after `protect`: then
-    only this process can write it, and the next one that opens it writes to a copy.
+    Not locked: one thread at a time, of one process. The owner calls `close`. Clients never get it.
     """
 
     max_key_bytes = MAX_KEY_BYTES
@@ -87,13 +79,11 @@ class IndexJournal:
         self._sequence = 0
         self._order = 0
         self._content: dict[str, Any] = {}
-        self.is_protected = False
-        """Whether others may have it."""
 
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
         """An empty journal. `content` is stored as JSON. Raises `PinError`."""
-        fd = create_memfd(JOURNAL_NAME, _file_bytes(max_slots), seals=OPEN_SEALS)
+        fd = create_memfd(JOURNAL_NAME, _file_bytes(max_slots))
         journal = cls(fd, max_slots)
         try:
             journal._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
@@ -105,32 +95,18 @@ class IndexJournal:
 
     @classmethod
     def open(cls, fd: int) -> Self:
-        """The journal of an earlier service; takes over `fd`. One that is protected is copied: 70 ms for a million
-        slots. Raises `ForeignMemoryError`, `JournalError` or `PinError`, and then the caller still owns `fd`. The
-        caller compares `content` with its pool and calls `recover`."""
+        """The journal of an earlier service; takes over `fd`. Raises `ForeignMemoryError` or `JournalError`, and then
+        the caller still owns `fd`. The caller compares `content` with its pool and calls `recover`."""
         num_bytes = os.fstat(fd).st_size
-        is_protected = is_read_only(fd)
-        require_memfd(fd, JOURNAL_NAME, num_bytes, seals=READ_ONLY_SEALS if is_protected else OPEN_SEALS)
+        require_memfd(fd, JOURNAL_NAME, num_bytes)
         with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
             sequence, found = read_header(memory)
         if num_bytes != _file_bytes(found["max_slots"]):
             raise JournalError(f"the journal has {num_bytes} bytes, not those of {found['max_slots']} slots")
-        journal = cls(_copy_of(fd, num_bytes) if is_protected else fd, found["max_slots"])
-        if is_protected:
-            os.close(fd)
+        journal = cls(fd, found["max_slots"])
         journal._salt, journal._sequence = np.uint64(found["salt"]), sequence
         journal._content = found["content"]
         return journal
-
-    @staticmethod
-    def look(fd: int) -> Mapping[str, Any]:
-        """The content of a protected journal. `fd` may come from any process; the caller keeps it. Raises
-        `ForeignMemoryError` or `JournalError`."""
-        num_bytes = os.fstat(fd).st_size
-        require_memfd(fd, JOURNAL_NAME, num_bytes, seals=READ_ONLY_SEALS)
-        with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
-            content: Mapping[str, Any] = read_header(memory).found["content"]
-        return content
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -141,11 +117,6 @@ class IndexJournal:
     def resident_bytes(self) -> int:
         """The memory that the journal takes now."""
         return os.fstat(self.fd).st_blocks * 512
-
-    def protect(self) -> None:
-        """From now on only this object can write to the journal, even if others have the memfd. Raises `PinError`."""
-        forbid_writing(self.fd)
-        self.is_protected = True
 
     def write_content(self, content: Mapping[str, Any]) -> None:
         """Replace the content. Of two copies, the older one is overwritten, so there is always a whole one. Raises
@@ -270,21 +241,6 @@ class IndexJournal:
 
     def _checksums(self, rows: NDArray[np.intp], records: Words) -> Words:
         return checksums(self._salt, rows, records)
-
-
-def _copy_of(fd: int, num_bytes: int) -> int:
-    """Memory of the same content, which takes as much."""
-    copy = create_memfd(JOURNAL_NAME, num_bytes, seals=OPEN_SEALS)
-    try:
-        end: int = 0
-        while (start := _seek(fd, end, os.SEEK_DATA)) is not None:
-            end = os.lseek(fd, start, os.SEEK_HOLE)
-            for at in range(start, end, COPY_BYTES):
-                os.pwrite(copy, os.pread(fd, min(COPY_BYTES, end - at), at), at)
-    except OSError as error:
-        os.close(copy)
-        raise PinError("out_of_memory", f"memory for a copy of the journal: {error.strerror}") from error
-    return copy
 
 
 def _seek(fd: int, offset: int, whence: int) -> int | None:

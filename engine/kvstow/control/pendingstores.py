@@ -58,13 +58,6 @@ class PendingStores:
             if slot is not None:
                 self._disowned.add(slot)
 
-    def disown_store(self, keys: Sequence[bytes], slots: Sequence[int]) -> int:
-        """Keep the store that was started with these from becoming visible, but no later store of the same keys.
-        Returns how many keys it still owned."""
-        owned = [key for key, slot in zip(keys, slots, strict=True) if self._slot_of.get(key) == slot]
-        self.disown(owned)
-        return len(owned)
-
     def disown_from(self, slot: int) -> None:
         """Disown all keys that are being stored in the slots from `slot` on. O(slots being written)."""
         if slot == 0:

@@ -10,8 +10,7 @@ from kvstow.results import TierSettled
 
 
 class TierFetches:
-    """Used by the thread of the host, except `num_blocks`. Contains a key while a fetch that was not cancelled brings
-    it."""
+    """Used by the thread of the host, except `num_blocks`. Contains a key while a fetch brings it."""
 
     def __init__(self, traffic: TierTraffic) -> None:
         self._traffic = traffic
@@ -53,10 +52,3 @@ class TierFetches:
             if self._op_of.get(key) == settled.op_id:
                 del self._op_of[key]
         return self._worth.pop(settled.op_id) * settled.moved
-
-    def cancel(self) -> None:
-        """No fetch under way becomes visible, so none saves anything. A request that waits for one still waits until it
-        ends."""
-        self._traffic.cancel_fetches()
-        self._op_of.clear()
-        self._worth = dict.fromkeys(self._worth, 0.0)

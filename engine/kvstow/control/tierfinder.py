@@ -7,17 +7,16 @@ from itertools import islice, takewhile
 
 from kvstow.control.tierfetches import TierFetches
 from kvstow.control.tierneeds import NOTHING, Found, Needed, Needs
-from kvstow.control.tierswitch import TierSwitch
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.control.tierwait import TierWait
-from kvstow.tier.lookups import Known, LookupTable
+from kvstow.tier.lookups import LookupTable
 
 
 class TierFinder:
     """Finds what the pool, fetches under way and the store have together. Used by the thread of the host."""
 
-    def __init__(self, traffic: TierTraffic, fetches: TierFetches, table: LookupTable, switch: TierSwitch) -> None:
-        self._traffic, self._fetches, self._table, self._switch = traffic, fetches, table, switch
+    def __init__(self, traffic: TierTraffic, fetches: TierFetches, table: LookupTable) -> None:
+        self._traffic, self._fetches, self._table = traffic, fetches, table
 
     def find(self, wait: TierWait) -> Found | None:
         """What the request can have; None: not known yet, and the store is asked."""
@@ -46,7 +45,7 @@ class TierFinder:
             if needs(self._traffic.visible).blocks == needs.most:
                 return NOTHING
             absent = [key for key in self._traffic.absent(wait.keys) if key not in self._fetches]
-            if self._switch.is_on and None in self._table.known(absent):
+            if None in self._table.known(absent):
                 wait.inquiry = self._table.want(absent, 0)
                 return None
         elif wait.inquiry.is_open:
@@ -78,7 +77,7 @@ class TierFinder:
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether the pool, a fetch under way or the store has it. What the store has does not count
         while an engine stores the same key, because a fetch cannot fill that slot."""
-        fetched = set(self._traffic.absent(keys)) if self._switch.is_on else set()
+        fetched = set(self._traffic.absent(keys))
         return [
             visible or key in self._fetches or (known is True and key in fetched)
             for key, visible, known in zip(keys, self._traffic.visible(keys), self._table.known(keys), strict=True)
@@ -88,12 +87,12 @@ class TierFinder:
         """How many leading keys the pool, fetches under way and the store have; None: not known yet, and the store is
         asked about the rest. Of those, the pool has `wait.first`. Each look continues where one of the three ends:
         O(keys that they have)."""
-        keys, is_on = wait.keys, self._switch.is_on
+        keys = wait.keys
         wait.first = at = self._traffic.visible_until(keys, wait.first).end
         while at < len(keys):
             begun = at
             at += len(list(takewhile(self._fetches.__contains__, islice(keys, at, None))))
-            known = self._table.present_until(keys, at) if is_on else Known(at, is_final=True)
+            known = self._table.present_until(keys, at)
             reach = self._traffic.visible_until(keys, known.end)
             at = reach.end
             if at > begun:

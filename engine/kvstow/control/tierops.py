@@ -101,7 +101,6 @@ class TierLedger:
             TierSettled(
                 op_id=op.op_id,
                 direction=op.direction,
-                fingerprint=op.fingerprint,
                 keys=op.keys,
                 moved=moved,
                 seconds=entry.seconds,
@@ -111,15 +110,6 @@ class TierLedger:
                 error=entry.error,
             )
         )
-
-    def cancel_fetches(self) -> int:
-        """Let no fetch under way become visible; returns how many keys would have. O(slots being fetched)."""
-        cancelled = 0
-        for entry in self._ops:
-            if isinstance(entry, OpenTierOp) and entry.tier_op.direction == "fetch" and not entry.abandoned:
-                op = entry.tier_op
-                cancelled += entry.namespace.pending_stores.disown_store(op.keys, op.slots)
-        return cancelled
 
     def dissolve(self) -> None:
         """The session has ended."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import inf
 
 from kvstow.errors import ConfigError
-from kvstow.tier.writepolicy import WRITE_MODES, WriteMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +17,12 @@ class TierSettings:
     host knows it (`BreakEven`). `replicated`: all ranks hold the same bytes.
     """
 
-    write: WriteMode = "auto"
     deadline: float = 2.0
     lookup_wait: float = 0.02
     prefill_rate: float | None = None
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if self.write not in WRITE_MODES:
-            raise ConfigError("write", self.write, " or ".join(WRITE_MODES))
         for name in ("deadline", "lookup_wait"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "more than 0 seconds")

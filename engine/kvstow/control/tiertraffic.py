@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import islice
-from math import inf
 from typing import NamedTuple
 
-from kvstow.control.openop import LAST_RANK, OpenTierOp
+from kvstow.control.openop import LAST_RANK
 from kvstow.control.placement import has_room, place_fetch
 from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
@@ -36,16 +34,10 @@ class TierTraffic:
         self.most, self._replicated = most, replicated
         self._is_closed = False
 
-    def close(self) -> bool:
-        """Begin no transfer any more; what is under way goes on. False if it was closed before."""
+    def close(self) -> None:
+        """Begin no transfer any more; what is under way goes on."""
         with self._pool.lock:
-            was_open, self._is_closed = not self._is_closed, True
-            return was_open
-
-    @property
-    def capacity_slots(self) -> int:
-        with self._pool.lock:
-            return self._pool.capacity
+            self._is_closed = True
 
     def visible_until(self, keys: Sequence[bytes], start: int) -> Reach:
         """How far the keys from `start` on are visible. O(visible keys)."""
@@ -91,28 +83,6 @@ class TierTraffic:
             slots = self._session.namespace.keys.slots_of(keys)
             return [key for key, slot in zip(keys, slots, strict=True) if slot is not None and slot >= end]
 
-    def put_coldest(self, fingerprint: str, wanted_free: int, known: Collection[bytes], *, most: int) -> list[TierOp]:
-        """Evict blocks until so many slots are free, and put them first: their slots are free when the put has ended.
-        Looks at no more than `most` blocks, and leaves those that are `known` to be in the store."""
-        pool, session = self._pool, self._session
-        with pool.lock:
-            missing = wanted_free - pool.slots.free
-            if self._is_closed or missing <= 0 or session.acceptance.load_refusal(pool.clock()):
-                return []
-            if pool.earlier is not None:  # the slots would go to quarantine, so no number of puts would be enough
-                return []
-            # Of all sessions: the tiers of other namespaces make room in the same pool.
-            ops = (entry for one in pool.sessions for entry in one.ops)
-            missing -= sum(len(entry.held) for entry in ops if entry.op.direction == "put")
-            key_of = pool.index.slot_keys.key_of
-            coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, max(0, min(most, missing)))]
-            end = inf if session.watermark is None else session.watermark
-            found = [(slot, key) for slot, key in coldest if key is not None and key not in known and slot < end]
-            slots = [slot for slot, _ in found]
-            pool.index.hold(slots)
-            pool.remove_blocks(slots, "capacity")
-            return self._start("put", fingerprint, [key for _, key in found], slots)
-
     def has_room(self, keys: Sequence[bytes]) -> bool:
         """Whether slots can be had to fetch all of the keys that are neither visible nor being filled, while the
         visible ones stay."""
@@ -140,22 +110,10 @@ class TierTraffic:
         parts = [slice(first, first + self.most) for first in range(0, len(keys), self.most)]
         return [start(direction, fingerprint, tuple(keys[part]), tuple(slots[part]), ranks, now) for part in parts]
 
-    def cancel_fetches(self) -> int:
-        """No fetch that is under way becomes visible; its slots are freed when all ranks have finished it. Returns how
-        many keys would have become visible."""
-        with self._pool.lock:
-            return self._session.ops.tier.cancel_fetches()
-
     def take_plans(self) -> list[tuple[int, TierOp]]:
         """Ranks, each with an op to give to it now, in order. The ops are for the boots that the ranks have now."""
         with self._pool.lock:
             return self._session.ops.tier.take_plans()
-
-    @property
-    def in_flight(self) -> int:
-        """Transfers that have not ended on all ranks."""
-        with self._pool.lock:
-            return sum(isinstance(entry, OpenTierOp) for entry in self._session.ops)
 
     def take_settled(self) -> list[TierSettled]:
         """All transfers that have ended since the last call, in order."""

@@ -145,11 +145,6 @@ class MemoryBudget:
         return sorted(self._book.find(extent).maps)
 
     @property
-    def next_extent(self) -> int:
-        """The number of the next extent."""
-        return self._book.next_number
-
-    @property
     def allocated_bytes(self) -> int:
         """Of all extents that exist."""
         return self._book.allocated_bytes

@@ -13,7 +13,6 @@ from kvstow.memory.limits import Allowance
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pacedregistrar import PacedRegistrar
 from kvstow.memory.region import HostRegion, round_up
-from kvstow.tier.store import MemoryRange
 
 _POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
 _NODE_STEP = 16 << 20  # bytes between two samples of the NUMA node: sampling holds the GIL
@@ -37,25 +36,18 @@ class ChunkMemory:
         *,
         clock: Callable[[], float],
         numa_node: int | None,
-        shared: bool = False,
     ) -> None:
-        """Reserves address space and uses no memory. `shared`: see `HostRegion`. Raises `PinError` if there is not even
-        address space."""
+        """Reserves address space and uses no memory. Raises `PinError` if there is not even address space."""
         self.resident_bytes = 0
         self._registrar, self._allowance, self._steps = registrar, allowance, steps
         self._clock = clock
-        self._region = HostRegion(num_bytes, huge_pages, shared=shared)
+        self._region = HostRegion(num_bytes, huge_pages)
         self.numa_notice = None if numa_node is None else prefer_node(self.address, self._region.num_bytes, numa_node)
         """A sentence for people if memory cannot be bound to the node, else None."""
 
     @property
     def address(self) -> int:
         return self._region.address
-
-    @property
-    def whole(self) -> MemoryRange:
-        """All of it, for the fleet tier."""
-        return MemoryRange(self.address, self._region.num_bytes, self._region.fd)
 
     def commit(self, chunk: Chunk) -> None:
         """Populate the chunk. Raises `PinError` if the limits or the machine do not allow it."""

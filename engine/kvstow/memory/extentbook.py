@@ -42,10 +42,6 @@ class ExtentBook:
         self._last_number = 0
 
     @property
-    def next_number(self) -> int:
-        return self._last_number + 1
-
-    @property
     def spare_bytes(self) -> int:
         return sum(extent.num_bytes for extent in self.extents.values() if extent.is_spare)
 

@@ -14,7 +14,6 @@ from kvstow.memory.limits import Allowance, MemoryLimits, limits_of
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PopulateOnly, Registrar
 from kvstow.memory.slotpool import Int64Array, SlotPool
-from kvstow.tier.store import MemoryRange
 
 
 class HostPool(SlotPool):
@@ -56,17 +55,11 @@ class HostPool(SlotPool):
             self.steps,
             clock=clock,
             numa_node=numa_node,
-            shared=config.shared,
         )
 
     @property
     def address(self) -> int:
         return self._memory.address
-
-    @property
-    def memory_range(self) -> MemoryRange:
-        """Where all its slots lie or will lie; with the memfd if the pool is shared."""
-        return self._memory.whole
 
     @property
     def slot_stride(self) -> int:

@@ -68,8 +68,8 @@ class MemoryLimits:
     def headroom(self, *, beside_shared: bool = False) -> Headroom | None:
         """The tightest limit, before `reserve_bytes` is subtracted; None if no limit can be read.
 
-        `beside_shared`: as if no shared memory were in use. So much can become free when the engines and the keeper of
-        an earlier service let go of its memory, or hand it back.
+        `beside_shared`: as if no shared memory were in use. So much can become free when the engines of an earlier
+        service let go of its memory, or its keeper hands it over.
         """
         found = [headroom for headroom in self._limits(beside_shared) if headroom is not None]
         return min(found, key=lambda headroom: headroom.num_bytes, default=None)

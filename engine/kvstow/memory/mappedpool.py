@@ -15,7 +15,7 @@ from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.mappedextent import ExtentMemory, ExtentPlace, MappedExtent
 from kvstow.memory.pace import LATENCY_TARGET, AdaptivePace, Pace
 from kvstow.memory.pinning import Registrar
-from kvstow.memory.rankextents import HeldExtent, RankExtents
+from kvstow.memory.rankextents import RankExtents
 from kvstow.memory.slotpool import Int64Array, SlotPool
 
 _MAX_SLOTS = 1 << 32  # slots are 32-bit numbers on the wire
@@ -45,7 +45,7 @@ class MappedPool(SlotPool):
 
     Slots become usable from slot 0 on, without a gap. What the service grants and revokes decides, and not the target,
     which is for display: grants may come before the target that goes with them. Memory goes back when an extent is
-    revoked, or not taken back in a new session. It goes before new memory is mapped, so there is never more than one
+    revoked, or not granted again in a new session. It goes before new memory is mapped, so there is never more than one
     pool's worth.
 
     Nothing above the populated bytes is mapped: the kernel would charge it to this process.
@@ -83,16 +83,10 @@ class MappedPool(SlotPool):
             self._stop_growth()
             self._extents_changed()
 
-    def held_extents(self) -> list[HeldExtent]:
-        """The extents of earlier sessions, for the service to take back. Their descriptors stay open until `keep`."""
+    def drop_earlier(self) -> None:
+        """Give back the extents of earlier sessions: those that this session has too were granted again."""
         with self._state:
-            return self._extents.held()
-
-    def keep(self, extent_ids: Iterable[int]) -> None:
-        """The service has taken back these of the `held_extents`, and will grant them again. The others are given
-        back."""
-        with self._state:
-            self._extents.keep(set(extent_ids))
+            self._extents.drop_earlier()
             self._extents_changed()
 
     def grant(self, slot_stride: int, grants: Sequence[Grant], fds: Sequence[int]) -> None:

@@ -33,8 +33,7 @@ class Kept(Protocol):
 
 
 class ExtentKeeper(Protocol):
-    """Where descriptors survive the service. It does not raise: what it cannot keep now it gets again from
-    `NodeMemory.keep_all`, once there is a keeper again."""
+    """Where descriptors survive the service. It does not raise: what it cannot keep now it keeps once it can."""
 
     def put(self, extents: Mapping[str, tuple[int, str]]) -> None:
         """Keep these descriptors, with these texts, under their names, in place of what the names stood for. The
@@ -76,14 +75,6 @@ class _Label:
         )
 
 
-def identity_of(text: str, pool: str) -> MemfdIdentity:
-    """Of the extent of which `described` has said this. Raises `ValueError` or `TypeError` unless it is in the pool."""
-    label = _Label.from_text(0, text)
-    if label.place is None or label.place.pool != pool:
-        raise ValueError(f"an extent is not in pool {pool}")
-    return label.identity
-
-
 class NodeMemory:
     """The extents of a `MemoryBudget`, populated in the background, and at the keeper.
 
@@ -121,44 +112,29 @@ class NodeMemory:
         for step in steps:
             self._carry_out(step, changed)
         self._create_missing(changed)
-        self.keep(changed & self._extents.keys())
+        self._keep(changed & self._extents.keys())
         return steps
 
-    def restore(self, kept: Mapping[str, Kept]) -> list[int]:
-        """Take over extents of an earlier service, whose pools were added to the budget; returns their numbers. What is
-        not as its text says, or has no place, is closed and dropped. Call it before the first `apply`, then record the
-        mappings of clients that may live. Takes over the descriptors, and ignores other names."""
-        restored = []
+    def restore(self, kept: Mapping[str, Kept]) -> None:
+        """Take over extents of an earlier service, whose pools were added to the budget. What is not as its text says,
+        or has no place, is closed and dropped. Call it before the first `apply`, then record the mappings of clients
+        that may live. Takes over the descriptors, and ignores other names."""
         for name, held in kept.items():
             if not name.startswith(NAME_PREFIX):
                 continue
             try:
-                restored.append(self._restore_one(name, held))
+                self._restore_one(name, held)
             except (KvstowError, ValueError, TypeError) as error:
                 logger.warning("%s of an earlier service is not used: %s", name, error)
                 self.foreign_extents += 1
                 os.close(held.fd)
                 self.keeper.drop([name])
-        return restored
-
-    def keep_all(self) -> None:
-        """Give a new keeper everything."""
-        self.keep(self._extents.keys())
-
-    def keep(self, numbers: Collection[int]) -> None:
-        """Give the keeper these extents."""
-        if numbers:
-            self.keeper.put({f"{NAME_PREFIX}{number}": self._described(number) for number in sorted(numbers)})
-
-    def described(self, number: int) -> str:
-        """What a restarted service has to know of this extent, which there is."""
-        return self._described(number)[1]
 
     def retry(self) -> None:
         """Try again what memory was refused for."""
         changed: set[int] = set()
         self._create_missing(changed)
-        self.keep(changed)
+        self._keep(changed)
         self.populator.retry()
 
     def extent(self, number: int) -> Extent | None:
@@ -237,7 +213,7 @@ class NodeMemory:
             self.populator.discard(extent)
             extent.close()
 
-    def _restore_one(self, name: str, held: Kept) -> int:
+    def _restore_one(self, name: str, held: Kept) -> None:
         number = int(name.removeprefix(NAME_PREFIX))
         label = _Label.from_text(number, held.info)
         extent = Extent.adopt(held.fd, label.num_bytes, self._huge_pages, label.numa_node, identity=label.identity)
@@ -249,7 +225,11 @@ class NodeMemory:
             self._places[number] = label.place
             extent.row = label.place.row
         self.populator.add(extent)
-        return number
+
+    def _keep(self, numbers: Collection[int]) -> None:
+        """Give the keeper these extents."""
+        if numbers:
+            self.keeper.put({f"{NAME_PREFIX}{number}": self._described(number) for number in sorted(numbers)})
 
     def _described(self, number: int) -> tuple[int, str]:
         extent = self._extents[number]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,20 +11,12 @@ from kvstow.memory.mappedextent import ExtentPlace, MappedExtent
 from kvstow.memory.slotpool import Int64Array
 
 
-class HeldExtent(NamedTuple):
-    """An extent of an earlier session that is still mapped. The descriptor stays the pool's."""
-
-    extent_id: int
-    num_bytes: int
-    fd: int
-
-
 class RankExtents:
     """Extents, each with the slots that it has in the pool.
 
     Extents in place have slots of their own. An extent that is granted with slots of others, which are on their way
     out, arrives: it comes into its place when the last of them has been retired. An extent belongs to the session that
-    granted it; those of earlier sessions are held until the service has said which it takes back.
+    granted it; those of earlier sessions are held until this one has granted all that there is.
 
     Owns the mappings of its extents. Not locked: the pool calls all but `addresses` under its lock, and `close` when
     its threads have ended.
@@ -60,18 +51,10 @@ class RankExtents:
         self._released.clear()
         self._update()
 
-    def held(self) -> list[HeldExtent]:
-        """The extents of earlier sessions that the service may take back."""
-        return [
-            HeldExtent(extent.extent_id, extent.place.num_bytes, extent.mapping.fd)
-            for extent in self._in_place
-            if not extent.is_granted and not extent.is_revoked
-        ]
-
-    def keep(self, extent_ids: Collection[int]) -> None:
-        """The service takes back these of the `held` extents. The others are revoked."""
+    def drop_earlier(self) -> None:
+        """Revoke the extents of earlier sessions."""
         for extent in self._in_place:
-            if not extent.is_granted and extent.extent_id not in extent_ids:
+            if not extent.is_granted:
                 extent.is_revoked = True
         self._update()
 

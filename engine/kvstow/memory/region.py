@@ -18,9 +18,7 @@ import numpy as np
 from kvstow.bytesize import format_size
 from kvstow.config import HugePages
 from kvstow.errors import PinError
-from kvstow.memfd import create_memfd
 
-SHARED_NAME = "kvstow-pool"
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
 _TOUCH_BYTES = 8 << 20  # less is not worth another thread
@@ -44,17 +42,14 @@ _mprotect.argtypes = (_address, _size, _int)
 
 
 class HostRegion:
-    """`num_bytes` of reserved address space, aligned to a huge page; a child process does not inherit it. `fd`: the
-    memfd that a shared region maps, None if it is not shared.
+    """`num_bytes` of reserved address space, aligned to a huge page; a child process does not inherit it.
 
     Offsets and sizes given to `commit` and `decommit` are multiples of `page_bytes`. Not locked: one thread at
     a time. The owner calls `close`, and nothing may use the memory afterwards.
     """
 
-    def __init__(self, num_bytes: int, huge_pages: HugePages = "advised", *, shared: bool = False) -> None:
-        """`shared`: another process can map the memory, by its `fd`. Raises `PinError` if there is no address space, or
-        reserved huge pages, which cannot be shared, cannot be used here."""
-        self.fd: int | None = None
+    def __init__(self, num_bytes: int, huge_pages: HugePages = "advised") -> None:
+        """Raises `PinError` if there is no address space, or reserved huge pages cannot be used here."""
         self._is_reserved = huge_pages == "reserved"
         self.page_bytes = HUGE_PAGE_BYTES if self._is_reserved else PAGE_BYTES
         self.num_bytes = round_up(num_bytes, self.page_bytes)
@@ -62,8 +57,6 @@ class HostRegion:
         if self._is_reserved:
             _require_giving_back(self.address, self.num_bytes)
         self._closed = False
-        if shared:
-            self._share()
         # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
         # Registering huge pages is 10 times cheaper. A kernel without them refuses, and the pool works all the same.
@@ -90,10 +83,7 @@ class HostRegion:
     def decommit(self, offset: int, num_bytes: int) -> None:
         """Give the range's memory back; its bytes are lost."""
         address = self.address + offset
-        if self.fd is None:
-            _check(_libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
-        else:
-            _check(_libc.madvise(address, num_bytes, _MADV_REMOVE), "madvise(MADV_REMOVE)", num_bytes)
+        _check(_libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
         _check(_mprotect(address, num_bytes, _PROT_NONE), "mprotect", num_bytes)
 
     def close(self) -> None:
@@ -101,19 +91,6 @@ class HostRegion:
         if not self._closed:
             self._closed = True
             _libc.munmap(self.address, self.num_bytes)
-            if self.fd is not None:
-                os.close(self.fd)
-
-    def _share(self) -> None:
-        """Replace the reserved address space with a memfd, none of whose bytes have memory."""
-        try:
-            self.fd = create_memfd(SHARED_NAME, self.num_bytes)
-            flags = _MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE
-            if _libc.mmap(self.address, self.num_bytes, _PROT_NONE, flags, self.fd, 0) != self.address:
-                raise PinError("out_of_memory", f"mapping {format_size(self.num_bytes)} failed: {_error_text()}")
-        except BaseException:
-            self.close()
-            raise
 
 
 def round_up(value: int, multiple: int) -> int:

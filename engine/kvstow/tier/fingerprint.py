@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 
 from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity, slug
 
-WEIGHTS_CHANGED: Final = "weights_changed: the engine has new weights, which have no name yet"
+WEIGHTS_CHANGED: Final = "weights_changed: the engine has reset its cache, and nothing names its weights; restart it"
 """Why a session has no fingerprint after it was reset."""
-TIER_FAILED: Final = "tier_failed: an unexpected error, which the log has; detach the store and attach it, or restart"
+TIER_FAILED: Final = "tier_failed: an unexpected error, which the log has; restart the service"
 """Why a session has none after a defect."""
 _DIGITS = 32
 
@@ -26,9 +26,6 @@ class Fingerprint(NamedTuple):
 def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: FleetWeights) -> Fingerprint:
     """`weights` replaces what `namespace` says of them, which is valid on one node only: the model's path and the
     digest of its files' times, and those of a drafter. The user of a pool does not count either.
-
-    The host handles epochs: a session that has been reset has no fingerprint until its new weights are named, and then
-    one with these.
     """
     if namespace.unshared:
         return Fingerprint(None, namespace.unshared)

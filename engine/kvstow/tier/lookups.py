@@ -33,11 +33,8 @@ class Inquiry:
         self.keys, self.start, self.is_open = keys, start, True
 
 
-class Question(NamedTuple):
-    """Inquiries that are answered together. Answers to a question from before the last `forget` are ignored."""
-
-    epoch: int
-    inquiries: list[Inquiry]
+Question = Sequence[Inquiry]
+"""Inquiries that are answered together."""
 
 
 class Known(NamedTuple):
@@ -63,9 +60,8 @@ class LookupTable:
         """Read without the lock, one key at a time."""
         self._wanted: list[Inquiry] = []
         self._asked: list[Inquiry] = []
-        self._epoch = 0
         self.version = 0
-        """Grows when an answer has come, or all are forgotten: what was not known before may be now."""
+        """Grows when an answer has come: what was not known before may be now."""
 
     # -- for requests ---------------------------------------------------------------------------------------
 
@@ -106,56 +102,40 @@ class LookupTable:
                 return None
             self._asked = [one for one in self._wanted if one.is_open]
             self._wanted = []
-            return Question(self._epoch, self._asked) if self._asked else None
+            return self._asked or None
 
     def note(self, keys: Sequence[bytes], *, present: bool) -> None:
         """Known without asking: these keys were put, or could not be fetched. O(keys)."""
-        self._note(keys, present, None)
-
-    def forget(self) -> None:
-        """Forget all answers, because keys now mean other blocks. Requests that still want an answer ask again."""
-        with self._lock:
-            self._epoch += 1
-            self._answers.clear()
-            self._close(self._wanted)
-            self._close(self._asked)
-            self._wanted, self._asked = [], []
-            self.version += 1
+        self._note(keys, present)
 
     # -- for the thread that asks the store -----------------------------------------------------------------
 
     def unknown(self, question: Question) -> list[bytes]:
         """The keys to ask the store about, each once."""
         now = self._clock()
-        wanted = chain.from_iterable(islice(one.keys, one.start, None) for one in question.inquiries)
+        wanted = chain.from_iterable(islice(one.keys, one.start, None) for one in question)
         answers = self._answers
         return [key for key in dict.fromkeys(wanted) if (answer := answers.get(key)) is None or now >= answer.until]
 
     def answer(self, question: Question, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """The store's answer for the keys that were unknown. If the store could not be asked, the caller passes that
         nothing was found."""
-        self._note(list(compress(keys, found)), True, question.epoch)
-        self._note(list(compress(keys, map(not_, found))), False, question.epoch)
+        self._note(list(compress(keys, found)), is_present=True)
+        self._note(list(compress(keys, map(not_, found))), is_present=False)
         with self._lock:
-            if question.epoch == self._epoch:
-                self._close(question.inquiries)
-                self._asked = []
-                self.version += 1
+            for one in question:
+                one.is_open = False
+            self._asked = []
+            self.version += 1
 
-    def _note(self, keys: Sequence[bytes], is_present: bool, epoch: int | None) -> None:
-        """Piece by piece, so that nobody waits for the lock for long. `epoch`: ignore the rest in another one."""
+    def _note(self, keys: Sequence[bytes], is_present: bool) -> None:
+        """Piece by piece, so that nobody waits for the lock for long."""
         answer = _Answer(is_present, self._clock() + (PRESENT_SECONDS if is_present else ABSENT_SECONDS))
         for start in range(0, len(keys), _PIECE):
             with self._lock:
-                if epoch is not None and epoch != self._epoch:
-                    return
                 answers = self._answers
                 for key in keys[start : start + _PIECE]:
                     answers[key] = answer
                     answers.move_to_end(key)
                 while len(answers) > _MAX_ANSWERS:
                     answers.popitem(last=False)
-
-    def _close(self, inquiries: Sequence[Inquiry]) -> None:
-        for one in inquiries:
-            one.is_open = False

@@ -1,4 +1,4 @@
-"""A tier's store in the memory of this process: for tests, and for replays of several nodes in one process."""
+"""A tier's store in the memory of this process: for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from threading import Lock
 
 from kvstow.errors import TierUnavailableError
-from kvstow.tier.objectname import ObjectName, fingerprint_prefix
+from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import (
     ClientHealth,
     ClientStats,
@@ -16,7 +16,6 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
-    StoreCapacity,
     check_batch,
     count_gets,
     count_puts,
@@ -31,7 +30,6 @@ class MemoryStore:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         """`capacity_bytes`: None for no limit. What is larger than the whole store is never stored."""
         self._capacity = capacity_bytes
-        self.capacity = None if capacity_bytes is None else StoreCapacity(capacity_bytes)
         self._lock = Lock()
         self._objects: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
@@ -72,19 +70,6 @@ class MemoryStore:
     def has(self, names: Sequence[str]) -> list[bool]:
         with self._lock:
             return [name in self._objects for name in names]
-
-    def delete(self, names: Sequence[str]) -> int:
-        """Returns how many there were."""
-        with self._lock:
-            found = [name for name in names if name in self._objects]
-            for name in found:
-                self._num_bytes -= len(self._objects.pop(name))
-            return len(found)
-
-    def names(self, prefix: str) -> list[str]:
-        """The names of all objects that begin so. O(objects)."""
-        with self._lock:
-            return [name for name in self._objects if name.startswith(prefix)]
 
 
 class _MemoryClient:
@@ -147,18 +132,6 @@ class MemoryTransfers(_MemoryClient):
 class MemoryLookups(_MemoryClient):
     """The `LookupClient` of a `MemoryStore`."""
 
-    @property
-    def capacity(self) -> StoreCapacity | None:
-        return self._store.capacity
-
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         self._require_open()
         return self._store.has([str(name) for name in names])
-
-    def delete(self, names: Sequence[ObjectName], timeout: float) -> int:
-        self._require_open()
-        return self._store.delete([str(name) for name in names])
-
-    def purge(self, fingerprint: str, timeout: float) -> int:
-        self._require_open()
-        return self._store.delete(self._store.names(fingerprint_prefix(fingerprint)))

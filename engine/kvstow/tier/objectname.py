@@ -21,16 +21,11 @@ class ObjectName(NamedTuple):
     num_ranks: int
 
     def __str__(self) -> str:
-        """The name in the store. All objects of a fingerprint begin with `fingerprint_prefix`."""
+        """The name in the store."""
         block_hash = self.key[GROUP_BYTES:].hex()
-        return f"{fingerprint_prefix(self.fingerprint)}{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
+        return f"kvs1:{self.fingerprint}:{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
 
 
 def names_of_rank(rank: int, num_ranks: int) -> Callable[[str, BlockKey], ObjectName]:
     """What names this rank's object of a fingerprint and a key."""
     return lambda fingerprint, key: ObjectName(fingerprint, key, rank, num_ranks)
-
-
-def fingerprint_prefix(fingerprint: str) -> str:
-    """How the names of all objects of a fingerprint begin."""
-    return f"kvs1:{fingerprint}:"

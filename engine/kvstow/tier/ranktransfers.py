@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,15 +21,12 @@ logger = logging.getLogger("kvstow.tier")
 
 
 class SlotMemory(Protocol):
-    """The memory of a rank's slots, as a `SlotPool` has it."""
+    """The memory of a rank's slots."""
 
     slot_bytes: int
 
     def addresses(self, slots: Any) -> Any:
-        """Where slots begin, for an array of int64."""
-
-    def hold(self, end_slot: int) -> AbstractContextManager[object]:
-        """Keep the memory of all slots below `end_slot` in place. Raises `CopyError` if they are not all pinned."""
+        """Where slots begin, for an array of int64. Raises `CopyError` for slots that are not there."""
 
 
 class RankTransfers:
@@ -38,7 +34,7 @@ class RankTransfers:
     a request waits, never waits for puts.
 
     Slots: an op has ended when its completion is there, and not before the client's last call for it has returned. The
-    memory of its slots is held in place until then. Thread-safe; `submit` and `take_completions` never wait.
+    owner keeps the memory of its slots in place until then. Thread-safe; `submit` and `take_completions` never wait.
     """
 
     def __init__(
@@ -124,21 +120,20 @@ class RankTransfers:
         seconds = 0.0
         full, error = False, None
         try:
-            with self._memory.hold(max(op.slots) + 1):
-                for batch in self._batches(op):
-                    begun = self._clock()
-                    try:
-                        good, bad, full = self._call(op, batch)
-                    finally:
-                        taken = self._clock() - begun
-                        seconds += taken
-                    moved += good
-                    failed += bad
-                    rate = self.put_rate if op.direction == "put" else self.fetch_rate
-                    if good == len(batch):
-                        rate.observe(good * self._memory.slot_bytes, taken)
-                    else:
-                        break
+            for batch in self._batches(op):
+                begun = self._clock()
+                try:
+                    good, bad, full = self._call(op, batch)
+                finally:
+                    taken = self._clock() - begun
+                    seconds += taken
+                moved += good
+                failed += bad
+                rate = self.put_rate if op.direction == "put" else self.fetch_rate
+                if good == len(batch):
+                    rate.observe(good * self._memory.slot_bytes, taken)
+                else:
+                    break
         except TierUnavailableError as outage:
             logger.warning("%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.slots), outage)
             return _failed(op, str(outage), outage=True, seconds=seconds, queue_seconds=queue_seconds)

@@ -6,8 +6,8 @@ another are not touched.
 
 Threads. `put` is called by one thread and `get` by another one, so there may be one call of each at the same time on
 one client, and never two of one kind. `exists` is called by one thread too. All other calls may come from any thread at
-any time. `put`, `get`, `exists`, `delete` and `purge` wait for the store; no call is made by the thread of a scheduler
-or of an event loop, except `stats`, which never waits.
+any time. `put`, `get` and `exists` wait for the store; no call is made by the thread of a scheduler or of an event
+loop, except `stats`, which never waits.
 
 Slots. The caller lends the slots of a `put` or `get` to the client until the call returns or raises. The client reads
 the slots of a `put` and writes those of a `get`, and touches no other memory. When the call ends, in whatever way,
@@ -61,14 +61,6 @@ class SlotObject(NamedTuple):
     name: ObjectName
     address: int
     num_bytes: int
-
-
-class StoreCapacity(NamedTuple):
-    """What a store holds, for this node alone if several share it. `put_bytes_per_second`: what it can take for long
-    without refusing any; None: no limit."""
-
-    num_bytes: int
-    put_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +117,10 @@ class TransferClient(Protocol):
 
 
 class LookupClient(Protocol):
-    """Asks about objects, and removes them. Has no memory of any rank. `capacity`: of the store; None: not known."""
-
-    @property
-    def capacity(self) -> StoreCapacity | None: ...
+    """Asks about objects. Has no memory of any rank."""
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         """Which objects the store has now. A hint: it may be gone when it is fetched."""
-
-    def delete(self, names: Sequence[ObjectName], timeout: float) -> int:
-        """Remove these objects; returns how many there were."""
-
-    def purge(self, fingerprint: str, timeout: float) -> int:
-        """Remove all objects of this fingerprint; returns how many there were."""
 
     def health(self) -> ClientHealth: ...
 

@@ -6,18 +6,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from kvstow.tier.breaker import BreakerState
-from kvstow.tier.writepolicy import WriteMode
 
-TierState = Literal["on", "off", "bypassed", "down"]
+TierState = Literal["on", "off", "down"]
 
 
 @dataclass(slots=True)
 class TierCounters:
     """They only grow. `requests`: those that were not wholly in the pool. `cut_waits`: of them, those that went on
     before all that was to come had arrived. `declined_requests`: those for which a fetch did not pay. `saved_seconds`:
-    the estimated time to compute what was fetched, 0 until the prefill speed is known; a fetch that a reset cancels
-    saves nothing. `found_blocks`: blocks that the store had and the pool had not. `fetched_blocks`: those that every
-    rank has received, cancelled fetches included."""
+    the estimated time to compute what was fetched, 0 until the prefill speed is known. `found_blocks`: blocks that
+    the store had and the pool had not. `fetched_blocks`: those that every rank has received."""
 
     requests: int = 0
     cut_waits: int = 0
@@ -41,17 +39,14 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """`state`: `on`, `off` (with the reason), `bypassed` by an operator, or `down`: the breaker is not closed.
-    `decision`: the last one about a fetch, in words. `write`: the mode that was set; `write_decision`: which blocks are
-    put, and why, in words. `waiting_blocks` are to be put; `dropped_blocks` were to be, and
-    too many waited or the store was full."""
+    """`state`: `on`, `off` (with the reason), or `down`: the breaker is not closed. `decision`: the last one about a
+    fetch, in words. `waiting_blocks` are to be put; `dropped_blocks` were to be, and too many waited or the store was
+    full."""
 
     store: str
     state: TierState
     reason: str
     breaker: BreakerState
-    write: WriteMode
-    write_decision: str
     fetch_bytes_per_second: float | None
     lookup_seconds: float | None
     prefill_tokens_per_second: float | None

@@ -102,7 +102,6 @@ rollingUpdate:
 {{- $engine := .Values.engine -}}
 {{- $amounts := dict "cpu" (toString $engine.cpu) "memory" (include "kvstow.memory" .) $engine.gpuResource (include "kvstow.ranks" .) -}}
 {{- with include "kvstow.hugePages" . }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
-{{- if not (include "kvstow.attached" .) }}{{ $amounts = merge $amounts (include "kvstow.tierResources" . | fromYaml) }}{{ end -}}
 {{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
 {{- end -}}
 

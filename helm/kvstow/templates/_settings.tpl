@@ -6,7 +6,6 @@ transfer_timeout: {{ .Values.pool.transferTimeoutSeconds }}s
 {{- if ne .Values.memory.hugePages "advised" }}
 huge_pages: {{ .Values.memory.hugePages }}
 {{- end }}
-{{- include "kvstow.tierSettings" . }}
 {{- end -}}
 
 {{/* The pace of pinning: in mode node, of populating. */}}
@@ -27,6 +26,7 @@ pin_pause: {{ . }}
 {{/* Of `kvstow serve`. A sidecar populates at its own pace; the pace of pinning is vLLM's. */}}
 {{- define "kvstow.serviceSettings" -}}
 {{ include "kvstow.hostSettings" . }}
+{{- include "kvstow.tierSettings" . }}
 {{- if eq .Values.mode "node" }}
 {{ include "kvstow.paceSettings" . }}
 {{- end }}
@@ -50,7 +50,6 @@ pin_pause: {{ . }}
     )
 -}}
 {{- with .Values.admin.readinessRequire }}{{ $_ := set $extra "readiness_require" . }}{{ end -}}
-{{- with .Values.attach.weightsId }}{{ $_ := set $extra "weights_id" . }}{{ end -}}
 {{- /* max_bytes covers all ranks of one engine. */ -}}
 {{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}
 {{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (mul $ranks (include "kvstow.bytes" .)) }}{{ end -}}

@@ -1,6 +1,6 @@
-{{/* "true" if the pods that the release is about keep the cache, and with it the tier's clients. */}}
+{{/* "true" if the release has a node service with a tier. */}}
 {{- define "kvstow.hasTier" -}}
-{{- if and .Values.tier.url (ne (include "kvstow.attached" .) "node") -}}true{{- end -}}
+{{- if and .Values.tier.url (or (eq .Values.mode "node") (eq (include "kvstow.attached" .) "sidecar")) -}}true{{- end -}}
 {{- end -}}
 
 {{/* The files of Secrets, and where they are mounted; empty without any. */}}
@@ -22,10 +22,6 @@ key_file: /etc/kvstow/tier-certificate/tls.key
 {{/* The URL with all its options. */}}
 {{- define "kvstow.tierUrl" -}}
 {{- $options := include "kvstow.tierFiles" . | fromYaml -}}
-{{- with .Values.tier.capacity -}}
-{{- $_ := set $options "capacity" (include "kvstow.bytes" .) -}}
-{{- $_ := set $options "nodes" (toString $.Values.tier.nodes) -}}
-{{- end -}}
 {{- $separator := contains "?" .Values.tier.url | ternary "&" "?" -}}
 {{- .Values.tier.url -}}
 {{- range $name, $value := $options }}{{ $separator }}{{ $name }}={{ $value }}{{ $separator = "&" }}{{ end -}}
@@ -34,7 +30,6 @@ key_file: /etc/kvstow/tier-certificate/tls.key
 {{- define "kvstow.tierSettings" -}}
 {{- if include "kvstow.hasTier" . }}
 tier: {{ include "kvstow.tierUrl" . | quote }}
-tier_write: {{ .Values.tier.write }}
 {{- end }}
 {{- end -}}
 

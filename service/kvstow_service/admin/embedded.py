@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, KvstowError
 from kvstow_api.hostsettings import is_loopback
-from kvstow_api.tiercontrol import TierControl
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.rendezvous import Rendezvous
@@ -48,7 +47,6 @@ class EmbeddedAdmin:
     `identity` is any text that no other engine on this machine uses; the ranks' agents use it for their `Rendezvous`.
     `node_host` is this machine's name or address for other nodes, needed if the server listens on all addresses.
     `settings` (no secrets) and `build` are shown by the API. `options.port` is the first of 16 ports that are tried.
-    `tier`: None where the host cannot have a fleet tier.
 
     Guarantees: `start` returns at once and raises nothing. Later errors do not reach the host: they are logged, counted
     (the engine's error `admin_server`) and kept in `failure`. The host keeps its signal handlers. If one of several
@@ -66,7 +64,6 @@ class EmbeddedAdmin:
         max_capacity_slots: int,
         settings: Mapping[str, Any] | None = None,
         build: Mapping[str, str] | None = None,
-        tier: TierControl | None = None,
         node_host: str = "",
         head_start: float = _HEAD_START_SECONDS,
         freezes_heap: bool = False,
@@ -88,7 +85,7 @@ class EmbeddedAdmin:
         self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
-        self._max_capacity_slots, self._tier = max_capacity_slots, tier
+        self._max_capacity_slots = max_capacity_slots
         self._description: dict[str, Any] = {
             "mode": mode,
             "settings": settings,
@@ -180,7 +177,6 @@ class EmbeddedAdmin:
                 self._max_capacity_slots,
                 name=self._description["mode"],
                 model=str(settings.get("model", "")),
-                tier=self._tier,
             ),
             self._ticker,
             self._sockets,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import ssl
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import NamedTuple
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.regularfile import FileStamp, RegularFile
 from kvstow_service.admin.certificate import certificates_in, end_of
+from kvstow_service.pemfile import in_memory
 
 logger = logging.getLogger("kvstow.tls")
 
@@ -60,8 +59,8 @@ class TlsFiles:
     def _context(self, cert: bytes, key: bytes | None) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         with ExitStack() as stack:
-            cert_path = stack.enter_context(_in_memory(cert))
-            key_path = None if key is None else stack.enter_context(_in_memory(key))
+            cert_path = stack.enter_context(in_memory(cert))
+            key_path = None if key is None else stack.enter_context(in_memory(key))
             try:
                 context.load_cert_chain(cert_path, key_path, password="")  # None would prompt on the terminal
             except (OSError, ssl.SSLError) as error:
@@ -85,15 +84,6 @@ def _content(setting: str, path: Path) -> bytes:
         return RegularFile.read(path).content
     except OSError as error:
         raise SettingError(setting, str(path), f"cannot be read: {error.strerror}") from None
-
-
-@contextmanager
-def _in_memory(pem: bytes) -> Iterator[str]:
-    """A path to these bytes: `ssl` takes paths only, and opening the original again could find another file."""
-    with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
-        file.write(pem)
-        file.flush()
-        yield f"/proc/self/fd/{file.fileno()}"
 
 
 class ServerTls:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import click
 
 import kvstow
-from kvstow_service.cli.allcontexts import all_contexts_flag
 from kvstow_service.cli.commands import LazyGroup
 
 
 @click.group("kvstow", cls=LazyGroup)
-@all_contexts_flag
 @click.version_option(kvstow.__version__, prog_name="kvstow")
 def app() -> None:
     """KV-cache offload for LLM inference: run, watch and control it."""

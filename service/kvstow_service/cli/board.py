@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -200,7 +201,7 @@ def _traffic(shown: PoolOverview, width: int) -> RenderableType:
 
 
 def _add_curves(grid: Table, chart: Chart, styles: Sequence[str], room: int) -> None:
-    for curve, style in zip(chart.curves, styles, strict=True):
+    for curve, style in zip(chart.curves, cycle(styles), strict=False):
         line = Text(sparkline(curve.points, room, chart.top).rjust(room), style=style)
         grid.add_row(_label(curve.name), line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import get_completion_class
 
-from kvstow_service.cli.allcontexts import is_wanted
-
 
 class _Command(NamedTuple):
     """A module of this package, and the first line of the command's help."""
@@ -26,7 +24,6 @@ COMMANDS = {
     "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),
     "describe": _Command("describe", "Show one thing in full: the server, a pool, a rank, ..."),
     "top": _Command("top", "Watch the server live."),
-    "plot": _Command("plot", "Plot metrics of the last hour."),
     "events": _Command("events", "Print events as they happen, until Ctrl-C."),
     "doctor": _Command("doctor", "Diagnose problems and suggest fixes."),
     "wait": _Command("wait", "Wait until the server is ready, pinned or drained."),
@@ -40,16 +37,11 @@ COMMANDS = {
     "drain": _Command("switches", "Finish what is in flight, and accept nothing new."),
     "undrain": _Command("switches", "Accept traffic again."),
     "bypass": _Command("switches", "Switch loads or stores off without touching the pool."),
-    "tier": _Command("tiercommands", "Attach, detach, bypass or purge the store that nodes share."),
     "detach": _Command("nodecommands", "Detach an engine from the node."),
     "delete": _Command("nodecommands", "Delete a pool that no engine uses."),
     "cancel": _Command("following", "Stop a long-running operation. What it has done so far stays done."),
-    "context": _Command("contexts", "Name servers, and choose the one that commands use."),
     "completion": _Command("commands", "Print a script that makes the shell complete commands."),
 }
-
-ON_ALL_CONTEXTS = ("get", "doctor")
-"""The commands that take --all-contexts."""
 
 
 class LazyGroup(click.Group):
@@ -66,9 +58,6 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if is_wanted(ctx) and name not in ON_ALL_CONTEXTS:
-            allowed = " and ".join(f"`kvstow {one}`" for one in ON_ALL_CONTEXTS)
-            ctx.fail(f"`kvstow {name}` works with one server; --all-contexts is for {allowed}")
         return name, None if command is None else load(name or ""), rest
 
 

@@ -1,4 +1,4 @@
-"""How a command reaches its server: flags, environment variables and contexts."""
+"""How a command reaches its server: flags and environment variables."""
 
 from __future__ import annotations
 
@@ -7,90 +7,74 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
 from kvstow.errors import ConfigError
 from kvstow_service import environment
-from kvstow_service.cli.contexts import Context, ContextFile
 from kvstow_service.cli.failures import reporting_failures
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     import ssl
 
-    from kvstow_api.client import Client, Endpoint
+    from kvstow_api.client import Client
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where requests go. `name`: the context's, if one was used; `timeout`: seconds for each answer."""
+    """Where requests go, and with which credentials. `timeout`: seconds for each answer."""
 
-    context: Context
-    timeout: float
-    name: str | None = None
+    server: str
+    token_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    timeout: float = 10.0
 
     @classmethod
-    def choose(cls, given: Context, name: str | None, environ: Mapping[str, str], *, timeout: float = 10.0) -> Self:
-        """`given` by flags; what is missing comes from the environment and from the context `name` or the current one.
-
-        A server given by flag or variable takes nothing from the current context. Raises `ConfigError`.
-        """
+    def take(cls, options: dict[str, Any], environ: Mapping[str, str]) -> Self:
+        """Removes the connection flags from the command's options; `environ` has what they do not give. Raises
+        `ConfigError`."""
         from kvstow_api.client.endpoint import DEFAULT_SERVER
 
-        if given.server and name:
-            raise ConfigError("--context", name, "a server or a context, not both")
-        server = given.server or ("" if name else environ.get(environment.SERVER, ""))
-        used, stored = None, Context(server or DEFAULT_SERVER)
-        if not server:
-            file = ContextFile.read(environ)
-            used = name or environ.get(environment.CONTEXT) or file.current
-            stored = file.get(used) if used else stored
-        context = Context(
-            server=stored.server,
-            token_file=given.token_file or environ.get(environment.TOKEN_FILE) or stored.token_file,
-            ca_file=given.ca_file or environ.get(environment.CA_FILE) or stored.ca_file,
-            cert_file=given.cert_file or stored.cert_file,
-            key_file=given.key_file or stored.key_file,
+        timeout = options.pop("request_timeout")
+        if not timeout:
+            raise ConfigError("--request-timeout", timeout, "more than 0 seconds")
+        return cls(
+            server=options.pop("server") or environ.get(environment.SERVER) or DEFAULT_SERVER,
+            token_file=options.pop("token_file") or environ.get(environment.TOKEN_FILE) or None,
+            ca_file=options.pop("ca_file") or environ.get(environment.CA_FILE) or None,
+            cert_file=options.pop("cert_file"),
+            key_file=options.pop("key_file"),
+            timeout=timeout,
         )
-        return cls(context, timeout, used)
-
-    @property
-    def server(self) -> str:
-        """The server as people know it: its URL, and the context that names it."""
-        return f"{self.context.server} (context {self.name})" if self.name else self.context.server
 
     def client(self) -> Client:
         """Raises `ConfigError` for a server or a file that cannot be used."""
-        from kvstow_api.client import Client
+        from kvstow_api.client import Client, Endpoint
 
-        return Client(self._endpoint(), timeout=self.timeout)
+        token_file = Path(self.token_file) if self.token_file else None
+        endpoint = Endpoint.parse(self.server, token_file=token_file, tls=self._tls())
+        return Client(endpoint, timeout=self.timeout)
 
-    def _endpoint(self) -> Endpoint:
-        from kvstow_api.client import Endpoint
+    def _tls(self) -> ssl.SSLContext | None:
+        """None: the system's certificates."""
+        if not (self.ca_file or self.cert_file or self.key_file):
+            return None
+        import ssl
 
-        context = self.context
-        token_file = Path(context.token_file) if context.token_file else None
-        return Endpoint.parse(context.server, token_file=token_file, tls=_tls(context))
-
-
-def _tls(context: Context) -> ssl.SSLContext | None:
-    """None: the system's certificates."""
-    if not (context.ca_file or context.cert_file or context.key_file):
-        return None
-    import ssl
-
-    if context.key_file and not context.cert_file:
-        raise ConfigError("--key-file", context.key_file, "only together with --cert-file")
-    try:
-        tls = ssl.create_default_context(cafile=context.ca_file)
-        if context.cert_file:
-            tls.load_cert_chain(context.cert_file, context.key_file)
-    except OSError as error:  # ssl.SSLError is one
-        files = ", ".join(filter(None, (context.ca_file, context.cert_file, context.key_file)))
-        raise ConfigError("TLS files", files, f"valid PEM files ({error})") from error
-    return tls
+        if self.key_file and not self.cert_file:
+            raise ConfigError("--key-file", self.key_file, "only together with --cert-file")
+        try:
+            tls = ssl.create_default_context(cafile=self.ca_file)
+            if self.cert_file:
+                tls.load_cert_chain(self.cert_file, self.key_file)
+        except OSError as error:  # ssl.SSLError is one
+            files = ", ".join(filter(None, (self.ca_file, self.cert_file, self.key_file)))
+            raise ConfigError("TLS files", files, f"valid PEM files ({error})") from error
+        return tls
 
 
 _FILE = click.Path(dir_okay=False)
@@ -98,38 +82,14 @@ _FLAGS = (
     click.option(
         "--server",
         metavar="URL",
-        help="http://HOST:PORT, https://HOST:PORT or unix:/PATH. Default: KVSTOW_SERVER, then the current context, "
-        "then http://127.0.0.1:9595.",
+        help="http://HOST:PORT, https://HOST:PORT or unix:/PATH. Default: KVSTOW_SERVER, then http://127.0.0.1:9595.",
     ),
-    click.option("--context", metavar="NAME", help="A server by its name in `kvstow context list`."),
     click.option("--token-file", type=_FILE, help="File with the bearer token. Default: KVSTOW_TOKEN_FILE."),
     click.option("--ca-file", type=_FILE, help="CA certificates instead of the system's. Default: KVSTOW_CA_FILE."),
     click.option("--cert-file", type=_FILE, help="Client certificate."),
     click.option("--key-file", type=_FILE, help="Key of the client certificate, if it is in another file."),
     click.option("--request-timeout", type=TIME, default="10s", show_default=True, help="Longest wait for one answer."),
 )
-
-
-def connection_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the flags that `Given` takes."""
-    return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), command)
-
-
-class Given(NamedTuple):
-    """The connection flags of a command; `context.server` is empty if no server is given."""
-
-    context: Context
-    name: str | None
-    timeout: float
-
-    @classmethod
-    def take(cls, options: dict[str, Any]) -> Self:
-        """Removes them from the command's options. Raises `ConfigError`."""
-        timeout = options.pop("request_timeout")
-        if not timeout:
-            raise ConfigError("--request-timeout", timeout, "more than 0 seconds")
-        files = {name: options.pop(name) for name in ("token_file", "ca_file", "cert_file", "key_file")}
-        return cls(Context(options.pop("server") or "", **files), options.pop("context"), timeout)
 
 
 def remote(command: Callable[..., None]) -> Callable[..., None]:
@@ -139,7 +99,6 @@ def remote(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**options: Any) -> None:
         with reporting_failures():
-            given = Given.take(options)
-            command(Connection.choose(given.context, given.name, os.environ, timeout=given.timeout), **options)
+            command(Connection.take(options, os.environ), **options)
 
-    return connection_flags(run)
+    return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), run)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow_api.numberformat import counted
-from kvstow_service.cli.allcontexts import AllContexts, Answers, remote_or_all
-from kvstow_service.cli.connection import Connection
+from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.output import STATE_STYLES, Format, emit, plain, styled, wide_format_flag
+from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, wide_format_flag
 
 if TYPE_CHECKING:
     from kvstow_api.views.doctor import DoctorView
@@ -19,33 +18,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @wide_format_flag
-@remote_or_all
-def doctor(target: Connection | AllContexts, style: Format) -> None:
+@remote
+def doctor(connection: Connection, style: Format) -> None:
     """Diagnose problems and suggest fixes.
 
-    Exit code 1 if there is a warning or an error. wide shows the numbers, and the checks that could not run. With
-    --all-contexts the servers of all contexts are diagnosed; the exit code is 6 if some give no answer.
+    Exit code 1 if there is a warning or an error. wide shows the numbers, and the checks that could not run.
     """
     from kvstow_api.client import calls
 
-    if isinstance(target, AllContexts):
-        answers = target.ask(lambda client: client.send(calls.doctor()))
-        items = [{"context": context, **plain(view)} for context, view in answers.views.items()]
-        emit({"items": items, "errors": answers.failed()}, style, lambda _: _of_all(answers, wide=style == "wide"))
-        healthy = all(view.healthy for view in answers.views.values())
-        click.get_current_context().exit(answers.report() or (ExitCode.OK if healthy else ExitCode.ERROR))
-    with target.client() as client:
+    with connection.client() as client:
         view = client.send(calls.doctor())
     emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
     click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
-
-
-def _of_all(answers: Answers[DoctorView], *, wide: bool) -> str:
-    parts = [
-        "\n".join([styled(f"context {context}", bold=True), *_lines(view, wide=wide)])
-        for context, view in answers.views.items()
-    ]
-    return "\n\n".join(parts)
 
 
 def _lines(view: DoctorView, *, wide: bool) -> Iterator[str]:

@@ -24,8 +24,6 @@ class ExitCode(IntEnum):
     NOT_READY = 3
     NOT_FOUND = 4
     CONFLICT = 5
-    NOT_ANSWERED = 6
-    """Of several servers, some gave no answer; what the others said is printed."""
 
 
 class CommandError(KvstowError):
@@ -50,14 +48,12 @@ _CODES = {
     503: ExitCode.NOT_READY,
 }
 _HINTS = {
-    401: "give a valid token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
-    403: "use an admin's token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
+    401: "give a valid token: --token-file or KVSTOW_TOKEN_FILE",
+    403: "use an admin's token: --token-file or KVSTOW_TOKEN_FILE",
     409: "`kvstow describe server` shows what the server is doing; try again when that has ended",
     412: "the settings changed in the meantime; check them and try again",
 }
-_UNREACHABLE = (
-    "check that KVStow's admin server runs there, or choose another: --server, KVSTOW_SERVER, or `kvstow context use`"
-)
+_UNREACHABLE = "check that KVStow's admin server runs there, or choose another: --server or KVSTOW_SERVER"
 _LISTED_BY = {
     "block": "blocks",
     "pool": "pools",

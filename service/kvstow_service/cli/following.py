@@ -61,8 +61,7 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
         try:
             while operation.state == "running":
                 operation = client.send(calls.operation(operation.id, wait=server_wait()))
-                what = "the store" if operation.kind == "tier-purge" else "transfers"
-                waiting = f" (waiting for {what})" if operation.waiting else ""
+                waiting = " (waiting for transfers)" if operation.waiting else ""
                 done, total = operation.progress.done, operation.progress.total
                 bars.update(bar, description=operation.kind + waiting, completed=done, total=total or None)
         except KeyboardInterrupt:

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from kvstow_api.numberformat import moment
-from kvstow_service.cli.allcontexts import AllContexts, Answers, remote_or_all
-from kvstow_service.cli.connection import Connection
-from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.output import Column, Format, format_option, plain, styled, table, text_of
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.output import Format, format_option, styled, table, text_of
 from kvstow_service.cli.poolflag import chosen_pool
 from kvstow_service.cli.valuetypes import TIME
 
@@ -45,7 +43,6 @@ _OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only those of this poo
 _OF_NAMESPACE = click.Option(["--namespace"], metavar="NAME", help="Only those of this namespace.")
 _OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
 _NOUNS = (
-    _Noun("servers", "server", "The server: state, memory, what uses it.", described=False),
     _Noun("pools", "pool", "Pools: state, memory, use, traffic."),
     _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
     _Noun("namespaces", "namespace", "Namespaces: model, weights, and which engines share blocks."),
@@ -69,7 +66,7 @@ _NOUNS = (
         "operation",
         "Long-running operations, newest first.",
         (
-            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize", "tier-purge"])),
+            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
             click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
             _OF_POOL,
             _LIMIT,
@@ -92,8 +89,7 @@ class _AliasGroup(click.Group):
 def get() -> None:
     """List pools, sessions, ranks, blocks, transfers, operations, ...
 
-    `kvstow describe` shows one of them in full. With --all-contexts one list has the items of all servers, each with
-    its context; servers that give no answer are named on standard error, and the exit code is 6.
+    `kvstow describe` shows one of them in full.
     """
 
 
@@ -103,9 +99,9 @@ def _command(noun: _Noun) -> click.Command:
     @format_option(("table", "wide", "name", "json", "yaml"), "wide shows more columns, name only ids.")
     @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
     @click.option("--interval", type=TIME, default="2s", show_default=True, help="How often --watch asks the server.")
-    @remote_or_all
+    @remote
     def command(
-        target: Connection | AllContexts,
+        connection: Connection,
         extra: tuple[str, ...],
         style: Format,
         watch: bool,
@@ -116,13 +112,10 @@ def _command(noun: _Noun) -> click.Command:
             raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
-        if isinstance(target, AllContexts):
-            _list_all(target, noun, style, options, interval=max(interval, 0.1) if watch else None)
-            return
-        with target.client() as client:
+        with connection.client() as client:
             fetch = partial(_fetch, client, noun, style, options, watched=watch)
             if watch:
-                _watch(fetch, max(interval, 0.1), title=f"kvstow get {noun.name}  {target.server}")
+                _watch(fetch, max(interval, 0.1), title=f"kvstow get {noun.name}  {connection.server}")
             else:
                 click.echo(fetch(), nl=style != "name")
 
@@ -151,80 +144,15 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
 def _note(view: Any, options: dict[str, Any]) -> str:
     """A note for a list that is cut off, or that is empty for a reason."""
     if getattr(view, "store", "") is None:
-        return "no store is attached" + ("; `kvstow tier attach URL` attaches one" if view.attachable else "")
+        return "there is no fleet tier: `kvstow serve --tier URL` has one"
     is_cut = getattr(view, "next_page_token", None) is not None
     return f"there are more than {options['limit']}; --limit shows them" if is_cut else ""
-
-
-def _list_all(
-    servers: AllContexts, noun: _Noun, style: Format, options: dict[str, Any], *, interval: float | None
-) -> None:
-    """One list of what all servers have; `interval`: seconds after which to repeat it."""
-    question = partial(_read_if_there, noun=noun, options=options)
-    if interval is not None:
-        _watch(
-            lambda: _text_of_all(servers.ask(question), noun, style, options, watched=True),
-            interval,
-            title=f"kvstow get {noun.name}  all contexts",
-        )
-        return
-    answers = servers.ask(question)
-    if not answers.failures and not any(answers.views.values()):
-        hint = "`kvstow --all-contexts get pools` lists what there is"
-        raise CommandError(f"no server has a pool {options['pool']!r}", hint, ExitCode.NOT_FOUND)
-    click.echo(_text_of_all(answers, noun, style, options, watched=False), nl=style != "name")
-    for line in _notes(answers, options):
-        click.echo(line, err=True)
-    click.get_current_context().exit(answers.report())
-
-
-def _read_if_there(client: Client, *, noun: _Noun, options: dict[str, Any]) -> Any:
-    """None of a server without the pool that is asked for: another one may have it."""
-    from kvstow_api.client import ApiError
-
-    try:
-        return _read(client, noun, **options)
-    except ApiError as error:
-        if options.get("pool") is None or error.problem is None or error.problem.status != 404:
-            raise
-        return None
-
-
-def _notes(answers: Answers[Any], options: dict[str, Any]) -> list[str]:
-    notes = {context: _note(view, options) for context, view in answers.views.items()}
-    return [f"context {context}: {note}" for context, note in notes.items() if note]
-
-
-def _text_of_all(answers: Answers[Any], noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
-    """With the failures, if the list is watched or for programs."""
-    from kvstow_service.cli.tables import LISTS
-
-    columns, identifier = LISTS[noun.name]
-    found = [_Found(context, item) for context, view in answers.views.items() if view for item in view.items]
-    if style == "name":
-        return "".join(f"--context {one.context} {getattr(one.item, identifier)}\n" for one in found)
-    if style in ("json", "yaml"):
-        items = [{"context": one.context, **plain(one.item)} for one in found]
-        return text_of({"items": items, "errors": answers.failed()}, style, str, one_line=watched)
-    of_item = [Column(title, lambda one, cell=cell: cell(one.item), wide) for title, cell, wide in columns]  # type: ignore[misc]
-    text = table(found, (Column("CONTEXT", lambda one: one.context), *of_item), wide=style == "wide")
-    return "\n".join([text, *_notes(answers, options), *answers.lines()]) if watched else text
-
-
-class _Found(NamedTuple):
-    """An item of a list, and the context of its server."""
-
-    context: str
-    item: Any
 
 
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
     """The list; of one that has pages, as many as `limit` items take."""
     from kvstow_api.client import calls
-    from kvstow_service.cli.serverlist import read_servers
 
-    if noun.name == "servers":
-        return read_servers(client)
     if noun.name == "tiers":
         return client.send(calls.tier())
     call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))

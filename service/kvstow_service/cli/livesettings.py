@@ -17,7 +17,7 @@ from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
 from kvstow_service.cli.output import Format, emit, format_flag, table
 from kvstow_service.cli.poolflag import chosen_pool, pool_flag
-from kvstow_service.cli.valuetypes import SIZE, TIME
+from kvstow_service.cli.valuetypes import SIZE
 
 if TYPE_CHECKING:
     from kvstow_api.views.pools import PlanView, PoolView
@@ -144,16 +144,15 @@ def set_values(
 @config.command("log-level")
 @click.argument("level")
 @click.option("--logger", default="kvstow", show_default=True, help="A logger of `kvstow get log-levels`.")
-@click.option("--ttl", type=TIME, help="For this long; otherwise until the server stops.")
 @format_flag
 @remote
-def log_level(connection: Connection, level: str, logger: str, ttl: float | None, style: Format) -> None:
-    """Set a logger's LEVEL: debug, info, warning or error."""
+def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
+    """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
     from kvstow_api.client import calls
     from kvstow_service.cli.tables import LOG_LEVELS
 
     with connection.client() as client:
-        answer = client.send(calls.set_log_level(level, logger=logger, ttl_seconds=ttl))
+        answer = client.send(calls.set_log_level(level, logger=logger))
     emit(answer, style, lambda view: table([view], LOG_LEVELS))
 
 

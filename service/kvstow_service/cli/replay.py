@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
-from kvstow.config import CopyStrategy
 from kvstow.errors import KvstowError, ProcessEndedError
-from kvstow.tier.writepolicy import WRITE_MODES
 from kvstow_service.cli.failures import ExitCode
 from kvstow_service.cli.replayoptions import (
     attach_path,
     check_attach,
-    check_data,
-    check_nodes,
     check_port,
-    check_tier,
     shape_of,
-    tier_settings,
 )
-from kvstow_service.cli.replayruns import run_attached, run_fleet, run_here
-from kvstow_service.replay.place import Place
-from kvstow_service.replay.shapes import SHAPES, DeviceName
+from kvstow_service.cli.replayruns import run_attached, run_here
+from kvstow_service.replay.shapes import SHAPES
 
 if TYPE_CHECKING:
     from kvstow_service.replay.launcher import AttachedResult
     from kvstow_service.replay.result import ReplayResult
-    from kvstow_service.replay.router import Routing
 
 _POOL_SLOTS = 1000
 _POSITIVE = click.FloatRange(0, min_open=True)
@@ -50,13 +42,6 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option("--slot-size", help="Bytes of one block on each rank. Default: 256KiB.")
 @click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
-@click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu, cuda or jax.")
-@click.option(
-    "--copy-strategy",
-    default="auto",
-    show_default=True,
-    help="On CUDA: direct copies pages, staged copies packed blocks, auto measures which is faster.",
-)
 @click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
 @click.option(
     "--ranks",
@@ -69,25 +54,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests in flight at once.")
-@click.option(
-    "--kv-blocks", type=click.IntRange(1), help="Blocks of the device's KV cache. Default: what the trace needs."
-)
-@click.option(
-    "--tier",
-    metavar="URL",
-    help="Store under the pools: mooncake://MASTER:PORT, redis://HOST:PORT, or memory: in this process.",
-)
+@click.option("--kv-blocks", type=click.IntRange(1), help="Blocks of the KV cache. Default: what the trace needs.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     help="Serve the admin API on this port of 127.0.0.1 meanwhile; the next 15 are tried if it is taken.",
 )
-@click.option("--tier-write", help=f"What goes to the tier: {', '.join(WRITE_MODES)}. Default: through.")
-@click.option(
-    "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes, each with a pool of its own."
-)
-@click.option("--routing", help="With --nodes: send a request to the longest prefix, or random. Default: prefix.")
-@click.option("--prefill-rate", type=_POSITIVE, help="Tokens per second that each node computes. Default: no limit.")
+@click.option("--prefill-rate", type=_POSITIVE, help="Tokens per second that an engine computes. Default: no limit.")
 @click.option("--no-data", is_flag=True, help="Replay the control plane only; move no bytes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
@@ -97,8 +70,6 @@ def replay(
     pool_slots: int | None,
     slot_size: str | None,
     shape: str | None,
-    device: str,
-    copy_strategy: str,
     requests: int | None,
     ranks: int,
     policy: str | None,
@@ -106,11 +77,7 @@ def replay(
     time_scale: float | None,
     concurrency: int,
     kv_blocks: int | None,
-    tier: str | None,
-    tier_write: str | None,
     port: int | None,
-    nodes: int,
-    routing: str | None,
     prefill_rate: float | None,
     no_data: bool,
     as_json: bool,
@@ -123,9 +90,8 @@ def replay(
     With --attach each engine is a process, and so is each of its ranks. They continue without the service while it is
     away, and an engine that dies is started again. Engines of equal slot size and ranks share what they store.
 
-    With --tier, blocks that are not in the pool may come from a store that all nodes share. With --nodes, one
-    dispatcher sends one request at a time, in the order of the trace, so that hit ratios repeat. With --prefill-rate, a
-    fetch has to be faster than computing the same blocks.
+    If the service has a fleet tier, blocks may come from it; with --prefill-rate, a fetch has to be faster than
+    computing the same blocks.
 
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
@@ -133,17 +99,12 @@ def replay(
     from kvstow_service.replay.driver import blocks_needed
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
-    from kvstow_service.tiers.tierhost import TierChoice
 
     result: ReplayResult | AttachedResult
     try:
-        check_attach(attach, engines, policy, device, no_data=no_data)
-        check_nodes(nodes, routing, concurrency, rate, time_scale)
-        check_port(port, nodes, attach, no_data=no_data)
-        check_tier(tier, tier_write, nodes, attach, device, no_data=no_data)
+        check_attach(attach, engines, policy, no_data=no_data)
+        check_port(port, attach, no_data=no_data)
         cut = shape_of(shape, slot_size)
-        place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
-        check_data(device, no_data=no_data)
         config = EngineConfig(
             slot_bytes=cut.slot_bytes,
             capacity_slots=_POOL_SLOTS if pool_slots is None else pool_slots,
@@ -152,19 +113,14 @@ def replay(
             block_tokens=BLOCK_TOKENS,
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
-        settings = tier_settings(tier_write, prefill_rate)
-        choice = None if tier is None else TierChoice.of(tier, settings.write, allows_memory=True)
         path = None if attach is None else attach_path(attach)
         found = read_trace(trace, limit=requests)
         blocks = kv_blocks or blocks_needed(found, concurrency)
-        if nodes > 1:
-            way = cast("Routing", routing or "prefix")
-            result = run_fleet(config, nodes, way, choice and choice.store, settings, options, found, blocks, place)
-        elif path is None:
-            result = run_here(config, options, found, blocks, None if no_data else place, choice, settings, port)
+        if path is None:
+            result = run_here(config, options, found, blocks, None if no_data else cut, port)
         else:
             wanted = 0 if pool_slots is None else pool_slots * cut.slot_bytes * ranks
-            result = run_attached(path, engines or 1, place, cut, ranks, blocks, wanted, found, options)
+            result = run_attached(path, engines or 1, cut, ranks, blocks, wanted, found, options)
     except ProcessEndedError as error:
         click.echo(f"kvstow replay: {error}", err=True)
         sys.exit(ExitCode.ERROR)

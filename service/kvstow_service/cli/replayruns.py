@@ -1,4 +1,4 @@
-"""The three ways in which `kvstow replay` runs a trace: over one engine here, over several nodes here, and attached.
+"""The two ways in which `kvstow replay` runs a trace: over one engine here, and attached.
 
 Each shows its progress, and ends at the first SIGINT or SIGTERM.
 """
@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.place import Place
-from kvstow_service.replay.shapes import Shape, even_shape
+from kvstow_service.replay.shapes import Shape
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvstow.config import EngineConfig
-    from kvstow.control.tiersettings import TierSettings
-    from kvstow.tier.store import TierStore
     from kvstow_service.replay.launcher import AttachedResult
-    from kvstow_service.replay.offload import Offload
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.result import ReplayResult
-    from kvstow_service.replay.router import Routing
     from kvstow_service.replay.session import Session
     from kvstow_service.replay.trace import TraceRequest
-    from kvstow_service.tiers.tierhost import TierChoice, TierHost
 
 
 def run_here(
@@ -36,97 +30,48 @@ def run_here(
     options: ReplayOptions,
     requests: list[TraceRequest],
     blocks: int,
-    place: Place | None,
-    choice: TierChoice | None,
-    settings: TierSettings,
+    shape: Shape | None,
     port: int | None,
 ) -> ReplayResult:
-    """`place`: None replays the control plane alone. `port`: None for no admin server."""
+    """`shape`: None replays the control plane alone. `port`: None for no admin server."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.replayadmin import replay_admin
     from kvstow_service.replay.session import local_session, simulated_session
-    from kvstow_service.replay.tieredoffload import fingerprint_of, tiered_offload
 
     with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
-        if place is None:
+        if shape is None:
             session = simulated_session(config)
         else:
             pinned = progress.add_task("pinning", total=config.capacity_slots)
             session = local_session(
                 config,
                 kv_blocks=blocks,
-                place=place,
+                shape=shape,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
-                shared=choice is not None,
             )
         parts = stack.enter_context(session)
-        offload: Offload = EmbeddedOffload(parts.engine)
-        wait = parts.wait
-        tier: TierHost | None = None
-        if choice is not None and place is not None:
-            name = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
-            stop = stops.requested
-            tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, choice, settings, name, stop=stop))
-            offload, wait, tier = tiered, tiered.wait, tiered.host
         if port is not None:
-            stack.enter_context(replay_admin(parts, port, tier))
+            stack.enter_context(replay_admin(parts, port))
         progress.start_task(replayed)
         driver = ReplayDriver(
-            offload,
+            EmbeddedOffload(parts.engine),
             parts.workers,
             parts.kv,
             requests,
             options,
             kv_blocks=blocks,
             on_request=lambda count: progress.update(replayed, completed=count),
-            wait=wait,
         )
         return driver.run(stops.requested)
-
-
-def run_fleet(
-    config: EngineConfig,
-    nodes: int,
-    routing: Routing,
-    store: TierStore | None,
-    settings: TierSettings,
-    options: ReplayOptions,
-    requests: list[TraceRequest],
-    blocks: int,
-    place: Place,
-) -> ReplayResult:
-    from kvstow_service.replay.fleet import local_fleet
-
-    with StopRequests() as stops, _progress() as progress:
-        pinned = progress.add_task("pinning", total=config.capacity_slots * nodes)
-        replayed = progress.add_task("replaying", total=len(requests), start=False)
-        with local_fleet(
-            config,
-            nodes,
-            routing,
-            store,
-            settings,
-            options,
-            kv_blocks=blocks,
-            requests=requests,
-            stop=stops.requested,
-            place=place,
-            on_pinned=lambda slots: progress.update(pinned, completed=slots),
-        ) as fleet:
-            progress.start_task(replayed)
-            return fleet.run(
-                requests, stops.requested, on_request=lambda count: progress.update(replayed, completed=count)
-            )
 
 
 def run_attached(
     path: Path,
     engines: int,
-    place: Place,
     shape: Shape,
     ranks: int,
     blocks: int,
@@ -140,7 +85,7 @@ def run_attached(
 
     check_fits(requests, blocks)
     specs = [
-        EngineSpec(f"replay-{number}", path, shape, place, ranks, blocks, wanted_bytes, requests, options)
+        EngineSpec(f"replay-{number}", path, shape, ranks, blocks, wanted_bytes, requests, options)
         for number in range(1, engines + 1)
     ]
     with StopRequests() as stops, _progress() as progress:

@@ -13,11 +13,9 @@ import click
 from pydantic.fields import FieldInfo
 
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError, MissingPackageError
-from kvstow_service.node.removedsettings import REMOVED_SETTINGS
 from kvstow_service.node.settings import Settings, flag_name, load_settings
 
 _CONFIG_HELP = "TOML file with settings, named like the flags but with underscores. Default: KVSTOW_CONFIG."
-_REMOVED_SWITCHES = {"lock", "exit_after_replay"}
 
 
 def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
@@ -73,12 +71,6 @@ def _option(key: str, field: FieldInfo) -> click.Option:
     )
 
 
-def _removed(key: str) -> click.Option:
-    """A flag that is refused with a sentence."""
-    flag, is_switch = flag_name(key), key in _REMOVED_SWITCHES
-    return click.Option([f"{flag}/--no-{flag[2:]}" if is_switch else flag], default=None, hidden=True)
-
-
 def _serve(config: str | None, **flags: str | bool | None) -> None:
     """Run the node service: the host memory that the engines of this machine share.
 
@@ -98,6 +90,5 @@ serve = click.Command(
     params=[
         click.Option(["--config"], metavar="FILE", help=_CONFIG_HELP),
         *(_option(key, field) for key, field in Settings.model_fields.items()),
-        *(_removed(key) for key in REMOVED_SETTINGS),
     ],
 )

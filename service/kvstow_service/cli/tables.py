@@ -8,10 +8,8 @@ from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_t
 from kvstow_api.overview import waits_for
 from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
-from kvstow_api.views.settings import LogLevelView
 from kvstow_api.views.tier import TierClientView
 from kvstow_service.cli.output import Column
-from kvstow_service.cli.serverlist import ServerRow
 
 
 def _field(title: str, name: str, *, wide: bool = False) -> Column:
@@ -33,8 +31,7 @@ def _used(item: PoolView) -> str:
 
 
 def _progress(item: OperationView) -> str:
-    done, unit = f"{item.progress.done:,}", item.progress.unit
-    return f"{done} {unit}" if unit == "objects" else f"{done} of {item.progress.total:,} {unit}"
+    return f"{item.progress.done:,} of {item.progress.total:,} slots"
 
 
 def _removed(item: OperationView) -> str:
@@ -48,27 +45,6 @@ def _in_flight(item: PoolView) -> str:
     words = f"{pending.loads + pending.stores:,}"
     return f"{words} ({pending.stuck:,} stuck)" if pending.stuck else words
 
-
-def _memory(item: ServerRow) -> str:
-    memory = item.memory
-    size = format_size(memory.target_bytes)
-    is_all = memory.populated_bytes >= memory.target_bytes
-    return size if is_all else f"{format_size(memory.populated_bytes)} of {size}"
-
-
-SERVERS = (
-    _field("ADDRESS", "address"),
-    _field("STATE", "state"),
-    _field("MODE", "mode"),
-    Column("MEMORY", _memory),
-    _field("POOLS", "pools"),
-    _field("SESSIONS", "sessions"),
-    _field("RANKS", "ranks"),
-    Column("UP", lambda item: duration(item.uptime_seconds)),
-    _field("VERSION", "version"),
-    _field("REASON", "reason"),
-    _field("MODEL", "model", wide=True),
-)
 
 POOLS = (
     _field("NAME", "name"),
@@ -214,7 +190,6 @@ TIERS = (
     Column("SAVED", lambda item: duration(item.counters.saved_seconds)),
     Column("DECISION", lambda item: item.reason or item.decision),
     _field("FINGERPRINT", "fingerprint", wide=True),
-    Column("WRITES", lambda item: f"{item.write}: {item.write_decision}", wide=True),
     Column("CLIENTS", lambda item: "; ".join(map(_client, item.clients)), wide=True),
 )
 
@@ -223,14 +198,9 @@ def _client(client: TierClientView) -> str:
     return f"{client.purpose} {client.state}" + (f" ({client.reason})" if client.reason else "")
 
 
-def _level_left(item: LogLevelView) -> str:
-    return ABSENT if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
-
-
-LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"), Column("FOR", _level_left))
+LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"))
 
 LISTS = {
-    "servers": (SERVERS, "address"),
     "pools": (POOLS, "name"),
     "sessions": (SESSIONS, "id"),
     "namespaces": (NAMESPACES, "name"),

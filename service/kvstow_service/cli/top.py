@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvstow_api.client import Client
     from kvstow_api.overview import Overview
     from kvstow_api.pooloverview import PoolReadings
-    from kvstow_api.views.tier import TierView
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
@@ -50,7 +49,7 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
     """
     interval = max(interval, 0.1)
     with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
-        server = connection.context.server
+        server = connection.server
         if svg is not None:
             _draw(_ask_once(client, server, pool), svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -82,7 +81,7 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
         transfers=send(calls.transfers(slowest=NUM_OLDEST, pool=None if of_pool is None else shown)),
         asked=pool,
         pool=of_pool,
-        tier=_ask_tier(client),
+        tier=send(calls.tier()),
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 
@@ -97,25 +96,12 @@ def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
         return PoolReadings(
             stats=send(calls.stats(pool=pool)),
             ranks=send(calls.ranks(pool=pool)).items,
-            history=send(calls.history(pool=pool)),
+            curves=send(calls.curves(pool=pool)),
         )
     except ApiError as error:
         if error.problem is None or error.problem.status != 404:
             raise
         return None
-
-
-def _ask_tier(client: Client) -> TierView:
-    """A server of an earlier version has none. Raises `ApiError` if the server does not answer."""
-    from kvstow_api.client import ApiError, calls
-    from kvstow_api.views.tier import NO_TIER
-
-    try:
-        return client.send(calls.tier())
-    except ApiError as error:
-        if error.problem is None or error.problem.status != 404:
-            raise
-        return NO_TIER
 
 
 def _ask_once(client: Client, server: str, pool: str | None) -> Answer:

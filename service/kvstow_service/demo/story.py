@@ -19,7 +19,6 @@ from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.launcher import AttachedResult
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
 
 _SAME = 0.99
@@ -180,9 +179,7 @@ class Story:
         options = ReplayOptions(concurrency=4, rate=rate, drain_seconds=DEADLINE_SECONDS)
         blocks = blocks_needed(self._requests, options.concurrency)
         shape = even_shape(parse_size(scale.slot, "slot"))
-        spec = EngineSpec(
-            f"engine-{name}", service.socket, shape, ON_CPU, scale.ranks, blocks, 0, self._requests, options
-        )
+        spec = EngineSpec(f"engine-{name}", service.socket, shape, scale.ranks, blocks, 0, self._requests, options)
         return Engine(service, spec, endless=rate is not None)
 
     def _replay(self, name: str) -> float:

@@ -19,7 +19,6 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.numa import memory_nodes
 from kvstow.memory.populator import Populator
-from kvstow_service.node.adoption import Adoption
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.attach.attachsocket import AttachSocket
 from kvstow_service.node.attach.attachtally import REASONS
@@ -29,7 +28,7 @@ from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 from kvstow_service.node.tier.nodetier import NodeTier
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import TierChoice
 
 logger = logging.getLogger("kvstow.node")
 
@@ -51,7 +50,7 @@ class NodeSettings:
     counts as ended this long after its connection has ended; None refuses such processes. `state` is the folder of the
     keeper, with which everything survives a crash of this process; None for no keeper. `keep_timeout`: how long the
     keeper holds the memory without a service; None if others start the keeper. `keep_on_stop`: leave the memory with
-    the keeper in `close`, too. `tier` is the store of the fleet tier at the start; operators can attach one later.
+    the keeper in `close`, too. `tier` is the store of the fleet tier, if there is one.
     """
 
     memory_bytes: int
@@ -61,7 +60,6 @@ class NodeSettings:
     huge_pages: HugePages = "advised"
     populate_chunk_bytes: int = STEP_BYTES
     populate_pause: float = 0.002
-    share_across_uids: bool = False
     trust_eof: float | None = None
     state: Path | None = None
     keep_timeout: float | None = 600.0
@@ -105,14 +103,11 @@ class Node:
             on_empty=lambda pool: self.host.drop_if_unused(pool),
             on_failure=on_failure,
         )
-        self.host = NodeHost(
-            self.memory, settings=settings.pools, share_across_uids=settings.share_across_uids, clock=clock
-        )
+        self.host = NodeHost(self.memory, settings=settings.pools, clock=clock)
         self.server: AttachServer
         """Set from `start` on."""
-        self.tier = self.host.tier = NodeTier(
-            self.memory, lambda action: self.server.post(action), self.host.attached_sessions, clock=clock
-        )
+        self.tier: NodeTier | None = None
+        """Set from `start` on, if there is one."""
         self._keeper: SurvivingMemory | None = None
         self._has_started = False
         self.integrity_problem: str | None = None
@@ -141,17 +136,18 @@ class Node:
         self._running.callback(self.server.close)
         self._running.callback(self.memory.close)  # before the server, which sends the last messages
         if self._keeper is not None:
-            adoption = Adoption(self._keeper, self.memory, self.host, self.server, self._on_failure)
-            self.host.handovers.adopt = adoption.begin
             NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
+        if self.settings.tier is not None:
+            self.tier = self.host.tier = NodeTier(
+                self.settings.tier, self.memory, lambda action: self.server.post(action), self._clock
+            )
         self._has_started = True
         self.populator.start()
         self.memory.start()
         self.server.start()
         self._running.callback(self._take_back)
-        self._running.callback(self.tier.host.end)  # first, because the workers of its store have memory, too
-        if self.settings.tier is not None:
-            self.tier.begin(self.settings.tier)
+        if self.tier is not None:
+            self._running.callback(self.tier.close)  # first, because the workers of its store have memory, too
 
     def close(self) -> None:
         """Idempotent."""

@@ -8,6 +8,7 @@ from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.tiers.hostedtiers import HostedTiers
 
 
 class NodeDirectory:
@@ -20,9 +21,12 @@ class NodeDirectory:
         self.engine_id = node.host.engine_id
         self.switches = node.host.switches
         self.trust_eof = node.settings.trust_eof
-        self.tier = node.tier.host
         self.errors: Counter[str] = Counter()
         self._node = node
+
+    @property
+    def tier(self) -> HostedTiers | None:
+        return None if self._node.tier is None else self._node.tier.view
 
     def pools(self) -> list[HostedPool]:
         return [self._hosted(pool) for pool in self._node.host.pools()]
@@ -60,8 +64,6 @@ class NodeDirectory:
             notices=memory.figures.notices,
             keeper=None if keeper is None else "connected" if keeper.notice is None else "gone",
             keeper_restarts=0 if keeper is None else keeper.restarts,
-            extents_kept=node.host.handovers.kept_extents,
-            extents_given_up=node.host.handovers.given_up_extents,
         )
 
     def count_error(self, code: str) -> None:

@@ -27,7 +27,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.connection import Message
 from kvstow.attach.eventcalls import EventPage, ReadEvents
-from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
+from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
@@ -36,7 +36,6 @@ from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession
 from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
-from kvstow_service.node.handovers import Handovers
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings
 from kvstow_service.node.pools.nodesession import NodeSession
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
     from kvstow_service.node.tier.nodetier import NodeTier
 
 logger = logging.getLogger("kvstow.node")
-
-SHARED_OWNER = (1 << 32) - 1
-"""The owner of memory that engines of all users share: a uid that no user can have."""
 
 
 class NodeHost:
@@ -70,19 +66,16 @@ class NodeHost:
         memory: MemoryThread,
         *,
         settings: PoolSettings | None = None,
-        share_across_uids: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine_id = secrets.token_hex(8)
         self.switches = HostSwitches(lambda: [pool.facade.admin for pool in self.pools()], clock=clock)
         self._memory = memory
         self._settings = settings or PoolSettings()
-        self._share_across_uids = share_across_uids
         self._clock = clock
         self._lock = Lock()
-        self.handovers = Handovers()
         self.tier: NodeTier | None = None
-        """The fleet tier of the node; set once, before an engine attaches."""
+        """The fleet tier of the node, if it has one; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
         self._waiting: dict[str, NodeSession] = {}
@@ -119,7 +112,6 @@ class NodeHost:
 
     def _forget(self, pool: NodePool) -> None:
         del self._pools[pool.name]
-        self.handovers.forget(pool.name)
         with pool.lock:
             pool.closed = True
         if self.tier is None:
@@ -143,7 +135,6 @@ class NodeHost:
 
     def close(self) -> None:
         """Stop serving. Call after the threads have ended. Idempotent."""
-        self.handovers.close()
         for pool in self.pools():
             with pool.lock:
                 pool.closed = True
@@ -175,8 +166,6 @@ class NodeHost:
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
         identity, namespace = self._identities(hello, peer)
-        if self.handovers.is_adopting(identity):
-            raise AttachRefusedError("adopting", "the service takes over memory of the previous one: try again soon")
         pool = self._enter_pool(identity, namespace.model)
         try:
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
@@ -192,24 +181,14 @@ class NodeHost:
         except OSError as error:
             raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         session.workers[hello.rank] = hello
-        if hello.held_extents and session.pool.may_be_adopted:
-            session.awaited_extents[hello.rank] = hello.held_extents
-        self._start_if_ready(session)
-
-    def _start_if_ready(self, session: NodeSession) -> None:
-        """Start the session once the workers of all ranks have attached and have handed back what they hold from the
-        previous service. Only then are the NUMA nodes of their devices known."""
-        if not session.is_complete or session.awaited_extents:
-            return
-        session_ids = [one.session_id for one in self._sessions.values() if one.pool is session.pool]
-        if not self.handovers.begin_adoption(session.pool, session_ids):
+        if session.is_complete:  # only now are the NUMA nodes of all its devices known
             self._memory.start_session(session)
 
     def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
         """Both identities. The user is the one that the kernel reports, not the hello."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
-        return replace(hello.pool, uid=None if self._share_across_uids else peer.uid), hello.namespace
+        return replace(hello.pool, uid=peer.uid), hello.namespace
 
     def _enter_pool(self, identity: PoolIdentity, model: str) -> NodePool:
         """The pool of this identity, which counts one more session."""
@@ -221,10 +200,10 @@ class NodeHost:
             going = self.tier.closing_pools if self.tier is not None else set[str]()
             name = unique_name(identity, model, {*self._pools, *going})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        owner = SHARED_OWNER if identity.uid is None else identity.uid
+        owner = identity.uid
+        assert owner is not None, "the kernel has told it"
         self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
         pool.num_sessions = 1
-        pool.may_be_adopted = self.handovers.may_adopt(identity)
         with self._lock:  # no other thread adds pools
             self._pools[name] = pool
             self._memory.add_pool(pool, owner)
@@ -253,9 +232,6 @@ class NodeHost:
         self._memory.add_session(session, session.wanted_slots())
         self._enter_tier(session)
         return session, reasons
-
-    def attached_sessions(self) -> list[NodeSession]:
-        return [session for session in self._sessions.values() if not session.control.is_lost]
 
     def _enter_tier(self, session: NodeSession) -> None:
         """Enter the session in the fleet tier, which may have blocks of its namespace."""
@@ -344,26 +320,6 @@ class NodeHost:
         session = self._sessions[session_id]
         session.released(rank, extent_ids)
         self._memory.release(session.client(rank), extent_ids)
-
-    def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """Which of the extents of an earlier service the worker keeps: see `Handovers.put_extents`."""
-        session = self._sessions[session_id]
-        has_placed = partial(self._memory.has_placed, session.pool, rank)
-        kept = self.handovers.put_extents(session.pool, extents, fds, has_placed)
-        if session.awaited_extents.get(rank, 0) > len(fds):
-            session.awaited_extents[rank] -= len(fds)
-        elif session.awaited_extents.pop(rank, None) is not None:
-            self._start_if_ready(session)
-        if len(kept) < len(fds):
-            logger.info(
-                "%s has %d extents of an earlier service, which are given up",
-                session.client(rank),
-                len(fds) - len(kept),
-            )
-        return kept
-
-    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
-        self.handovers.put_deposits(self._sessions[session_id].pool, names, fds)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""

@@ -27,7 +27,7 @@ from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, ru
 from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import TierChoice
 
 logger = logging.getLogger("kvstow.service")
 
@@ -122,7 +122,7 @@ def _check(settings: Settings) -> _Plan:
             group = group_id(settings.attach_group)
         except ConfigError as error:
             raise error.renamed("attach_group") from None
-    tier = None if settings.tier is None else TierChoice.of(settings.tier, settings.tier_write)
+    tier = None if settings.tier is None else TierChoice.of(settings.tier)
     require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
     return _Plan(address, admin, tls, node_settings(settings, group, tier))
 
@@ -136,7 +136,6 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
         huge_pages=settings.huge_pages,
         populate_chunk_bytes=settings.pin_chunk,
         populate_pause=settings.pin_pause,
-        share_across_uids=settings.share_across_uids,
         trust_eof=settings.trust_eof,
         state=settings.state,
         keep_timeout=settings.keep_timeout if settings.start_keeper else None,
@@ -149,13 +148,14 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
 def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
     """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
 
-    Shared memory in use counts as available here: an earlier service may have left it with its engines or its keeper,
-    who hand it back. The populator checks each step against the memory that is available then.
+    Shared memory in use counts as available here: it may be that of an earlier service, which its keeper hands over, or
+    which its engines let go of when they attach. The populator checks each step against the memory that is available
+    then.
     """
     if shortage := limits.shortage(num_bytes, beside_shared=True):
         raise InsufficientMemoryError(f"--memory {format_size(num_bytes)} cannot fit: {shortage.message}")
     if shortage := limits.shortage(num_bytes):
-        logger.warning("memory is short until shared memory in use is handed back or freed: %s", shortage.message)
+        logger.warning("memory is short until shared memory in use is handed over or freed: %s", shortage.message)
 
 
 _PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "uds", "attach_socket", "state"}

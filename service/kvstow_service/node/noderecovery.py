@@ -1,4 +1,4 @@
-"""Recovery of a node: a service takes over what the previous one has left with the keeper, or with engines."""
+"""Recovery of a node: a service takes over what the previous one has left with the keeper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import select
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from kvstow.attach.identity import NamespaceIdentity
@@ -21,7 +20,7 @@ from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.survival.handover import JOURNAL_PREFIX, WORKER_PREFIX
+from kvstow_service.node.pools.noderecords import JOURNAL_PREFIX, WORKER_PREFIX
 from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
@@ -38,17 +37,12 @@ class _Worker(NamedTuple):
 
 
 class NodeRecovery:
-    """Used once: by `run` before any thread of the node has started, or by `adopt`."""
+    """Used once, before any thread of the node has started."""
 
     def __init__(self, keeper: SurvivingMemory, memory: MemoryThread, host: NodeHost, server: AttachServer) -> None:
         self._keeper, self._memory, self._host, self._server = keeper, memory, host, server
         self._pools: dict[str, tuple[NodePool, IndexJournal]] = {}
         self._workers: list[_Worker] = []
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a pool was recovered, at least in part."""
-        return bool(self._pools)
 
     def run(self) -> int:
         """Recover from the keeper. Returns the number of blocks. What cannot be used is dropped, with a line in the
@@ -56,43 +50,17 @@ class NodeRecovery:
         begun = time.monotonic()
         kept = self._keeper.take_all()
         self._take(kept, JOURNAL_PREFIX, self._take_journal)
-        self._take_extents(kept)
+        extents = {name: held for name, held in kept.items() if name.startswith(EXTENT_PREFIX)}
+        self._memory.pools.restore_extents(extents, self._pools)
         self._take(kept, WORKER_PREFIX, self._take_worker)
         self._drop({name: held for name, held in kept.items() if not name.startswith(_KNOWN)}, "its kind is unknown")
         self._memory.run_pending()
         num_blocks = sum(self._recover_pool(*found) for found in self._pools.values())
-        self._memory.pools.keep_journals([pool for pool, _ in self._pools.values()])
-        self._restore_sessions(lambda restore: restore())
+        self._restore_sessions()
         if self._pools:
             seconds = time.monotonic() - begun
             logger.info("%d blocks in %d pools were recovered in %.2f s", num_blocks, len(self._pools), seconds)
         return num_blocks
-
-    def adopt(self, kept: dict[str, Held], later: Callable[[Callable[[], object]], object]) -> bool:
-        """Recover a pool that engines have handed back while the node runs, on the memory thread. Takes ownership of
-        the descriptors. `later` gets the calls that restore the previous service's sessions, and runs them on the
-        attach server's thread. Returns whether the pool now exists."""
-        begun = time.monotonic()
-        self._take(kept, JOURNAL_PREFIX, self._take_journal)
-        if not self._pools:
-            for name, held in kept.items():
-                if not name.startswith(JOURNAL_PREFIX):
-                    os.close(held.fd)
-            return False
-        extents = self._take_extents(kept)
-        self._take(kept, WORKER_PREFIX, self._take_worker)
-        self._memory.pools.settle_restored()
-        num_blocks = sum(self._recover_pool(*found) for found in self._pools.values())
-        pools = [pool for pool, _ in self._pools.values()]
-        self._memory.pools.keep_restored([worker.record for worker in self._workers], extents, pools)
-        self._restore_sessions(later)
-        seconds = time.monotonic() - begun
-        logger.info("%d blocks that engines have handed back were recovered in %.2f s", num_blocks, seconds)
-        return True
-
-    def _take_extents(self, kept: dict[str, Held]) -> list[int]:
-        extents = {name: held for name, held in kept.items() if name.startswith(EXTENT_PREFIX)}
-        return self._memory.pools.restore_extents(extents, self._pools)
 
     def _take(self, kept: dict[str, Held], prefix: str, take: Callable[[Held], None]) -> None:
         for name, held in kept.items():
@@ -151,7 +119,7 @@ class NodeRecovery:
             [EarlierSession(number, names[number], frozenset(clients)) for number, clients in earlier.items()],
         )
 
-    def _restore_sessions(self, later: Callable[[Callable[[], object]], object]) -> None:
+    def _restore_sessions(self) -> None:
         sessions: dict[str, list[_Worker]] = {}
         for worker in self._workers:
             sessions.setdefault(worker.record.session_id, []).append(worker)
@@ -159,7 +127,7 @@ class NodeRecovery:
             record = workers[0].record
             self._host.restore_session(record)
             peers = [(one.hello(), one.peer(None if pidfd is None else os.dup(pidfd))) for one, pidfd in workers]
-            later(partial(self._server.restore_session, session_id, record.token_digest, peers))
+            self._server.restore_session(session_id, record.token_digest, peers)
 
 
 _KNOWN = (EXTENT_PREFIX, JOURNAL_PREFIX, WORKER_PREFIX)

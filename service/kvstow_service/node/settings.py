@@ -19,11 +19,9 @@ from kvstow.config import POLICIES, HugePages
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
-from kvstow.tier.writepolicy import WRITE_MODES, WriteMode
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
-from kvstow_service.node.removedsettings import REMOVED_SETTINGS
 from kvstow_service.node.settingtypes import (
     Checks,
     Duration,
@@ -59,10 +57,6 @@ class Settings(BaseModel):
     attach_group: str | None = Field(
         None, description="Group, by name or number, whose members may attach besides the service's own user."
     )
-    share_across_uids: Flag = Field(
-        False,
-        description="Let engines of different users share memory; each can then read and write the others' blocks.",
-    )
     trust_eof: PositiveDuration | None = Field(
         None,
         description="Kernels before 6.5: how long after the end of its connection an engine in another pid namespace "
@@ -86,9 +80,6 @@ class Settings(BaseModel):
         None,
         description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT or "
         "redis://HOST:PORT. Docs: tier.md.",
-    )
-    tier_write: WriteMode | None = Field(
-        None, description=f"What is put into it, and when: {', '.join(WRITE_MODES)}. Default: auto. Needs --tier."
     )
     extent_size: PositiveSize = Field(
         _written("1GiB"), description="Unit in which pools get memory, a multiple of 2 MiB."
@@ -162,8 +153,6 @@ class Settings(BaseModel):
                 yield key, "needs --state, the folder of the keeper that holds the memory"
         if "keep_timeout" in self.model_fields_set and not self.start_keeper:
             yield "keep_timeout", "has no effect with --no-start-keeper: `kvstow keeper` takes it"
-        if self.tier_write is not None and self.tier is None:
-            yield "tier_write", "needs --tier, the store that is written"
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"
@@ -206,7 +195,6 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], confi
     if config is None and environ.get(ENV_PREFIX + "CONFIG"):
         config = Path(environ[ENV_PREFIX + "CONFIG"])
     by_flag = {key: _Given(value, flag_name(key)) for key, value in flags.items() if value is not None}
-    _refuse_unknown({raw.label: key for key, raw in by_flag.items()}, sorted(map(flag_name, Settings.model_fields)))
     given = {**_from_file(config), **_from_environ(environ), **by_flag}
     try:
         return Settings.model_validate({key: raw.value for key, raw in given.items()})
@@ -237,7 +225,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
         if name.startswith(ENV_PREFIX) and value and name not in CLIENT_VARIABLES and not is_service_link(name, value)
     }
     allowed = [*sorted(ENV_PREFIX + key.upper() for key in Settings.model_fields), ENV_PREFIX + "CONFIG"]
-    fields = {ENV_PREFIX + key.upper(): key for key in (*Settings.model_fields, *REMOVED_SETTINGS)}
+    fields = {ENV_PREFIX + key.upper(): key for key in Settings.model_fields}
     keys = {name: fields.get(name, name) for name in ours if name != ENV_PREFIX + "CONFIG"}
     _refuse_unknown(keys, allowed)
     return {key: _Given(ours[name], name) for name, key in keys.items()}
@@ -246,9 +234,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
 def _refuse_unknown(keys: Mapping[str, str], allowed: list[str]) -> None:
     """`keys`: the keys that are given, by the name under which the user gave them."""
     problems = [
-        SettingError(label, None, f"is no longer a setting: {REMOVED_SETTINGS[key]}")
-        if key in REMOVED_SETTINGS
-        else SettingError(label, None, "is not a setting; the settings are " + ", ".join(allowed))
+        SettingError(label, None, "is not a setting; the settings are " + ", ".join(allowed))
         for label, key in keys.items()
         if key not in Settings.model_fields
     ]

@@ -1,4 +1,1 @@
-"""Replay of request traces through the calls that an inference connector makes.
-
-Only `cudacache` imports torch: a replay on the CPU does without.
-"""
+"""Replay of request traces through the calls that an inference connector makes. It needs no torch."""

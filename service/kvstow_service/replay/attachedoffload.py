@@ -138,6 +138,10 @@ class AttachedOffload:
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         return self.engine.begin_store(keys, blocks, request_id=request_id)
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        if self.engine.has_tier:
+            self.engine.note_prefill(tokens, seconds)
+
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         self.engine.complete(rank, boot_id, completions)
 

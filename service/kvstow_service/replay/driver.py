@@ -28,7 +28,7 @@ from kvstow_service.replay.offload import Offload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.rankworkers import RankWorker, RankWorkers
 from kvstow_service.replay.result import ReplayResult, Tally
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 
 _log = logging.getLogger("kvstow.replay")
 _WAIT = 0.05  # the longest that the loop is blind to a stop or to another rank
@@ -97,7 +97,7 @@ class ReplayDriver:
     ) -> None:
         check_fits(requests, kv_blocks)
         self._offload = offload
-        self._workers = RankWorkers(workers, kv)
+        self._workers = RankWorkers(workers)
         self._kv = kv
         self._requests = requests
         self._options = options
@@ -271,7 +271,10 @@ class ReplayDriver:
     def _store(self, job: _Job) -> None:
         """Compute what was not loaded, then store it; the engine skips what another request has stored meanwhile."""
         now = time.monotonic()
-        seconds = self._options.prefill_seconds(len(job.keys) - job.loaded)
+        missing = len(job.keys) - job.loaded
+        seconds = self._options.prefill_seconds(missing)
+        if seconds:
+            self._offload.note_prefill(missing * BLOCK_TOKENS, seconds)
         self._model_is_free = max(self._model_is_free, now) + seconds
         self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from kvstow_service.replay.driver import Position
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import Place
 from kvstow_service.replay.result import Tally
 from kvstow_service.replay.shapes import Shape
 from kvstow_service.replay.trace import TraceRequest
@@ -25,7 +24,6 @@ class EngineSpec:
     name: str
     socket: Path
     shape: Shape
-    place: Place
     num_ranks: int
     kv_blocks: int
     wanted_bytes: int

@@ -41,7 +41,7 @@ class Engine:
         spec = self._spec
         threading.Thread(target=self._listen, name="kvstow-parent", daemon=True).start()
         layout = spec.shape.layout(spec.kv_blocks)
-        with RemoteRanks(spec.num_ranks, spec.name, spec.socket, layout, spec.place) as ranks:
+        with RemoteRanks(spec.num_ranks, spec.name, spec.socket, layout) as ranks:
             identity = pool_identity(spec.shape, spec.num_ranks)
             offload = AttachedOffload(spec.socket, spec.name, identity, ranks, wanted_bytes=spec.wanted_bytes)
             self._wait_for_ranks(ranks)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvstow.devices.base import Fence
 from kvstow.keys import BlockKey
 
 
@@ -47,9 +46,6 @@ class RankKV(Protocol):
     def scrub(self, blocks: Sequence[int]) -> None:
         """Overwrite freed blocks: a store that still reads them, or a load that writes nothing, shows as a mismatch."""
 
-    def fence(self) -> Fence | None:
-        """What was given to the device so far, and may be under way still; None where nothing can be."""
-
 
 class KVCache(Protocol):
     """The KV caches of all ranks, used by one thread. Each rank does what it is given in the order of the calls."""
@@ -62,9 +58,6 @@ class KVCache(Protocol):
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """`RankKV.scrub` on every rank."""
-
-    def fence(self, rank: int) -> Fence | None:
-        """`RankKV.fence` of the rank; None if the rank has its own for each plan."""
 
     def take_verifications(self) -> list[Verification]:
         """What all ranks have found together, for each call of `verify`, in order; since the last call."""
@@ -94,9 +87,6 @@ class LocalKV:
         for rank in self._ranks:
             rank.scrub(blocks)
 
-    def fence(self, rank: int) -> Fence | None:
-        return self._ranks[rank].fence()
-
     def take_verifications(self) -> list[Verification]:
         found, self._found = self._found, []
         return found
@@ -107,9 +97,6 @@ class NoKV(LocalKV):
 
     def __init__(self) -> None:
         super().__init__(())
-
-    def fence(self, rank: int) -> None:
-        """Nothing is ever under way."""
 
 
 class FreeBlocks:

@@ -10,7 +10,6 @@ from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
-from kvstow.tier.tierstatus import TierStatus
 
 
 class PoolFigures(NamedTuple):
@@ -19,7 +18,6 @@ class PoolFigures(NamedTuple):
     slots: int
     policy: str | None = None
     evicted_blocks: int | None = None
-    tier: TierStatus | None = None
 
 
 class Offload(Protocol):
@@ -41,6 +39,9 @@ class Offload(Protocol):
         """Load the keys of the lease, which it uses up. None if the lease was broken in between."""
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]: ...
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Report how long the model took for how many tokens: fetches from a fleet tier are compared with that."""
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
 
@@ -77,6 +78,9 @@ class EmbeddedOffload:
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Given[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """It has no tier."""
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         self._engine.complete(rank, boot_id, completions)

@@ -7,13 +7,16 @@ prefix of tokens, so every engine can check what any other has stored.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstow.bytesize import format_size
+from kvstow.errors import InsufficientMemoryError
 from kvstow.keys import BlockKey
+from kvstow.layout import KVLayout
 from kvstow_service.replay.kv import Mismatch, Verification
 
 Page = npt.NDArray[np.uint8]
@@ -30,18 +33,8 @@ def seed_of(key: BlockKey, rank: int, region: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, key=place, digest_size=WORD_BYTES).digest(), "big")
 
 
-class Pattern(Protocol):
-    """Patterns of pages of one size, on the device where the pages are."""
-
-    def page(self, seed: int) -> Any:
-        """In a buffer of its own, valid until the next call."""
-
-    def is_page(self, page: Any, seed: int) -> bool:
-        """Whether every byte of `page` is that of the pattern."""
-
-
 class PagePattern:
-    """The `Pattern` of arrays."""
+    """Patterns of pages of one size."""
 
     def __init__(self, page_bytes: int) -> None:
         words = -(-page_bytes // WORD_BYTES)  # rounded up: the bytes after the last whole word are checked too
@@ -50,24 +43,35 @@ class PagePattern:
         self._page = self._words.view(np.uint8)[:page_bytes]
 
     def page(self, seed: int) -> Page:
+        """In a buffer of its own, valid until the next call."""
         np.add(self._positions, np.uint64(seed), out=self._words)
         return self._page
 
     def is_page(self, page: Page, seed: int) -> bool:
+        """Whether every byte of `page` is that of the pattern."""
         return np.array_equal(page, self.page(seed))
 
 
-class PatternedKV:
+class HostKV:
     """The KV cache of one rank: `regions[i]` is region `i`, uint8 `[num_blocks, page_bytes]` with any row stride."""
 
-    def __init__(self, rank: int, regions: Sequence[Any], make_pattern: Callable[[int], Pattern]) -> None:
-        """`make_pattern` makes the pattern of pages of so many bytes."""
-        self._rank, self._regions = rank, regions
-        self._patterns = {size: make_pattern(size) for size in {region.shape[1] for region in regions}}
+    def __init__(self, rank: int, regions: Sequence[Page]) -> None:
+        self.regions = regions
+        self._rank = rank
+        self._patterns = {size: PagePattern(size) for size in {region.shape[1] for region in regions}}
         self._block_bytes = sum(region.shape[1] for region in regions)
 
+    @classmethod
+    def allocate(cls, rank: int, layout: KVLayout) -> Self:
+        """Of zeros, which are not resident before they are written. Raises `InsufficientMemoryError`."""
+        try:
+            return cls(rank, [np.zeros((layout.num_blocks, one.page_bytes), np.uint8) for one in layout.regions])
+        except MemoryError as error:
+            size = format_size(layout.num_blocks * layout.slot_bytes)
+            raise InsufficientMemoryError(f"{size} of KV cache do not fit on the CPU: {error}") from error
+
     def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        for index, region in enumerate(self._regions):
+        for index, region in enumerate(self.regions):
             pattern = self._patterns[region.shape[1]]
             for key, block in zip(keys, blocks, strict=True):
                 region[block] = pattern.page(seed_of(key, self._rank, index))
@@ -81,23 +85,13 @@ class PatternedKV:
         return Verification(len(blocks) * self._block_bytes, mismatches)
 
     def _wrong_region(self, key: BlockKey, block: int) -> int | None:
-        for index, region in enumerate(self._regions):
+        for index, region in enumerate(self.regions):
             pattern = self._patterns[region.shape[1]]
             if not pattern.is_page(region[block], seed_of(key, self._rank, index)):
                 return index
         return None
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        for region in self._regions:
+        for region in self.regions:
             for block in blocks:
                 region[block] = SCRUB
-
-
-class HostKV(PatternedKV):
-    """The KV cache of one rank in arrays of this process."""
-
-    def __init__(self, rank: int, regions: Sequence[Page]) -> None:
-        super().__init__(rank, regions, PagePattern)
-
-    def fence(self) -> None:
-        """Nothing is ever under way."""

@@ -14,13 +14,13 @@ from typing import Any
 
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
+from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import KvstowError
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly
 from kvstow.messages import StepPlan
-from kvstow_service.replay.cachemaker import make_cache
 from kvstow_service.replay.child import parent_pipe
-from kvstow_service.replay.rankcache import RankCache
+from kvstow_service.replay.pattern import HostKV
 from kvstow_service.replay.remoteranks import (
     Check,
     Checked,
@@ -42,21 +42,18 @@ _WAIT_SECONDS = 0.05  # the longest that news other than completions take
 class Rank:
     """Does what the engine says on the main thread. Another thread tells the engine what is complete."""
 
-    def __init__(self, pipe: Connection[Any, Any], spec: RankSpec, cache: RankCache, running: ExitStack) -> None:
-        self._pipe, self._kv = pipe, cache.kv
+    def __init__(self, pipe: Connection[Any, Any], spec: RankSpec, running: ExitStack) -> None:
+        self._pipe, self._kv = pipe, HostKV.allocate(spec.rank, spec.layout)
         self._sending = threading.Lock()
         self._stop = threading.Event()
-        # The service's memory is shared: mlock has no business there. CUDA registers it.
-        registrar = PopulateOnly() if spec.place.device == "cpu" else cache.registrar
-        self._pool = MappedPool(cache.layout.slot_bytes, registrar)
+        # The service's memory is shared: mlock has no business there.
+        self._pool = MappedPool(spec.layout.slot_bytes, PopulateOnly())
         running.callback(self._pool.close)
-        device = cache.make_device(self._pool)
+        device = CpuDevice(self._pool, spec.layout, self._kv.regions)
         running.callback(device.close)
         self._plane = DataPlane(spec.rank, self._pool, device)
         running.pop_all()  # they are the data plane's
-        self._worker = AttachedWorker(
-            spec.socket, self._plane, self._pool, engine=spec.engine, numa_node=cache.numa_node
-        )
+        self._worker = AttachedWorker(spec.socket, self._plane, self._pool, engine=spec.engine)
         running.callback(self._worker.close)
         self._reporter = threading.Thread(target=self._report, name="kvstow-report", daemon=True)
 
@@ -79,7 +76,7 @@ class Rank:
             case Write(keys, blocks):
                 self._kv.write(keys, blocks)
             case Submit(ops):
-                self._worker.submit(StepPlan(ops), self._kv.fence())
+                self._worker.submit(StepPlan(ops))
             case Check(keys, blocks):
                 self._send(Checked(self._kv.check(keys, blocks)))
             case Scrub(blocks):
@@ -113,7 +110,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format=f"{name}: %(message)s", stream=sys.stderr)
     try:
         with ExitStack() as running, suppress(EOFError, OSError):  # the engine has gone
-            Rank(pipe, spec, make_cache(spec.rank, spec.layout, spec.place), running).run()
+            Rank(pipe, spec, running).run()
     except KvstowError as error:
         with suppress(OSError):
             pipe.send(Failed(error))

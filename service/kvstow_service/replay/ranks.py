@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import cast
 
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import Launcher
+from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
-from kvstow_service.replay.cachemaker import make_cache
+from kvstow.memory.mlock import MlockRegistrar
 from kvstow_service.replay.kv import RankKV
-from kvstow_service.replay.place import ON_CPU, Place
-from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.pattern import HostKV
+from kvstow_service.replay.shapes import Shape, even_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +34,29 @@ class LocalRank:
         self.worker.close()
 
 
-def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, place: Place = ON_CPU) -> list[LocalRank]:
+def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None) -> list[LocalRank]:
     """`num_ranks` ranks, all or none. Pins nothing yet. Raises what `build_rank` raises."""
     with ExitStack() as undo:
         ranks = []
         for rank in range(num_ranks):
-            ranks.append(build_rank(rank, config, kv_blocks, place))
+            ranks.append(build_rank(rank, config, kv_blocks, shape))
             undo.callback(ranks[-1].close)
         undo.pop_all()
     return ranks
 
 
-def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_CPU) -> LocalRank:
-    """One rank with a KV cache of `kv_blocks` blocks. Pins nothing yet.
+def build_rank(rank: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None) -> LocalRank:
+    """One rank with a KV cache of `kv_blocks` blocks; without a `shape`, of a few equal layers. Pins nothing yet.
 
-    Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit, and `DriverUnavailableError` where
-    there is no CUDA.
+    Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit.
     """
-    layout = (place.shape or even_shape(config.slot_bytes)).layout(kv_blocks)
-    cache = make_cache(rank, layout, place)
+    layout = (shape or even_shape(config.slot_bytes)).layout(kv_blocks)
+    kv = HostKV.allocate(rank, layout)
     with ExitStack() as undo:
-        pool = HostPool(config, cache.registrar, numa_node=cache.numa_node)
+        pool = HostPool(config, MlockRegistrar())
         undo.callback(pool.close)
-        device = cache.make_device(pool)
+        device = CpuDevice(pool, layout, kv.regions)
         undo.callback(device.close)
-        launcher = cast(Launcher, device) if cache.launches else None
-        local = LocalRank(DataPlane(rank, pool, device, launcher=launcher), pool, layout, cache.kv)
+        local = LocalRank(DataPlane(rank, pool, device), pool, layout, kv)
         undo.pop_all()
     return local

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvstow.devices.base import Fence
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow_service.replay.kv import KVCache
 
 
 class RankWorker(Protocol):
@@ -16,7 +14,7 @@ class RankWorker(Protocol):
     @property
     def boot_id(self) -> str: ...
 
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
+    def submit(self, plan: StepPlan) -> None: ...
 
     def take_completions(self) -> list[Completion]: ...
 
@@ -32,8 +30,8 @@ class RankCompletions(NamedTuple):
 class RankWorkers:
     """Knows which ops each rank has not finished. Used by one thread."""
 
-    def __init__(self, workers: Sequence[RankWorker], kv: KVCache) -> None:
-        self._workers, self._kv = workers, kv
+    def __init__(self, workers: Sequence[RankWorker]) -> None:
+        self._workers = workers
         self._outstanding: list[set[int]] = [set() for _ in workers]
 
     def __len__(self) -> int:
@@ -42,9 +40,9 @@ class RankWorkers:
     def submit(self, ops: Sequence[Op]) -> None:
         """One step of every rank, after what its device was given so far."""
         plan = StepPlan(tuple(ops))
-        for rank, (worker, outstanding) in enumerate(zip(self._workers, self._outstanding, strict=True)):
+        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
             outstanding.update(op.op_id for op in plan.ops)
-            worker.submit(plan, self._kv.fence(rank))
+            worker.submit(plan)
 
     def take_completions(self) -> Iterator[RankCompletions]:
         """Of each rank that has any."""

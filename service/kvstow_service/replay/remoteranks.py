@@ -15,14 +15,12 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvstow.attach.ticket import SessionTicket
-from kvstow.devices.base import Fence
 from kvstow.errors import KvstowError, ProcessEndedError
 from kvstow.keys import BlockKey
 from kvstow.layout import KVLayout
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow_service.replay.child import Child
 from kvstow_service.replay.kv import Verification
-from kvstow_service.replay.place import Place
 
 RANK_MODULE = "kvstow_service.replay.rankprocess"
 
@@ -35,7 +33,6 @@ class RankSpec:
     engine: str
     socket: Path
     layout: KVLayout
-    place: Place
 
 
 class Join(NamedTuple):
@@ -105,8 +102,7 @@ class RemoteRank:
         self._completions: list[Completion] = []
         self._verifications: list[Verification] = []
 
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        """The rank has its own fence: `after` is None."""
+    def submit(self, plan: StepPlan) -> None:
         self.child.send(Submit(plan.ops))
 
     def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
@@ -154,13 +150,13 @@ class RemoteRank:
 class RemoteRanks:
     """All ranks of an engine, and their KV caches (a `KVCache`). A context manager that ends them."""
 
-    def __init__(self, num_ranks: int, engine: str, socket: Path, layout: KVLayout, place: Place) -> None:
+    def __init__(self, num_ranks: int, engine: str, socket: Path, layout: KVLayout) -> None:
         self.workers: list[RemoteRank] = []
         self._found: list[deque[Verification]] = [deque() for _ in range(num_ranks)]
         """Of each rank, in the order of the checks: those that another rank has not ended yet."""
         try:
             for rank in range(num_ranks):
-                child = Child(RANK_MODULE, RankSpec(rank, engine, socket, layout, place))
+                child = Child(RANK_MODULE, RankSpec(rank, engine, socket, layout))
                 self.workers.append(RemoteRank(child, rank))
         except BaseException:
             self.close()
@@ -217,9 +213,6 @@ class RemoteRanks:
     def scrub(self, blocks: Sequence[int]) -> None:
         if blocks:
             self._tell(Scrub(blocks))
-
-    def fence(self, rank: int) -> None:
-        """Each rank makes its own."""
 
     def take_verifications(self) -> list[Verification]:
         for rank, worker in enumerate(self.workers):

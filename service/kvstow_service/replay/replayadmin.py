@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 
-from kvstow_api.tiercontrol import TierControl
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin
@@ -16,7 +15,7 @@ from kvstow_service.replay.session import Session
 
 
 @contextmanager
-def replay_admin(session: Session, port: int, tier: TierControl | None) -> Iterator[EmbeddedAdmin]:
+def replay_admin(session: Session, port: int) -> Iterator[EmbeddedAdmin]:
     """Serve the admin API of the session on a port of 127.0.0.1, whose ranks report to it from now on."""
     identity = f"replay-{os.getpid()}"
     with ExitStack() as stack:
@@ -27,7 +26,6 @@ def replay_admin(session: Session, port: int, tier: TierControl | None) -> Itera
             identity=identity,
             mode="replay",
             max_capacity_slots=session.engine.config.capacity_slots,
-            tier=tier,
             head_start=0.0,
             environ=environ,
         )

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvstow.keys import format_key
-from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.replay.kv import Mismatch
 from kvstow_service.replay.offload import PoolFigures
 
@@ -27,7 +26,7 @@ class ReplayResult:
     reason in `drops`. `failed_loads`: blocks whose load failed and which were computed again; `failed_stores`:
     blocks that stayed unpublished. `abandoned`: requests cut off by a stop. `seconds`: wall clock.
     `policy` and `evicted_blocks` are of the pool, and None where the node service has it. `mean_request_seconds`: from
-    the start of a request until its last block is loaded or computed. `tier`: what the fleet tier did, if there is one.
+    the start of a request until its last block is loaded or computed.
     """
 
     requests: int
@@ -54,7 +53,6 @@ class ReplayResult:
     ranks: int
     slots: int
     mean_request_seconds: float = 0.0
-    tier: TierStatus | None = None
 
     @property
     def ok(self) -> bool:
@@ -132,7 +130,6 @@ class Tally:
             ranks=ranks,
             slots=pool.slots,
             mean_request_seconds=self.request_seconds / self.requests if self.requests else 0.0,
-            tier=pool.tier,
         )
 
 

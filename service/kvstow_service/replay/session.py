@@ -7,22 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.replay.kv import KVCache, LocalKV, NoKV
-from kvstow_service.replay.place import ON_CPU, Place
 from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.rankworkers import RankWorker
+from kvstow_service.replay.shapes import Shape
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01
-_TURN = 0.0005  # between the turns that a rank on JAX gets
 
 
 class ReportingWorker(RankWorker, Protocol):
@@ -35,13 +32,12 @@ class ReportingWorker(RankWorker, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a replay needs, with all slots usable. Owned by the context manager that gave it. `wait`: how the driver
-    waits, where the ranks need turns of its thread meanwhile. `ranks`: those of the workers that have memory."""
+    """What a replay needs, with all slots usable. Owned by the context manager that gave it. `ranks`:
+    those of the workers that have memory."""
 
     engine: OffloadEngine
     workers: Sequence[ReportingWorker]
     kv: KVCache
-    wait: Callable[[float], None] | None = None
     ranks: Sequence[LocalRank] = ()
 
 
@@ -62,21 +58,20 @@ def local_session(
     *,
     kv_blocks: int,
     stop: threading.Event,
-    place: Place = ON_CPU,
+    shape: Shape | None = None,
     on_pinned: Callable[[int], None] | None = None,
-    shared: bool = False,
 ) -> Iterator[Session]:
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
-    `on_pinned` hears the number of usable slots while it waits. `shared`: see `PoolConfig`. Raises
-    `InsufficientMemoryError` or `PinError` where the pool cannot be made, and what `make_cache` raises.
+    `shape`: see `build_rank`. `on_pinned` hears the number of usable slots while it waits. Raises
+    `InsufficientMemoryError` or `PinError` where the pool or a KV cache cannot be made.
     """
     pool_bytes = config.slot_bytes * config.capacity_slots
-    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=pool_bytes, shared=shared)
+    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=pool_bytes)
     with ExitStack() as stack:
         engine = OffloadEngine(config)
         stack.callback(engine.close)
-        ranks = build_ranks(config.num_ranks, pool, kv_blocks, place)
+        ranks = build_ranks(config.num_ranks, pool, kv_blocks, shape)
         for rank in ranks:
             stack.callback(rank.close)
         for rank in ranks:
@@ -89,18 +84,7 @@ def local_session(
             if usable >= config.capacity_slots:
                 break
             time.sleep(_POLL)
-        wait = partial(_wait, workers) if place.device == "jax" else None
-        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]), wait, ranks)
-
-
-def _wait(workers: Sequence[DataPlane], seconds: float) -> None:
-    """Give the ranks turns until one of them has news."""
-    deadline = time.monotonic() + seconds
-    while True:
-        for worker in workers:
-            worker.drive()
-        if any(worker.wait_completions(_TURN) for worker in workers) or time.monotonic() >= deadline:
-            return
+        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]), ranks)
 
 
 def _report(engine: OffloadEngine, workers: Sequence[ReportingWorker]) -> int:

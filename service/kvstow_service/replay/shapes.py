@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvstow.errors import ConfigError
 from kvstow.layout import KVLayout, Region
-
-DeviceName = Literal["cpu", "cuda", "jax"]
 
 _EVEN_LAYERS = 4  # enough to exercise gathering from several regions
 

@@ -30,13 +30,6 @@ def summary_rows(result: ReplayResult) -> list[Row]:
         ("verified", f"{format_size(result.verified_bytes)} of {format_size(result.loaded_bytes)} loaded"),
         ("mismatches", f"{result.mismatches:,} blocks"),
     ]
-    if result.tier is not None:
-        did = result.tier.counters
-        rows.append(("tier", f"{did.fetched_blocks:,} blocks fetched, {did.put_blocks:,} put, {result.tier.write}"))
-        if did.declined_requests or did.cut_waits:
-            rows.append(("", f"{did.declined_requests:,} requests did not fetch, {did.cut_waits:,} did not wait"))
-        rows.append(("last decision", result.tier.decision))
-        rows.append(("mean request", f"{result.mean_request_seconds:.3f} s"))
     if result.abandoned:
         rows.append(("abandoned", f"{result.abandoned:,} requests"))
     return rows + [("wrong bytes", place) for place in result.first_mismatches]

@@ -6,14 +6,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
+from kvstow_service.pemfile import in_memory
 from kvstow_service.tiers.redislocation import RedisLocation
 
 if TYPE_CHECKING:
     from redis.connection import Connection
+
+
+_TLS_FILES = {"ca_file": "ssl_ca_certs", "certificate_file": "ssl_certfile", "key_file": "ssl_keyfile"}
+"""Options of the location, and what redis-py calls them."""
 
 
 class Refused(NamedTuple):
@@ -21,6 +26,8 @@ class Refused(NamedTuple):
 
     text: str
     is_full: bool
+    is_other_type: bool
+    """The key has a value of another type than a string."""
 
 
 class RedisLane:
@@ -74,8 +81,9 @@ class RedisLane:
 
     def _connected(self, end: float) -> Connection:
         if self._connection is None:
-            self._connection = _connect(self._location, max(0.001, end - time.monotonic()))
-            self._connection.connect()
+            with _prepared(self._location, max(0.001, end - time.monotonic())) as connection:
+                self._connection = connection
+                connection.connect()
             self.connects += 1
             self.problem = ""
         return self._connection
@@ -104,7 +112,8 @@ class RedisCall:
             try:
                 yield self._connection.read_response()
             except ResponseError as error:
-                yield Refused(str(error), isinstance(error, OutOfMemoryError))
+                text = str(error)
+                yield Refused(text, isinstance(error, OutOfMemoryError), text.startswith("WRONGTYPE"))
 
     def _limit(self) -> None:
         left = self._end - time.monotonic()
@@ -116,7 +125,9 @@ class RedisCall:
         end.settimeout(left)
 
 
-def _connect(location: RedisLocation, timeout: float) -> Connection:
+@contextmanager
+def _prepared(location: RedisLocation, timeout: float) -> Iterator[Connection]:
+    """A connection that is to be made. Raises `TierUnavailableError` for a file that cannot be read."""
     from redis.backoff import NoBackoff
     from redis.connection import Connection, SSLConnection
     from redis.retry import Retry
@@ -132,14 +143,12 @@ def _connect(location: RedisLocation, timeout: float) -> Connection:
         "retry": Retry(NoBackoff(), 0),  # a call that failed is the engine's to repeat
         "protocol": 2,
     }
-    if not location.is_tls:
-        return Connection(**options)
-    files = {
-        "ssl_ca_certs": location.ca_file,
-        "ssl_certfile": location.certificate_file,
-        "ssl_keyfile": location.key_file,
-    }
-    return SSLConnection(**options, **{name: str(path) for name, path in files.items() if path is not None})
+    with ExitStack() as files:
+        if location.is_tls:
+            for option, argument in _TLS_FILES.items():
+                content = location.content(option)
+                options[argument] = None if content is None else files.enter_context(in_memory(content))
+        yield SSLConnection(**options) if location.is_tls else Connection(**options)
 
 
 def _socket_of(connection: Connection) -> socket.socket | None:

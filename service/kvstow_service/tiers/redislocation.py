@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvstow.errors import ConfigError
-from kvstow_service.tiers.capacity import CAPACITY_OPTIONS, capacity_share
+from kvstow.errors import ConfigError, SettingError, TierUnavailableError
+from kvstow_api.regularfile import RegularFile
 
 SCHEMES = ("redis", "rediss")
 FORM = "redis://[USER@]HOST:PORT, or rediss:// for TLS, with options such as ?password_file=FILE"
@@ -17,7 +17,7 @@ _OPTIONS = ("ca_file", "certificate_file", "key_file", "password_file")
 
 @dataclass(frozen=True, slots=True)
 class RedisLocation:
-    """A server, and how to log in. Files are read at each connect, so they may change."""
+    """A server, and how to log in. Files are read for each connection, because passwords and certificates change."""
 
     host: str
     port: int
@@ -28,8 +28,6 @@ class RedisLocation:
     """Of the authorities that may have signed the server's certificate; None: those of the system."""
     certificate_file: Path | None = None
     key_file: Path | None = None
-    capacity: int | None = None
-    """Bytes that this node may expect the server to hold: its share of what the URL says. None: not said."""
 
     @classmethod
     def parse(cls, url: str) -> RedisLocation:
@@ -46,16 +44,9 @@ class RedisLocation:
         if parts.scheme not in SCHEMES or not host or not port or parts.path not in ("", "/") or parts.fragment:
             raise ConfigError("tier", url, FORM)
         options: dict[str, Path] = {}
-        sizes: dict[str, str] = {}
         for name, value in given:
-            if name in CAPACITY_OPTIONS:
-                if name in sizes:
-                    raise ConfigError(f"tier option {name}", value, "each option once")
-                sizes[name] = value
-                continue
             if name not in _OPTIONS:
-                allowed = ", ".join((*_OPTIONS, *CAPACITY_OPTIONS))
-                raise ConfigError(f"tier option {name}", value, f"only the options {allowed}")
+                raise ConfigError(f"tier option {name}", value, f"only the options {', '.join(_OPTIONS)}")
             if name in options or not value:
                 raise ConfigError(f"tier option {name}", value, "the path of a file, once")
             options[name] = Path(value)
@@ -68,11 +59,36 @@ class RedisLocation:
         user = unquote(parts.username) if parts.username else None
         if user and "password_file" not in options:
             raise ConfigError("tier", url, "a user with ?password_file=FILE")
-        return cls(host, port, user, is_tls=is_tls, capacity=capacity_share(sizes), **options)
+        return cls(host, port, user, is_tls=is_tls, **options)
+
+    def check_files(self) -> None:
+        """Raises `SettingError` for a file that cannot be read."""
+        for option in _OPTIONS:
+            try:
+                self._read(option)
+            except OSError as error:
+                name = f"tier option {option}"
+                raise SettingError(name, getattr(self, option), f"cannot be read: {error.strerror}") from None
+
+    def content(self, option: str) -> bytes | None:
+        """Of the file that an option names; None without the option. Raises `TierUnavailableError`, which does not name
+        the file: every reader of the admin API sees it."""
+        try:
+            return self._read(option)
+        except OSError as error:
+            raise TierUnavailableError(f"{self}: {option} cannot be read: {error.strerror}") from None
 
     def password(self) -> str | None:
-        """Raises `OSError`."""
-        return None if self.password_file is None else self.password_file.read_text().strip()
+        """Raises `TierUnavailableError`."""
+        content = self.content("password_file")
+        try:
+            return None if content is None else content.decode().strip()
+        except UnicodeDecodeError:
+            raise TierUnavailableError(f"{self}: password_file is not text") from None
+
+    def _read(self, option: str) -> bytes | None:
+        path: Path | None = getattr(self, option)
+        return None if path is None else RegularFile.read(path).content
 
     def __str__(self) -> str:
         return f"{'rediss' if self.is_tls else 'redis'}://{self.host}:{self.port}"

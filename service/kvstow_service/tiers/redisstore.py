@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvstow.errors import MissingPackageError, TierUnavailableError
-from kvstow.tier.objectname import ObjectName, fingerprint_prefix
+from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import (
     ClientHealth,
     ClientStats,
@@ -19,12 +19,11 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
-    StoreCapacity,
     check_batch,
     count_gets,
     count_puts,
 )
-from kvstow_service.tiers.redislane import RedisCall, RedisLane, Refused
+from kvstow_service.tiers.redislane import RedisLane, Refused
 from kvstow_service.tiers.redislocation import RedisLocation
 
 _NAMES_IN_REQUEST = 500
@@ -37,10 +36,11 @@ class RedisStore:
     name = "redis"
 
     def __init__(self, location: RedisLocation) -> None:
-        """Raises `MissingPackageError`."""
+        """Raises `MissingPackageError`, or `SettingError` for a file that cannot be read."""
         for package in ("redis", "xxhash"):
             if find_spec(package) is None:
                 raise MissingPackageError("a tier in Redis", package, "redis")
+        location.check_files()
         self._location = location
 
     def open_transfers(self, rank: int, witness: int | None = None) -> RedisTransfers:
@@ -147,9 +147,8 @@ class RedisLookups(_Client):
     """See `kvstow.tier.store.LookupClient`."""
 
     def __init__(self, location: RedisLocation) -> None:
-        super().__init__(location, 2)
-        self.capacity = None if location.capacity is None else StoreCapacity(location.capacity)
-        self._exists, self._removals = self._lanes
+        super().__init__(location, 1)
+        (self._exists,) = self._lanes
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         found: list[bool] = []
@@ -158,31 +157,6 @@ class RedisLookups(_Client):
                 part = names[at : at + _NAMES_IN_REQUEST]
                 found.extend(bool(_answer(one)) for one in call.ask([("EXISTS", str(name)) for name in part]))
         return found
-
-    def delete(self, names: Sequence[ObjectName], timeout: float) -> int:
-        count = 0
-        with self._removals.call(timeout) as call:
-            for at in range(0, len(names), _NAMES_IN_REQUEST):
-                count += _unlink(call, [str(name) for name in names[at : at + _NAMES_IN_REQUEST]])
-        return count
-
-    def purge(self, fingerprint: str, timeout: float) -> int:
-        """O(objects in the store), in steps that let other clients in between."""
-        count, cursor = 0, b"0"
-        pattern = f"{_escaped(fingerprint_prefix(fingerprint))}*"
-        with self._removals.call(timeout) as call:
-            while True:
-                (answer,) = call.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", str(_NAMES_IN_REQUEST))])
-                cursor, names = _answer(answer)
-                if names:
-                    count += _unlink(call, names)
-                if int(cursor) == 0:
-                    return count
-
-
-def _unlink(call: RedisCall, names: Sequence[str | bytes]) -> int:
-    (answer,) = call.ask([("UNLINK", *names)])
-    return int(_answer(answer))
 
 
 def _answer(answer: Any) -> Any:
@@ -196,7 +170,7 @@ def _take(one: SlotObject, answer: Any) -> GetStatus:
     from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch
 
     if isinstance(answer, Refused):
-        return "failed"
+        return "corrupt" if answer.is_other_type else "failed"
     if answer is None:
         return "missing"
     value = memoryview(answer)
@@ -223,7 +197,3 @@ def _parts(objects: Sequence[SlotObject]) -> Iterator[list[SlotObject]]:
         part.append(one)
     if part:
         yield part
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in text)

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from kvstow_api.tiercontrol import TierMeasurements
+from kvstow_api.hostedtier import TierMeasurements
 from kvstow_service.tiers import redislocation
 from kvstow_service.tiers.mooncake import location as mooncake
 
@@ -36,11 +36,9 @@ def measure_store(url: str) -> TierMeasurements:
         where = mooncake.MooncakeLocation.parse(url)
         hosts = [endpoint.rpartition(":")[0].strip("[]") for endpoint in where.endpoints]
         return TierMeasurements(_public(hosts), False, where.protocol == "rdma", _memlock_bytes())
-    if scheme in redislocation.SCHEMES:
-        server = redislocation.RedisLocation.parse(url)
-        has_access_control = server.password_file is not None or server.certificate_file is not None
-        return TierMeasurements(_public([server.host]), has_access_control)
-    return TierMeasurements()
+    server = redislocation.RedisLocation.parse(url)
+    has_access_control = server.password_file is not None or server.certificate_file is not None
+    return TierMeasurements(_public([server.host]), has_access_control)
 
 
 def _public(hosts: Iterable[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -16,9 +16,9 @@ from tests.api.conftest import AGENT_TOKEN
 from kvstow.messages import DesiredState
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
 from kvstow_api import client
-from kvstow_api.client import ApiError, AsyncClient, Call, Endpoint, calls
+from kvstow_api.client import ApiError, Call, Client, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
-from kvstow_api.history import HistoryView
+from kvstow_api.figures import CurvesView
 from kvstow_api.routes import ROUTERS
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.operations import OperationsView, OperationView
@@ -30,18 +30,26 @@ from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
 from kvstow_api.views.tier import TierView
 from kvstow_api.views.transfers import TransfersView
 
-pytestmark = pytest.mark.anyio
-
 KEY = "000000000000"
 
 
 @pytest.fixture
-async def kvstow(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> AsyncIterator[AsyncClient]:
+def kvstow(serve: Any, ranks: Any, keys: list[bytes]) -> Iterator[Client]:
     """A client of the application, whose pool holds four blocks."""
     ranks.store(keys[:4])
-    transport: Any = client._transport
-    async with AsyncClient(transport=transport) as made:
+    with Client(serve().url) as made:
         yield made
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bytes], None]:
+    """Clients that are made from now on get this answer, whatever they ask."""
+
+    def answer(status: int, body: bytes) -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=body))
+        monkeypatch.setattr(httpx, "HTTPTransport", lambda **given: transport)
+
+    return answer
 
 
 CALLS: list[tuple[Call[Any], type]] = [
@@ -53,7 +61,7 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.namespaces(), NamespacesView),
     (calls.stats(), StatsView),
     (calls.stats("pool", "stores"), StatsView),
-    (calls.history(), HistoryView),
+    (calls.curves(), CurvesView),
     (calls.doctor(), DoctorView),
     (calls.pools(), PoolsView),
     (calls.pool(), PoolView),
@@ -64,15 +72,15 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.change_pool({"policy": "arc"}, if_match="*"), PoolView),
     (calls.plan_pool({"capacity_slots": 3}), PlanView),
     (calls.evict(slots=1, wait=20), RemovedView),
-    (calls.evict(num_bytes=1, dry_run=True, key="k1", wait=20), RemovedView),
+    (calls.evict(num_bytes=1, dry_run=True, wait=20), RemovedView),
     (calls.evict(idle_seconds=0.5, wait=20), RemovedView),
     (calls.purge(everything=True, wait=20), RemovedView),
     (calls.purge(keys=[KEY], wait=20), RemovedView),
-    (calls.purge(key_prefixes=["0000"], dry_run=True, key="k2", wait=20), RemovedView),
+    (calls.purge(key_prefixes=["0000"], dry_run=True, wait=20), RemovedView),
     (calls.purge(age_seconds=0, wait=20), RemovedView),
     (calls.protect([KEY], ttl_seconds=5), ProtectionResult),
     (calls.unprotect([KEY]), ProtectionResult),
-    (calls.unprotect(None, key="k3"), ProtectionResult),
+    (calls.unprotect(None), ProtectionResult),
     (calls.retry_pinning(), PinningView),
     (calls.pause_pinning(), PoolView),
     (calls.resume_pinning(), PoolView),
@@ -91,15 +99,15 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.operations(kind="evict", state="succeeded", page_size=5), OperationsView),
     (calls.config(), ConfigView),
     (calls.log_levels(), LogLevelsView),
-    (calls.set_log_level("info", logger="kvstow.api", ttl_seconds=60), LogLevelView),
+    (calls.set_log_level("info", logger="kvstow.api"), LogLevelView),
     (calls.probe("livez"), calls.ProbeResult),
     (calls.metrics(), str),
 ]
 
 
 @pytest.mark.parametrize(("call", "kind"), CALLS)
-async def test_an_answer_has_the_type_that_its_call_says(kvstow: AsyncClient, call: Call[Any], kind: type) -> None:
-    answer = await kvstow.send(call)
+def test_an_answer_has_the_type_that_its_call_says(kvstow: Client, call: Call[Any], kind: type) -> None:
+    answer = kvstow.send(call)
     assert isinstance(answer, kind)
     check_types(answer)
 
@@ -132,7 +140,7 @@ def test_calls_has_those_of_every_resource() -> None:
     assert made - {"get", "work"} == {name for name in calls.__all__ if name.islower()}
 
 
-async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
+def test_every_route_has_a_call(kvstow: Client) -> None:
     rank_report = "/v1/ranks/{rank}/report"
     more: list[Call[Any]] = [
         calls.delete_pool("host"),
@@ -140,11 +148,6 @@ async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
         calls.operation("evict-0", wait=1),
         calls.cancel("evict-0"),
         calls.forget("evict-0"),
-        calls.attach_tier("memory:"),
-        calls.detach_tier(),
-        calls.bypass_tier(bypassed=True),
-        calls.purge_tier("f"),
-        calls.name_tier_weights("w"),
     ]
     called = {(call.method, call.path) for call in [*(call for call, _ in CALLS), *more]}
     given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0", "{session_id}": "s1"}
@@ -160,62 +163,60 @@ async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
             assert {(method, path) for method in route.methods} <= called  # type: ignore[attr-defined]
 
 
-async def test_an_operation_is_followed_to_its_end(kvstow: AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+def test_an_operation_is_followed_to_its_end(kvstow: Client, ranks: Any, keys: list[bytes]) -> None:
     lease = ranks.lease(keys[:4])
-    started = await kvstow.send(calls.resize(slots=1, wait=0))
+    started = kvstow.send(calls.resize(slots=1, wait=0))
     assert isinstance(started, OperationView)
     with pytest.raises(ApiError) as running:
-        await kvstow.send(calls.forget(started.id))
+        kvstow.send(calls.forget(started.id))
     assert running.value.status == 409
     ranks.engine.release_lease(lease)
-    ended = await kvstow.send(calls.operation(started.id, wait=20))
+    ended = kvstow.send(calls.operation(started.id, wait=20))
     assert (ended.state, ended.created.tzinfo is not None) == ("succeeded", True)
-    assert await kvstow.send(calls.cancel(started.id)) == ended
-    await kvstow.send(calls.forget(started.id))
+    assert kvstow.send(calls.cancel(started.id)) == ended
+    kvstow.send(calls.forget(started.id))
     with pytest.raises(ApiError) as gone:
-        await kvstow.send(calls.operation(started.id))
+        kvstow.send(calls.operation(started.id))
     assert gone.value.status == 404
 
 
-async def test_a_report_is_answered_with_what_is_wanted(client: httpx.AsyncClient, ranks: Any) -> None:
-    transport: Any = client._transport
-    async with AsyncClient(Endpoint("http://kvstow", token=AGENT_TOKEN), transport=transport) as agent:
-        answer = await agent.send(calls.report(ranks.make_report(0), clock=1.5))
+def test_a_report_is_answered_with_what_is_wanted(serve: Any, ranks: Any) -> None:
+    with Client(Endpoint(serve().url, token=AGENT_TOKEN)) as agent:
+        answer = agent.send(calls.report(ranks.make_report(0), clock=1.5))
     assert answer == DesiredState(ranks.engine.engine_id, 16, number=1)
 
 
-async def test_a_problem_comes_as_an_error_that_carries_it(kvstow: AsyncClient) -> None:
+def test_a_problem_comes_as_an_error_that_carries_it(kvstow: Client) -> None:
     with pytest.raises(ApiError, match="policy") as caught:
-        await kvstow.send(calls.set_policy("mru"))
+        kvstow.send(calls.set_policy("mru"))
     problem = caught.value.problem
     assert problem is not None
     assert (problem.status, problem.code, problem.errors[0].field) == (422, "invalid_request", "policy")
     assert caught.value.status == 422
 
 
-async def test_a_failed_probe_is_an_answer(kvstow: AsyncClient, ranks: Any) -> None:
+def test_a_failed_probe_is_an_answer(kvstow: Client, ranks: Any) -> None:
     ranks.engine.admin.drain("all", None)
-    result = await kvstow.send(calls.probe("readyz"))
+    result = kvstow.send(calls.probe("readyz"))
     assert not result.ok
     assert "draining" in result.text
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b"{}", b'{"items": 3}', b"[]"])
-async def test_an_answer_of_another_shape_is_an_error(body: bytes) -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
+def test_an_answer_of_another_shape_is_an_error(body: bytes, answering: Any) -> None:
+    answering(200, body)
     words = "^http://127.0.0.1:8000 does not seem to be KVStow, .* unexpected answer to GET /v1/pools"
-    async with AsyncClient("http://127.0.0.1:8000", transport=transport) as client:
-        with pytest.raises(ApiError, match=words):
-            await client.send(calls.pools())
+    with Client("http://127.0.0.1:8000") as client, pytest.raises(ApiError, match=words):
+        client.send(calls.pools())
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"detail": "Not Found"}'])
-async def test_a_server_that_is_another_is_named(body: bytes) -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(404, content=body))
+def test_a_server_that_is_another_is_named(body: bytes, answering: Any) -> None:
+    answering(404, body)
     words = "^http://127.0.0.1:8000 does not seem to be KVStow: it answers with status 404"
-    async with AsyncClient("http://127.0.0.1:8000", transport=transport) as client:
+    with Client("http://127.0.0.1:8000") as client:
         with pytest.raises(ApiError, match=words) as caught:
-            await client.send(calls.pools())
+            client.send(calls.pools())
         with pytest.raises(ApiError, match=words):
-            await anext(client.events(Subscription()))
+            next(client.events(Subscription()))
     assert (caught.value.status, caught.value.problem) == (404, None)

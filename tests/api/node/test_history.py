@@ -1,4 +1,4 @@
-"""What a node remembers and tells: histories, its journal, its events."""
+"""What a node remembers and tells: curves, its journal, its events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
+from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
 from kvstow_api.eventstream import EventStreams
@@ -15,34 +15,23 @@ from kvstow_api.journal import Journal
 pytestmark = pytest.mark.anyio
 
 
-async def test_histories_are_of_pools_and_end_with_them(launch: Any, node: FakeNode) -> None:
+async def test_curves_are_of_pools_and_end_with_them(launch: Any, node: FakeNode) -> None:
     apps: list[Any] = []
     client = await launch(apps.append, directory=node)
     sampler = apps[0].state.kvstow.sampler
     node.attach(NAMES[0]).store(KEYS)
     node.attach(NAMES[1])
-    sampler.tick()
-    histories = {name: await get(client, f"/v1/history?pool={name}") for name in NAMES[:2]}
-    assert [[one["stored_blocks"] for one in each["items"]] for each in histories.values()] == [[4], [0]]
+    for _ in range(6):
+        sampler.tick()
+    curves = [(await get(client, f"/v1/curves?pool={name}"))["items"] for name in NAMES[:2]]
+    assert [[len(one["points"]) for one in each] for each in curves] == [[1, 1, 1]] * 2
+    assert [sampler.kept(name)[-1].stats.stores["stored"] for name in NAMES[:2]] == [4, 0]
     node.end(node.engines[0])
     node.delete_pool(NAMES[0])
     node.attach(NAMES[0])  # another life of it
     sampler.tick()
-    (sample,) = (await get(client, f"/v1/history?pool={NAMES[0]}"))["items"]
-    assert sample["stored_blocks"] == 0
-
-
-@pytest.mark.parametrize(("shares_memory", "copies"), [(False, RANKS), (True, 1)])
-async def test_memory_that_several_engines_have_pinned_counts_once(
-    launch: Any, node: FakeNode, shares_memory: bool, copies: int
-) -> None:
-    node.shares_memory = shares_memory
-    node.attach("a")
-    node.attach("a")
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
-    apps[0].state.kvstow.sampler.tick()
-    assert (await get(client, "/v1/history?pool=a"))["now"]["pinned_bytes"] == copies * SLOTS * SLOT_BYTES
+    assert all(one["points"] == [] for one in (await get(client, f"/v1/curves?pool={NAMES[0]}"))["items"])
+    assert [one.stats.stores["stored"] for one in sampler.kept(NAMES[0])] == [0]
 
 
 async def test_the_journal_names_pools_and_sessions(launch: Any, node: FakeNode) -> None:

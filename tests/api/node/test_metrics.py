@@ -190,8 +190,6 @@ async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventuall
         notices=("pool a waits",),
         keeper="connected",
         keeper_restarts=2,
-        extents_kept=3,
-        extents_given_up=4,
     )
     node.rejected["identity"] = 2
     await apps[0].state.kvstow.orphans.look()
@@ -214,8 +212,6 @@ async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventuall
         "keeper_up": 1,
         "keeper_restarts": 2,
     }
-    handed_back = values(families, "kvstow_node_handed_back_extents", "outcome")
-    assert handed_back == {("kept",): 3, ("given_up",): 4}
     assert values(families, "kvstow_rejected_connections", "reason") == {("identity",): 2, ("version",): 0}
     assert (await get(client, "/v1/readiness"))["memory"]["orphaned_bytes"] == 11
     node.memory_status = replace(node.memory_status, keeper="gone")

@@ -164,7 +164,7 @@ async def test_what_names_one_pool_says_which(client: httpx.AsyncClient, node: F
     name = NAMES[1]
     stats = await get(client, f"/v1/stats?pool={name}")
     assert (stats["pool_name"], stats["model"]) == (name, "org/model")
-    for path in ("/v1/history", "/v1/config"):
+    for path in ("/v1/curves", "/v1/config"):
         assert (await get(client, f"{path}?pool={name}"))["pool"] == name
     (block,) = (await get(client, f"/v1/pools/{name}/blocks"))["items"]
     assert block["namespace"] == f"{name}-keys"

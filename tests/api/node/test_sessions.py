@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.history import SessionNowView, SessionSample, session_now_of
+from kvstow_api.figures import SessionNowView, SessionSample, session_now_of
 
 pytestmark = pytest.mark.anyio
 
@@ -59,11 +58,7 @@ async def test_the_life_of_a_session_is_told(launch: Any, node: FakeNode, clock:
 
 
 async def test_what_a_session_copies_now_is_a_rate() -> None:
-    began = datetime(2026, 11, 2, tzinfo=UTC)
-
-    def sample(seconds: float, load_bytes: int, store_bytes: int) -> SessionSample:
-        return SessionSample(began + timedelta(seconds=seconds), load_bytes, store_bytes)
-
+    sample = SessionSample
     assert session_now_of([]) == SessionNowView()
     assert session_now_of([sample(0, 0, 0)]).load_bytes_per_second is None
     now = session_now_of([sample(0, 0, 0), sample(5, 900, 50), sample(15, 1000, 250)])
@@ -196,8 +191,6 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "notices": [],
         "keeper": None,
         "keeper_restarts": 0,
-        "extents_kept": 0,
-        "extents_given_up": 0,
     }
     for path in ("/v1/ranks", "/v1/ranks?pool=host", f"/v1/ranks?session={engine.engine_id}"):
         items = (await get(client, path))["items"]

@@ -75,7 +75,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     }
 
 
-async def test_the_pool_has_the_present_figures_of_its_history(launch: Any, ranks: Any, keys: list[bytes]) -> None:
+async def test_the_pool_has_the_present_figures_of_its_curves(launch: Any, ranks: Any, keys: list[bytes]) -> None:
     apps: list[Any] = []
     client = await launch(apps.append)
     sampler = apps[0].state.kvstow.sampler
@@ -85,7 +85,7 @@ async def test_the_pool_has_the_present_figures_of_its_history(launch: Any, rank
     sampler.tick()
     now = (await client.get(HOST)).json()["now"]
     assert now["hit_ratio"] == 0.5
-    assert now == (await client.get("/v1/history")).json()["now"]
+    assert now == (await client.get("/v1/curves")).json()["now"]
 
 
 async def test_the_memory_of_a_pool_is_that_of_ranks_of_all_sizes(launch: Any) -> None:
@@ -513,7 +513,7 @@ async def test_a_resize_waits_for_a_lease_as_an_operation(
     await eventually(has_ended)
     ended = (await client.get(place)).json()
     assert ended["result"]["evicted_slots"] == 12
-    assert ended["progress"] == {"done": 12, "total": 12, "unit": "slots"}
+    assert ended["progress"] == {"done": 12, "total": 12}
     assert ended["ended"] is not None
     assert engine.desired().capacity_slots == 4
 

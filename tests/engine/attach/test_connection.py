@@ -28,7 +28,7 @@ from kvstow.attach.kinds import Kind
 from kvstow.errors import AttachError, CallFailedError, ConfigError, DisconnectedError, ProtocolError
 
 HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")
-WELCOME = Welcome(version=1, session_id="s1", service="test")
+WELCOME = Welcome(session_id="s1", service="test")
 KEYS = [b"k" * 34]
 
 
@@ -260,7 +260,6 @@ def test_a_service_that_does_not_answer_the_hello_is_left(client: Client, servic
     ("message", "problem"),
     [
         (Lookup(KEYS), "the service broke the protocol: LOOKUP does not come from a service"),
-        (Welcome(version=9, session_id="s", service="x"), "the service chose version 9"),
         (SettledOps(()), "SETTLED comes before the welcome"),
     ],
 )
@@ -343,7 +342,7 @@ def test_a_message_that_no_frame_holds_is_the_hosts_error(client: Client, servic
 def test_descriptors_belong_to_the_host_or_are_closed(client: Client, service: FakeService) -> None:
     client.attach(service)
     fd = os.open("/dev/null", os.O_RDONLY)
-    extents = GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),))
+    extents = GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),), True)
     service.send(extents, fds=(fd,))
     (pushed,) = client.connection.poll()
     assert GrantedExtents.unpack(pushed.payload) == extents
@@ -382,7 +381,7 @@ def test_what_was_pushed_before_the_end_is_returned_before_the_next_session(
     """Also if the client finds out by sending; `room`: a frame that takes more than one read."""
     client.attach(service)
     fd = os.open("/dev/null", os.O_RDONLY)
-    service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),)), fds=(fd,))
+    service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),), True), fds=(fd,))
     service.send(ResetDone("x" * 4000) if not room else RevokedExtents(tuple(range(room // 8))))
     service.send(RevokedExtents((7,)))
     if last_word is not None:
@@ -415,7 +414,7 @@ def test_a_host_that_ends_the_connection_in_a_callback_hears_no_more(path: Path,
     connection.poll()
     service.accept()
     service.send(WELCOME)
-    service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),)), fds=(fd,))
+    service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),), True), fds=(fd,))
     assert connection.poll() == []
     assert connection.poll() == []
     assert connection.problem == "enough"

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from kvstow.attach import calls, eventcalls, extentcalls, hello
 from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
-from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import RULES, VERSIONS, Kind, VersionRange, refusal_of
+from kvstow.attach.kinds import RULES, VERSION, Kind, refusal_of
 from kvstow.attach.payloads import pack_keys, pack_u32s
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.messages import Completion, DesiredState, RankReport
@@ -77,23 +76,20 @@ MESSAGES: list[Any] = [
     eventcalls.EventPage(
         7, (BlockChange("stored", [bytes(34), b"a" * 34]), BlockChange("removed", [b"abc"])), lost=True, has_more=True
     ),
-    GrantedExtents(2 << 20, (ExtentGrant(1, 0, 0, 512, 1 << 30, 64 << 20), ExtentGrant(2, 1, 512, 4, 8 << 20, 0))),
+    GrantedExtents(
+        2 << 20, (ExtentGrant(1, 0, 0, 512, 1 << 30, 64 << 20), ExtentGrant(2, 1, 512, 4, 8 << 20, 0)), is_all=False
+    ),
+    GrantedExtents(2 << 20, (), is_all=True),
     extentcalls.PopulatedExtents((ExtentBytes(1, 128 << 20),)),
     extentcalls.RegisteredExtents((ExtentSlots(1, 64), ExtentSlots(2, 0))),
     extentcalls.RevokedExtents((1, 2)),
     extentcalls.ReleasedExtents((1,)),
-    extentcalls.HandedBackExtents((ExtentBytes(1, 1 << 30),)),
-    extentcalls.AdoptedExtents(()),
-    DepositedDescriptors(("journal", "worker-a/0"), True),
-    DepositedDescriptors((), False),
-    DroppedDescriptors(("worker-a/0",)),
-    ReturnedDescriptors(("journal",)),
     extentcalls.Report(RankReport.without_pool(1, "boot", "starting", 4096, error="later")),
     extentcalls.Desired(DesiredState("engine", 100, paused=True, number=4)),
     extentcalls.Detach("done"),
     HELLO,
     Hello(role="worker", engine="vllm", host="h", pid=1, token="t", rank=1, device="cuda:1", settled_tokens=("old",)),
-    Welcome(version=1, session_id="s1", service="node", token="t", sharing_off=("the probe differs",)),
+    Welcome(session_id="s1", service="node", token="t", sharing_off=("the probe differs",)),
     Refused("version", "upgrade"),
     hello.CallError("lease_invalid", "it has ended"),
 ]
@@ -104,12 +100,11 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
 
 
 def test_engines_that_do_not_name_their_weights_to_other_nodes_attach_as_well() -> None:
-    """As those do that are older than the fleet tier."""
     value = json.loads(HELLO.pack())
     del value["fleet_weights"]
-    older = Hello.unpack(json.dumps(value).encode())
-    assert older == replace(HELLO, fleet_weights=FleetWeights())
-    assert older.namespace == HELLO.namespace
+    unnamed = Hello.unpack(json.dumps(value).encode())
+    assert unnamed == replace(HELLO, fleet_weights=FleetWeights())
+    assert unnamed.namespace == HELLO.namespace
 
 
 def test_every_kind_has_a_message_and_a_rule() -> None:
@@ -178,7 +173,7 @@ def test_values_out_of_range_are_malformed() -> None:
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
     with pytest.raises(ProtocolError, match="too short for what it says"):
-        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),)).pack())
+        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),), True).pack())
     header = struct.pack("<I", 0) + struct.pack("<H", 0) + struct.pack("<I", 1)
     for mark, seconds in ((3, 0.0), (1, float("nan")), (1, -1.0), (1, float("inf"))):
         with pytest.raises(ProtocolError, match="has mark"):
@@ -191,7 +186,7 @@ def test_the_leading_run_begins_at_the_first_key() -> None:
     assert Found(0, ()).leading == 0
 
 
-# -- hello and versions ------------------------------------------------------------------------------------------
+# -- the hello and its version -----------------------------------------------------------------------------------------
 
 
 def test_a_hello_ignores_fields_that_it_does_not_know() -> None:
@@ -207,7 +202,8 @@ def test_a_hello_ignores_fields_that_it_does_not_know() -> None:
         ({"pid": True}, "hello.pid is True"),
         ({"engine": None}, "hello.engine is missing"),
         ({"host": "h" * 5000}, "hello.host is 'hhh"),
-        ({"versions": [1]}, r"hello.versions is \[1\]; allowed: the oldest and the newest version"),
+        ({"version": None}, "hello.version is missing"),
+        ({"version": "1"}, "hello.version is '1'; allowed: a whole number, 0 or more"),
         ({"pool": None}, "hello of a scheduler needs hello.pool and hello.namespace"),
         ({"pool": 3}, "hello.pool is 3; allowed: an object"),
         ({"namespace": {"model": "m"}}, "hello.namespace.weights_id is missing"),
@@ -226,35 +222,18 @@ def test_a_hello_that_is_nested_too_deeply_is_malformed() -> None:
         Hello.unpack(b"[" * 100_000)
 
 
-def test_two_versions_meet_at_the_newest_that_both_speak() -> None:
-    ours = VersionRange(3, 4)
-    assert ours.chosen_with(VersionRange(2, 3)) == 3
-    assert ours.chosen_with(VersionRange(4, 5)) == 4
-    assert ours.chosen_with(ours) == 4
-    with pytest.raises(AttachRefusedError, match="versions 3 to 4 of the attach protocol, the engine 1 to 2: upgrade"):
-        ours.chosen_with(VersionRange(1, 2))
-    with pytest.raises(AttachRefusedError):
-        ours.chosen_with(VersionRange(5, 6))
+@pytest.mark.parametrize("other", [VERSION - 1, VERSION + 1])
+def test_a_hello_of_another_version_is_refused_with_both_numbers(other: int) -> None:
+    words = f"the service has version {VERSION} of the attach protocol, the engine version {other}: install the same"
+    for value in ({**json.loads(HELLO.pack()), "version": other}, {"version": other, "else": "all is new"}):
+        with pytest.raises(AttachRefusedError, match=words) as caught:
+            Hello.unpack(json.dumps(value).encode())
+        assert caught.value.reason == "version"
 
 
-def test_every_version_so_far_is_spoken() -> None:
-    assert VERSIONS.oldest == 1
-    assert max(rule.since for rule in RULES.values()) <= VERSIONS.newest
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_client_asks_the_welcome_what_an_older_service_knows(version: int) -> None:
-    welcome = Welcome(version=version, session_id="s1", service="node")
-    assert welcome.knows(Kind.LOOKUP)
-    assert welcome.knows(Kind.RETURN) == welcome.knows(Kind.READ_EVENTS) == (version == 2)
-
-
-def test_a_kind_comes_only_from_its_senders_and_from_its_version_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal_of(Kind.LOOKUP, "scheduler", 1) is None
-    assert refusal_of(Kind.LOOKUP, "worker", 1) == "LOOKUP does not come from a worker"
-    assert refusal_of(999, "scheduler", 1) == "kind 999 does not exist in version 1"
-    assert refusal_of(Kind.LOOKUP, "scheduler", 1, 2) == "LOOKUP came with 2 file descriptors"
-    assert refusal_of(Kind.HAND_BACK, "worker", 1, 2) is None
-    monkeypatch.setitem(RULES, Kind.RESET, RULES[Kind.RESET]._replace(since=2))
-    assert refusal_of(Kind.RESET, "scheduler", 1) == f"kind {Kind.RESET} does not exist in version 1"
-    assert refusal_of(Kind.RESET, "scheduler", 2) is None
+def test_a_kind_comes_only_from_its_senders() -> None:
+    assert refusal_of(Kind.LOOKUP, "scheduler") is None
+    assert refusal_of(Kind.LOOKUP, "worker") == "LOOKUP does not come from a worker"
+    assert refusal_of(999, "scheduler") == "kind 999 does not exist"
+    assert refusal_of(Kind.LOOKUP, "scheduler", 2) == "LOOKUP came with 2 file descriptors"
+    assert refusal_of(Kind.EXTENTS, "service", 2) is None

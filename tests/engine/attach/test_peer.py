@@ -97,6 +97,57 @@ def test_the_peer_can_be_killed(child: Child) -> None:
     found.close()
 
 
+Sent = list[tuple[int, int]]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """The signals that would have been sent."""
+    found: Sent = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: found.append((pidfd, number)))
+    return found
+
+
+def test_this_process_is_not_killed_whoever_names_it(sent: Sent) -> None:
+    """As when something has put the service's own pidfd among the records of workers."""
+    own = Peer(0, os.geteuid(), os.getegid(), os.pidfd_open(os.getpid()))
+    assert not own.kill()
+    assert sent == []
+    own.close()
+
+
+def test_a_process_of_another_user_is_not_killed(child: Child, sent: Sent) -> None:
+    recorded = Peer(child.pid, os.geteuid() + 1, os.getegid(), os.pidfd_open(child.pid))
+    assert not recorded.kill()
+    assert sent == []
+    recorded.close()
+
+
+def test_a_process_is_not_taken_for_a_later_one_with_its_number(
+    child: Child, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid_of = peer._uid_of
+
+    def uid_of_later(pid: int) -> int | None:
+        found = uid_of(pid)
+        child.kill()
+        return found
+
+    monkeypatch.setattr(peer, "_uid_of", uid_of_later)
+    recorded = Peer(child.pid, os.geteuid(), os.getegid(), os.pidfd_open(child.pid))
+    assert not recorded.kill()
+    assert sent == []
+    recorded.close()
+
+
+def test_a_process_that_is_not_visible_is_not_killed(child: Child, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "pid_of", lambda pidfd: 0)
+    recorded = Peer(0, os.geteuid(), os.getegid(), os.pidfd_open(child.pid))
+    assert not recorded.kill()
+    assert sent == []
+    recorded.close()
+
+
 def test_a_process_that_has_ended_is_refused_or_seen_to_have_ended(child: Child, way: str) -> None:
     """A kernel may still give out the pidfd of a process that has ended."""
     child.kill()

@@ -1,29 +1,24 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvstow.attach.connection import Call
-from kvstow.attach.deposits import ReturnedDescriptors
 from kvstow.attach.extentcalls import (
     Desired,
     ExtentSlots,
-    HandedBackExtents,
+    GrantedExtents,
     RegisteredExtents,
     ReleasedExtents,
     Report,
     RevokedExtents,
 )
 from kvstow.attach.frames import Frame
-from kvstow.attach.hello import Welcome
-from kvstow.attach.kinds import VERSIONS, Kind
+from kvstow.attach.kinds import Kind
 from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
-from kvstow.errors import AttachError
-from kvstow.memory.rankextents import HeldExtent
+from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.testing.fakes import FakeClock
 
@@ -34,13 +29,12 @@ class Wire:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.calls: list[Call] = []
-        self.welcome = Welcome(version=VERSIONS.newest, session_id="s1", service="test")
 
-    def tell(self, message: Any, fds: Sequence[int] = ()) -> bool:
+    def tell(self, message: Any) -> bool:
         self.said.append(message)
         return True
 
-    def call(self, message: Any, fds: Sequence[int] = ()) -> Call:
+    def call(self, message: Any) -> Call:
         self.said.append(message)
         self.calls.append(Call())
         return self.calls[-1]
@@ -53,19 +47,23 @@ class Wire:
 class Rank:
     """A pool and its data plane."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.released: list[int] = []
         self.applied: list[DesiredState] = []
-        self.held: list[int] = []
-        self.kept: list[list[int]] = []
         self.revoked: list[int] = []
+        self.said: list[str] = []
+        self.error: PinError | None = None
 
-    def held_extents(self) -> list[Any]:
-        return [HeldExtent(extent_id, 4096, 0) for extent_id in self.held]
+    def grant(self, slot_stride: int, grants: Sequence[Any], fds: Sequence[int]) -> None:
+        self.said.append("grant")
+        if self.error is not None:
+            raise self.error
 
-    def keep(self, extent_ids: Iterable[int]) -> None:
-        self.kept.append(list(extent_ids))
+    def drop_earlier(self) -> None:
+        self.said.append("drop earlier")
 
     def revoke(self, extent_ids: Iterable[int]) -> None:
         self.revoked += extent_ids
@@ -176,21 +174,9 @@ def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wi
         calls.advance()
 
 
-@pytest.mark.parametrize(("version", "said"), [(1, []), (2, [ReturnedDescriptors])])
-def test_what_is_held_for_the_next_service_is_returned_before_memory_if_that_service_knows_it(
-    calls: WorkerCalls, rank: Rank, wire: Wire, version: int, said: list[type]
-) -> None:
-    read_end, write_end = os.pipe()
-    calls.deposits.put(["journal", "worker-a/0"], [read_end, write_end], replaces=True)
-    rank.held, wire.welcome = [1], replace(wire.welcome, version=version)
-    calls.begin_session()
-    calls.advance()
-    assert [type(message) for message in wire.taken()] == [*said, HandedBackExtents]
-    assert len(calls.deposits.held) == 2
-    calls.deposits.close()
-
-
 REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())
+ALL = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), True).pack())
+MORE_COME = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), False).pack())
 
 
 def test_what_is_revoked_with_the_end_of_a_session_is_let_go_of(calls: WorkerCalls, rank: Rank) -> None:
@@ -199,16 +185,23 @@ def test_what_is_revoked_with_the_end_of_a_session_is_let_go_of(calls: WorkerCal
     assert rank.revoked == [2]
 
 
-@pytest.mark.parametrize("when", ["before the end", "after it"])
-def test_memory_that_was_offered_is_let_go_of_if_it_is_revoked_instead_of_an_answer(
-    calls: WorkerCalls, rank: Rank, when: str
+def test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted(calls: WorkerCalls, rank: Rank) -> None:
+    calls.take(MORE_COME)
+    assert rank.said == ["grant"]
+    calls.take(ALL)
+    assert rank.said == ["grant", "grant", "drop earlier"], "first what stays, then the rest goes"
+
+
+def test_memory_of_an_earlier_session_goes_although_what_was_granted_cannot_be_used(
+    calls: WorkerCalls, rank: Rank
 ) -> None:
-    rank.held, rank.kept = [1, 2, 3], []
-    calls.begin_session()
-    calls.advance()
-    if when == "before the end":
-        calls.take(REVOKED)
+    rank.error = PinError("out_of_memory", "no address space")
+    calls.take(ALL)
+    assert rank.said == ["grant", "drop earlier"]
+    assert "no address space" in str(calls.problem)
+
+
+def test_grants_of_a_session_that_has_ended_change_nothing(calls: WorkerCalls, rank: Rank) -> None:
     calls.end_session()
-    if when == "after it":
-        calls.take(REVOKED)
-    assert rank.kept == [[1, 3]]
+    calls.take(ALL)
+    assert rank.said == []

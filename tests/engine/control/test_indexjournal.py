@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import signal
@@ -352,26 +351,6 @@ def test_a_header_that_is_not_whole_is_refused(journal: IndexJournal) -> None:
     with pytest.raises(JournalError, match="no whole header"):
         IndexJournal.open(fd)
     os.close(fd)
-
-
-def test_a_protected_journal_is_written_by_its_writer_alone_and_copied_by_the_next(journal: IndexJournal) -> None:
-    journal.protect()
-    with pytest.raises(PermissionError):
-        mmap.mmap(journal.fd, records_at())
-    with pytest.raises(PermissionError):
-        os.pwrite(journal.fd, b"x", 0)
-    journal.reserve(0, SLOTS)
-    journal.begin([0, 1], 1)
-    journal.publish([0], 1, [b"key"])
-    journal.write_content({"number": 1})
-    again = reopen(journal)
-    found = again.recover()
-    assert (found.blocks, found.filling, again.content) == ({1: {b"key": 0}}, {1: [1]}, {"number": 1})
-    again.begin([2], 5)
-    again.clear([0])
-    assert recover(journal) == found, "the next one writes to a copy"
-    assert recover(again).filling == {1: [1], 5: [2]}
-    again.close()
 
 
 def test_memory_of_others_is_no_journal() -> None:

@@ -67,7 +67,7 @@ class TimedNode(TierNode):
         self.forgets = True
         self.clock, self.names, self.rate = clock, store, rate
         self.slot_bytes = engine.pool.config.slot_bytes
-        settings = TierSettings(write="through", lookup_wait=0.02, prefill_rate=PREFILL)
+        settings = TierSettings(lookup_wait=0.02, prefill_rate=PREFILL)
         self.fleet = FleetTier(engine, store.open_lookups(), settings, "f", clock=clock)
         self.tier = self.fleet.traffic
         self.ends: dict[tuple[int, int], float] = {}

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.engine.control.sharedhost import Client, Host
 
-from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
-from kvstow.control.recovery import EarlierSession, recover
+from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.tiertraffic import TierTraffic
 from kvstow.messages import TierCompletion, TierOp
 
@@ -28,9 +27,6 @@ class Tier:
 
     def fetch(self, keys: Sequence[bytes]) -> list[TierOp]:
         return self.traffic.begin_fetch("f", keys)
-
-    def put_coldest(self, wanted_free: int) -> list[TierOp]:
-        return self.traffic.put_coldest("f", wanted_free, (), most=64)
 
     def finish(self, ops: Sequence[TierOp]) -> None:
         for op in ops:
@@ -92,31 +88,3 @@ def test_keys_that_do_not_fit_into_the_journal_are_not_fetched(keys: list[bytes]
     tier.finish(tier.fetch(KEYS[:2]))
     assert host.counts["cached"] == 2
     journal.close()
-
-
-def test_no_block_is_put_to_make_room_while_engines_of_the_service_before_may_read_it() -> None:
-    host = Host()
-    found = RecoveredIndex({0: {key: slot for slot, key in enumerate(KEYS)}}, {}, ())
-    recover(host.pool, found, {0: "a"}, [EarlierSession(1, "engine", frozenset({"worker"}))])
-    client = host.attach(namespace="a")
-    tier = Tier(host, client)
-    tier.finish(tier.put_coldest(1))
-    assert host.counts["quarantined"] == 0
-    assert client.session.lookup(KEYS) == len(KEYS)
-    host.pool.process_died("worker")
-    tier.finish(tier.put_coldest(1))
-    assert host.counts["free"] == 1
-
-
-def test_the_tiers_of_two_namespaces_make_room_together() -> None:
-    host = Host()
-    clients = [host.attach(namespace=name) for name in "ab"]
-    clients[0].store(KEYS[:4])
-    clients[1].store(KEYS[4:])
-    first, second = (Tier(host, client) for client in clients)
-    ops = first.put_coldest(2)
-    assert second.put_coldest(2) == [], "the put of the other one frees as many slots as are wanted"
-    more = second.put_coldest(3)
-    first.finish(ops)
-    second.finish(more)
-    assert host.counts == {"free": 3, "filling": 0, "cached": 5, "leased": 0, "quarantined": 0}

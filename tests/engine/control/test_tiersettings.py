@@ -16,7 +16,6 @@ from kvstow.errors import ConfigError
         ({"deadline": 0.0}, "deadline is 0.0; allowed: more than 0 seconds"),
         ({"lookup_wait": -1.0}, "lookup_wait is -1.0"),
         ({"prefill_rate": 0.0}, "prefill_rate is 0.0; allowed: more than 0 tokens per second"),
-        ({"write": "around"}, "write is 'around'; allowed: auto or through or selective or back"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:

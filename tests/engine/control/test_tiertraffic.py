@@ -17,7 +17,6 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.tierops import TierLedger
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks
@@ -120,7 +119,7 @@ def test_blocks_beyond_what_a_session_has_registered_are_not_put(clock: FakeCloc
     beyond = [key for key, slot in zip(KEYS, slots, strict=True) if slot is not None and slot >= 4]
     assert len(beyond) == 4
     assert node.tier.out_of_reach(KEYS) == beyond
-    (op,) = node.tier.put_coldest("f", 8, (), most=8)
+    op = only(node.put(KEYS))
     assert set(op.keys) == set(KEYS) - set(beyond)
     node.run_all()
 
@@ -293,49 +292,23 @@ def test_a_key_that_is_purged_during_its_fetch_stays_invisible(make_node: MakeNo
     assert slots_of(node) == {"free": 7, "cached": 1}
 
 
-def test_cancelled_fetches_stay_invisible_and_free_their_slots_at_their_end(
+def test_a_purge_of_what_is_fetched_leaves_a_later_store_of_its_keys_alone(
     make_node: MakeNode, objects: Objects
-) -> None:
-    node = make_node(ranks=2)
-    in_store(objects, KEYS, 2)
-    op = only(node.fetch(KEYS[:3]))
-    node.deliver()
-    node.run(1, op)
-    assert node.tier.cancel_fetches() == 3
-    assert slots_of(node) == {"free": 5, "filling": 3}
-    again = only(node.fetch(KEYS[:1]))
-    node.run(0, op)
-    assert node.engine.lookup(KEYS) == 0
-    node.deliver()
-    node.run(0, again)
-    node.run(1, again)
-    assert node.loaded(KEYS) == 1
-    assert slots_of(node) == {"free": 7, "cached": 1}
-
-
-@pytest.mark.parametrize("disown", ["cancel", "purge"])
-def test_cancelling_a_fetch_leaves_a_later_store_of_its_keys_alone(
-    make_node: MakeNode, objects: Objects, disown: str
 ) -> None:
     node = make_node(ranks=1)
     in_store(objects, KEYS[:3], 1)
     fetch = only(node.fetch(KEYS[:3]))
     node.deliver()
     assert isinstance(node.engine, OffloadEngine)
-    if disown == "cancel":
-        assert node.tier.cancel_fetches() == 3
-    else:
-        node.engine.admin.purge(keys=KEYS[:3]).run()
+    node.engine.admin.purge(keys=KEYS[:3]).run()
     (rank,) = node.ranks
     rank.blocks.update({number: node.content(KEYS[number], 0) for number in range(2)})
     op = node.engine.begin_store(KEYS[:2], range(2)).op
     rank.submit(op)
-    cancelled = node.tier.cancel_fetches()
     node.run(0, fetch)
     assert node.engine.lookup(KEYS) == 0
     rank.run_all()
     assert node.loaded(KEYS) == 2
-    assert cancelled == 0
     assert slots_of(node) == {"free": 6, "cached": 2}
 
 
@@ -514,13 +487,11 @@ class Fleet:
     def rare(self, node: TierNode, keys: list[bytes]) -> None:
         engine = node.engine
         assert isinstance(engine, OffloadEngine)
-        what = self.choose.choice(["restart", "cancel", "purge", "late", "forget"])
+        what = self.choose.choice(["restart", "purge", "late", "forget"])
         if what == "restart":
             rank = self.choose.choice(node.ranks)
             rank.restart(6)
             node.queues[rank.rank].clear()
-        elif what == "cancel":
-            node.tier.cancel_fetches()
         elif what == "purge":
             engine.admin.purge(keys=keys).run()
         elif what == "late":
@@ -568,10 +539,6 @@ def puts_hold_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 
-def cancelled_fetches_are_visible(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierLedger, "cancel_fetches", lambda self: 0)
-
-
 @pytest.mark.parametrize("mutate", [first_rank_decides, short_ranks_do_not_count, puts_hold_nothing])
 def test_taking_out_a_safeguard_is_noticed(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -588,11 +555,3 @@ def test_a_put_of_rank_0_before_the_others_is_noticed(make_node: MakeNode, monke
     node.put(KEYS[:3])
     with pytest.raises(AssertionError, match="before the others"):
         node.run_all()
-
-
-def test_a_cancelled_fetch_that_becomes_visible_is_noticed(
-    make_node: MakeNode, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cancelled_fetches_are_visible(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_cancelled_fetches_stay_invisible_and_free_their_slots_at_their_end(make_node, objects)

@@ -248,18 +248,15 @@ def test_memory_of_the_session_before_is_not_mapped_or_registered_twice(
     calls = registrar.calls
     pool.begin_session()
     assert (pool.pinned_slots, pool.registered_slots(), mapped_bytes()) == (0, [], 4 * MIB)
-    held = pool.held_extents()
-    assert [(extent.extent_id, extent.num_bytes) for extent in held] == [(0, 2 * MIB), (1, 2 * MIB)]
-    assert [os.fstat(extent.fd).st_ino for extent in held] == [os.fstat(fd).st_ino for fd in fds]
-    pool.keep([0, 1])
     for number, fd in enumerate(fds):  # under the numbers of another service
         grant(pool, fd, first=32 * number, extent_id=70 + number)
+    pool.drop_earlier()
     assert pool.pinned_slots == 64
     assert pool.registered_slots() == [(70, 32), (71, 32)]
-    assert (registrar.calls, mapped_bytes(), pool.held_extents()) == (calls, 4 * MIB, [])
+    assert (registrar.calls, mapped_bytes()) == (calls, 4 * MIB)
 
 
-def test_memory_that_is_not_taken_back_goes_before_new_memory_is_mapped(
+def test_memory_that_is_not_granted_again_goes_before_new_memory_is_mapped(
     make_pool: MakePool, extents: Extents, eventually: Eventually
 ) -> None:
     registrar = Recorder()
@@ -269,7 +266,7 @@ def test_memory_that_is_not_taken_back_goes_before_new_memory_is_mapped(
     eventually(lambda: pool.pinned_slots == 64)
     pool.begin_session()
     grant(pool, extents.create(4 * MIB), extent_id=0)
-    pool.keep([])
+    pool.drop_earlier()
     eventually(lambda: pool.pinned_slots == 64)
     assert registrar.log[:4] == [("register", MIB)] * 4
     assert registrar.log[4:8] == [("unregister", MIB)] * 4
@@ -277,12 +274,12 @@ def test_memory_that_is_not_taken_back_goes_before_new_memory_is_mapped(
     assert pool.take_released() == [], "the service before waits for nothing"
 
 
-def test_memory_that_nobody_takes_back_goes(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
+def test_memory_that_nobody_grants_again_goes(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
     pool = make_pool()
     grant(pool, extents.create(2 * MIB))
     eventually(lambda: pool.pinned_slots == 32)
     pool.begin_session()
-    pool.keep([])
+    pool.drop_earlier()
     eventually(lambda: mapped_bytes() == 0)
 
 
@@ -302,8 +299,8 @@ def test_slots_of_new_memory_are_not_usable_while_old_memory_is_registered_there
     grant(pool, old)
     eventually(lambda: pool.pinned_slots == 32)
     pool.begin_session()
-    pool.keep([])
     grant(pool, new)
+    pool.drop_earlier()
     assert (pool.pinned_slots, pool.registered_slots()) == (0, [])
     go_on.set()
     eventually(lambda: pool.pinned_slots == 32)
@@ -321,9 +318,9 @@ def test_memory_in_another_place_than_before_is_registered_anew(
         grant(pool, fd, first=32 * number, extent_id=number)
     eventually(lambda: pool.pinned_slots == 64)
     pool.begin_session()
-    pool.keep([0, 1])
     for number, fd in enumerate(reversed(fds)):
         grant(pool, fd, first=32 * number, extent_id=number)
+    pool.drop_earlier()
     eventually(lambda: pool.pinned_slots == 64)
     assert [ctypes.string_at(address, 1) for address in pool.addresses(np.array([0, 32])).tolist()] == [b"\2", b"\1"]
     assert registrar.most_bytes == 4 * MIB
@@ -470,7 +467,6 @@ def test_a_new_session_ends_the_growth_of_the_one_before_and_registers_the_rest_
             stepping.step()
         eventually(lambda: mapped_bytes() == calls * 2 * MIB)
         assert stepping.registrar.calls == calls
-        stepping.pool.keep([1])
         grant(stepping.pool, stepping.fd)
         eventually(lambda: stepping.step() and stepping.pool.pinned_slots == 1024)
         assert stepping.registrar.calls == 32

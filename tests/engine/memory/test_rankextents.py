@@ -58,12 +58,26 @@ def test_an_extent_that_still_arrives_when_a_session_begins_goes(make_extent: Ma
     extents.retire(retired)
     extents.add(second)
     extents.begin_session()
-    assert extents.held() == []
     assert extents.to_retire(32) is second, "nothing of it is registered, and nothing of it ever will be"
     extents.retire(second)
     assert extents.to_retire(32) is None
     assert extents.to_retire(0) is first
     extents.retire(first)
+    assert extents.take_released() == [], "the service of this session waits for none of them"
+
+
+def test_what_a_session_does_not_grant_again_goes(make_extent: MakeExtent) -> None:
+    extents = RankExtents(STRIDE, 1 << 32)
+    first, second = make_extent(1, 0), make_extent(2, 32)
+    extents.add(first)
+    extents.add(second)
+    extents.begin_session()
+    assert extents.to_retire(0) is None, "the service has not said all yet"
+    assert extents.take_held(first.place, 70, 0)
+    extents.drop_earlier()
+    assert extents.to_retire(32) is second
+    extents.retire(second)
+    assert (extents.to_retire(0), extents.usable_end) == (None, 32)
     assert extents.take_released() == [], "the service of this session waits for none of them"
 
 

@@ -32,15 +32,12 @@ def test_reserving_is_aligned_and_gives_no_access_until_committed() -> None:
     region.close()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_decommitted_range_has_lost_its_bytes_and_allows_no_access(shared: bool) -> None:
-    region = HostRegion(2 * PAGE_BYTES, shared=shared)
+def test_a_decommitted_range_has_lost_its_bytes_and_allows_no_access() -> None:
+    region = HostRegion(2 * PAGE_BYTES)
     region.commit(0, PAGE_BYTES)
     ctypes.memset(region.address, 7, PAGE_BYTES)
     region.decommit(0, PAGE_BYTES)
-    assert mapped(region.address) == ("---s" if shared else "---p")
-    if region.fd is not None:
-        assert os.fstat(region.fd).st_blocks == 0, "the file has given the memory back"
+    assert mapped(region.address) == "---p"
     region.commit(0, PAGE_BYTES)
     assert ctypes.string_at(region.address, PAGE_BYTES) == bytes(PAGE_BYTES)
     region.close()
@@ -112,20 +109,6 @@ def test_several_threads_touch_every_page_between_them() -> None:
     region.commit(0, region.num_bytes, plenty=True, threads=4)
     assert present(region, region.num_bytes // PAGE_BYTES)
     region.close()
-
-
-def test_the_file_of_a_shared_region_has_its_bytes() -> None:
-    region = HostRegion(8 * PAGE_BYTES, shared=True)
-    assert region.fd is not None
-    assert os.fstat(region.fd).st_blocks == 0
-    region.commit(4 * PAGE_BYTES, 2 * PAGE_BYTES)
-    assert os.fstat(region.fd).st_blocks * 512 == 2 * PAGE_BYTES
-    ctypes.memset(region.address + 5 * PAGE_BYTES, 7, PAGE_BYTES)
-    assert os.pread(region.fd, PAGE_BYTES, 5 * PAGE_BYTES) == bytes([7]) * PAGE_BYTES
-    region.close()
-    assert mapped(region.address) is None
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(region.fd)
 
 
 def test_a_forked_child_does_not_inherit_the_memory() -> None:

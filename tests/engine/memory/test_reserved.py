@@ -195,8 +195,7 @@ def test_whole_huge_pages_are_committed_and_all_are_freed(
 ) -> None:
     made: list[PagesOfHugeSize] = []
 
-    def make(num_bytes: int, huge_pages: str, *, shared: bool) -> PagesOfHugeSize:
-        assert not shared
+    def make(num_bytes: int, huge_pages: str) -> PagesOfHugeSize:
         made.append(PagesOfHugeSize(num_bytes, huge_pages))
         return made[0]
 

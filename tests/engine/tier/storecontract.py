@@ -185,23 +185,6 @@ class StoreContract:
         found = lookups.exists([name(number) for number in range(2000)], TIMEOUT)
         assert [number for number, there in enumerate(found) if there] == [999]
 
-    def test_deleted_objects_are_missing(
-        self, transfers: TransferClient, lookups: LookupClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        transfers.put([slots.object(name(number), number) for number in range(3)], TIMEOUT)
-        assert lookups.delete([name(0), name(2), name(5)], TIMEOUT) == 2
-        assert lookups.exists([name(0), name(1), name(2)], TIMEOUT) == [False, True, False]
-        assert transfers.get([slots.object(name(0), 9)], TIMEOUT) == ["missing"]
-
-    def test_a_purge_removes_one_fingerprint(
-        self, transfers: TransferClient, lookups: LookupClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        mine, other = [name(number) for number in range(3)], name(0, fingerprint=f"{name(0).fingerprint}0")
-        transfers.put([slots.object(one, slot) for slot, one in enumerate([*mine, other])], TIMEOUT)
-        assert lookups.purge(mine[0].fingerprint, TIMEOUT) == 3
-        assert lookups.exists([*mine, other], TIMEOUT) == [False, False, False, True]
-        assert lookups.purge(mine[0].fingerprint, TIMEOUT) == 0
-
     def test_memory_that_was_not_added_is_refused_before_anything_is_touched(
         self, transfers: TransferClient, lookups: LookupClient, slots: Slots, name: Callable[..., ObjectName]
     ) -> None:
@@ -272,8 +255,5 @@ class StoreContract:
         for call in (transfers.put, transfers.get):
             with pytest.raises(TierUnavailableError):
                 call([slots.object(name(1), 1)], TIMEOUT)
-        for ask in (lookups.exists, lookups.delete):
-            with pytest.raises(TierUnavailableError):
-                ask([name(1)], TIMEOUT)
         with pytest.raises(TierUnavailableError):
-            lookups.purge(name(1).fingerprint, TIMEOUT)
+            lookups.exists([name(1)], TIMEOUT)

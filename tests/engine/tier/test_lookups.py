@@ -99,25 +99,6 @@ def test_what_is_known_without_asking_replaces_an_answer(table: LookupTable) -> 
     assert presence(table, [b"a", b"b"]) == [False, True]
 
 
-def test_answers_from_before_keys_changed_their_meaning_are_ignored(table: LookupTable) -> None:
-    first = table.want([b"a"], 0)
-    before = asked(table)
-    late = table.want([b"c"], 0)
-    version = table.version
-    table.forget()
-    assert not first.is_open
-    assert not late.is_open
-    assert table.version > version, "who waits asks again"
-    table.want([b"b"], 0)
-    table.answer(before, [b"a"], [True])
-    assert presence(table, [b"a"]) == [None]
-    after = asked(table)
-    assert table.unknown(after) == [b"b"]
-    table.answer(before, [b"a"], [True])
-    assert after.inquiries[0].is_open
-    assert table.take_question() is None, "the answer to a question of before is none to that of now"
-
-
 @pytest.mark.parametrize("piece", [1, 2, 128])
 def test_answers_are_noted_piece_by_piece(table: LookupTable, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr("kvstow.tier.lookups._PIECE", piece)

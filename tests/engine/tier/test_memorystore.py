@@ -30,12 +30,3 @@ def test_an_object_larger_than_the_store_is_refused() -> None:
     store.put("a", b"x")
     assert store.put("b", b"xxxx") == "full"
     assert store.has(["a", "b"]) == [True, False]
-
-
-def test_a_deleted_object_gives_its_room_back() -> None:
-    store = MemoryStore(capacity_bytes=2)
-    store.put("a", b"xx")
-    assert store.delete(["a", "z"]) == 1
-    store.put("b", b"x")
-    store.put("c", b"x")
-    assert store.has(["a", "b", "c"]) == [False, True, True]

@@ -36,8 +36,8 @@ class Host:
         tls = changes.pop("tls", None)
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
         stack.callback(listeners.close)
-        make_tier = changes.pop("make_tier", lambda engine: None)
-        directory = EmbeddedDirectory(self.engine, 2 * CAPACITY, tier=make_tier(self.engine))
+        directory = EmbeddedDirectory(self.engine, 2 * CAPACITY)
+        directory.tier = changes.pop("make_tier", lambda engine: None)(self.engine)
         given = {"directory": directory, "version": "1.2.3", "mode": "test"}
         given["addresses"] = (listeners.url,)
         server = AdminServer(create_app(ApiHost(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)
@@ -66,16 +66,14 @@ def host(make_host: Callable[..., Host]) -> Host:
 
 
 @pytest.fixture
-def run(tmp_path: Any) -> Run:
-    """Runs `kvstow` without a terminal and without the contexts of the user who runs the tests."""
+def run() -> Run:
+    """Runs `kvstow` without a terminal and without the variables of the user who runs the tests."""
 
     def invoke(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
         clean = {
             "KVSTOW_SERVER": None,
-            "KVSTOW_CONTEXT": None,
             "KVSTOW_TOKEN_FILE": None,
             "KVSTOW_CA_FILE": None,
-            "KVSTOW_CONTEXTS": str(tmp_path / "contexts.toml"),
         }
         return CliRunner().invoke(app, arguments, input=stdin, env={**clean, **(environ or {})})
 

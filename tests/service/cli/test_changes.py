@@ -190,7 +190,7 @@ def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
     changed = kvstow("config", "set", "policy=arc", "pinning_paused=true").stdout
     assert changed.split() == ["capacity", "slots", "16", "policy", "arc", "pinning", "paused", "yes"]
     assert (host.engine.stats().pool.policy, host.engine.desired().paused) == ("arc", True)
-    assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin", "--ttl", "1h").stdout
+    assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin").stdout
 
 
 def test_a_prompt_on_a_terminal(host: Any, child_environ: dict[str, str]) -> None:

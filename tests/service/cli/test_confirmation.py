@@ -11,10 +11,9 @@ import pytest
 from kvstow_service.cli.commands import COMMANDS, load
 from kvstow_service.cli.confirmation import Effect, confirm
 from kvstow_service.cli.connection import Connection
-from kvstow_service.cli.contexts import Context
 from kvstow_service.cli.failures import CommandError
 
-CONNECTION = Connection(Context("http://prod:1"), 1.0, "prod")
+CONNECTION = Connection(server="http://prod:1")
 PURGE = Effect("remove 2 blocks", lost_blocks=2)
 
 
@@ -39,7 +38,7 @@ def test_a_harmless_command_needs_no_confirmation() -> None:
 
 def test_yes_names_the_server_and_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     confirm(PURGE, CONNECTION, yes=True)
-    assert capsys.readouterr().err == "server: http://prod:1 (context prod)\n"
+    assert capsys.readouterr().err == "server: http://prod:1\n"
 
 
 def test_the_question_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,14 +51,14 @@ def test_the_question_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(click, "confirm", answer)
     confirm(PURGE, CONNECTION, yes=False)
-    assert asked == ["Remove 2 blocks on http://prod:1 (context prod)?"]
+    assert asked == ["Remove 2 blocks on http://prod:1?"]
     with pytest.raises(CommandError, match="nothing was changed"):
         confirm(PURGE, CONNECTION, yes=False)
 
 
 def test_without_a_terminal_a_flag_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    with pytest.raises(CommandError, match=r"would remove 2 blocks on http://prod:1 \(context prod\)") as refusal:
+    with pytest.raises(CommandError, match=r"would remove 2 blocks on http://prod:1") as refusal:
         confirm(PURGE, CONNECTION, yes=False)
     assert refusal.value.hint.startswith("--yes proceeds without a prompt")
 
@@ -75,7 +74,7 @@ def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Com
 def test_these_commands_can_be_destructive() -> None:
     found = dict(pair for name in COMMANDS for pair in with_yes(name, load(name)))
     pools = {"evict", "purge", "unprotect", "resize", "config set", "drain", "detach", "delete pool"}
-    assert set(found) == {*pools, "tier purge"}
+    assert set(found) == pools
     for command in found.values():
         assert any("--dry-run" in parameter.opts for parameter in command.params), "it can be tried first"
 

@@ -1,4 +1,4 @@
-"""How commands reach their server: flags, variables, contexts, tokens, TLS, Unix sockets."""
+"""How commands reach their server: flags, variables, tokens, TLS, Unix sockets."""
 
 from __future__ import annotations
 
@@ -8,99 +8,36 @@ from typing import Any
 import pytest
 import trustme
 
-from kvstow.errors import ConfigError
 from kvstow_api.client import ApiError
 from kvstow_api.views.problems import ProblemView
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.cli.connection import Connection
-from kvstow_service.cli.contexts import Context, ContextFile
 from kvstow_service.cli.failures import exit_code_of
 
 ASK = ("get", "pools")
 SERVER = "http://a:1"
 
 
-@pytest.fixture
-def contexts(tmp_path: Path) -> dict[str, str]:
-    path = tmp_path / "contexts.toml"
-    ContextFile(path, {"prod": Context("http://prod:1", "/prod/token"), "dev": Context("http://dev:1")}, "prod").write()
-    return {"KVSTOW_CONTEXTS": str(path)}
+def chosen(environ: dict[str, str], **given: str) -> Connection:
+    flags = dict.fromkeys(("server", "token_file", "ca_file", "cert_file", "key_file"))
+    return Connection.take({**flags, "request_timeout": 1.0, **given}, environ)
 
 
-def chosen(given: Context, name: str | None, environ: dict[str, str]) -> Context:
-    return Connection.choose(given, name, environ).context
+def test_a_flag_wins_over_a_variable_and_both_over_the_default() -> None:
+    environ = {"KVSTOW_SERVER": "http://b:1", "KVSTOW_TOKEN_FILE": "/t", "KVSTOW_CA_FILE": "/c"}
+    assert chosen(environ, server=SERVER).server == SERVER
+    assert chosen(environ).server == "http://b:1"
+    assert chosen({}).server == chosen({"KVSTOW_SERVER": ""}).server == "http://127.0.0.1:9595"
+    assert (chosen(environ).token_file, chosen(environ).ca_file) == ("/t", "/c")
+    assert chosen(environ, token_file="/flag").token_file == "/flag"
+    assert (chosen({}).token_file, chosen({"KVSTOW_CA_FILE": ""}).ca_file) == (None, None)
 
 
-def test_a_flag_wins_over_a_variable_and_both_over_the_current_context(contexts: dict[str, str]) -> None:
-    variable = {**contexts, "KVSTOW_SERVER": "http://b:1"}
-    assert chosen(Context(SERVER), None, variable).server == SERVER
-    assert chosen(Context(""), None, variable).server == "http://b:1"
-    assert chosen(Context(""), None, contexts).server == "http://prod:1"
-    assert chosen(Context(""), None, {"HOME": "/nowhere"}).server == "http://127.0.0.1:9595"
-
-
-def test_a_context_is_chosen_by_flag_or_variable(contexts: dict[str, str]) -> None:
-    assert chosen(Context(""), "dev", {**contexts, "KVSTOW_SERVER": "http://b:1"}).server == "http://dev:1"
-    assert chosen(Context(""), None, {**contexts, "KVSTOW_CONTEXT": "dev"}).server == "http://dev:1"
-    with pytest.raises(ConfigError, match="context is 'qa'; allowed: dev, prod"):
-        chosen(Context(""), "qa", contexts)
-    with pytest.raises(ConfigError, match="not both"):
-        chosen(Context(SERVER), "dev", contexts)
-
-
-def test_a_context_is_named_with_its_server(contexts: dict[str, str]) -> None:
-    assert Connection.choose(Context(""), None, contexts).server == "http://prod:1 (context prod)"
-    assert Connection.choose(Context(""), "dev", contexts).server == "http://dev:1 (context dev)"
-    assert Connection.choose(Context(SERVER), None, contexts).server == SERVER
-
-
-def test_a_token_goes_only_to_the_server_that_it_belongs_to(contexts: dict[str, str]) -> None:
-    assert chosen(Context(""), None, contexts).token_file == "/prod/token"
-    assert chosen(Context(SERVER), None, contexts).token_file is None
-    assert chosen(Context(SERVER), None, {**contexts, "KVSTOW_TOKEN_FILE": "/t"}).token_file == "/t"
-    assert chosen(Context(SERVER, "/flag"), None, {**contexts, "KVSTOW_TOKEN_FILE": "/t"}).token_file == "/flag"
-
-
-# httpcore leaves the socket that it could not connect to the garbage collector
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_contexts_are_set_used_listed_and_deleted(run: Any, host: Any, tmp_path: Path) -> None:
-    token = tmp_path / 'tøken "file"'
-    token.write_text("t")
-    assert run("context", "set", "here", "--server", host.url, "--token-file", str(token)).exit_code == 0
-    assert run("context", "set", "there", "--server", "unix:/run/there.sock").exit_code == 0
-    listed = run("context", "list").stdout
-    assert "*        here" in listed
-    assert str(token) in listed
-    assert run(*ASK).exit_code == 0
-    assert run("context", "use", "there").exit_code == 0
-    assert run(*ASK).exit_code == 1
-    assert run(*ASK, "--context", "here").exit_code == 0
-    assert run("context", "delete", "there").exit_code == 0
-    assert run("context", "use", "there").exit_code == 2
-
-
-@pytest.mark.parametrize("arguments", [["no spaces", "--server", SERVER], ["x", "--server", "a:1"], ["x"]])
-def test_an_invalid_context_is_refused(run: Any, arguments: list[str]) -> None:
-    assert run("context", "set", *arguments).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "text", ["nonsense", "unknown = 1", "contexts = 3", "[contexts.a]\nport = 1", '[contexts.a]\nserver = ["b"]']
-)
-def test_an_invalid_contexts_file_is_named(run: Any, tmp_path: Path, text: str) -> None:
-    path = tmp_path / "contexts.toml"
-    path.write_text(text)
-    outcome = run(*ASK)
+@pytest.mark.parametrize("server", ["a:1", "ftp://a:1", "unix:"])
+def test_a_server_that_is_no_url_is_refused(run: Any, server: str) -> None:
+    outcome = run(*ASK, "--server", server)
     assert outcome.exit_code == 2
-    assert str(path) in outcome.stderr
-
-
-def test_an_unwritable_contexts_file_is_named(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "contexts.toml"
-    outcome = run("context", "set", "a", "--server", SERVER, environ={"KVSTOW_CONTEXTS": str(path)})
-    assert outcome.exit_code == 2
-    assert str(path) in outcome.stderr
+    assert server in outcome.stderr
 
 
 def test_a_unix_socket_is_a_server(run: Any, make_host: Any, tmp_path: Path) -> None:

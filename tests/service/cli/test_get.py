@@ -28,7 +28,6 @@ def get(run: Any, host: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("noun", "title", "cell"),
     [
-        ("servers", "REASON", "all slots are pinned"),
         ("pools", "DROPPED", "128 KiB"),
         ("ranks", "PENDING", "64 KiB of 64 KiB (100.0 %)"),
         ("blocks", "IDLE", "cached"),
@@ -64,17 +63,6 @@ def test_a_pool_and_a_session_show_what_is_under_way(get: Any, host: Any) -> Non
     shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
     assert shown.items() >= {"STATE": "attached", "POOL": "host", "IN FLIGHT": "1", "HOLDS": "0"}.items()
     assert shown["OLDEST"] != "-"
-
-
-def test_the_server_is_a_row(get: Any, host: Any) -> None:
-    (item,) = json.loads(get("servers", "-o", "json").stdout)["items"]
-    told = {name: item[name] for name in ("address", "state", "pools", "sessions", "ranks", "version")}
-    assert told == {
-        "address": host.url, "state": "ready", "pools": 1, "sessions": 1, "ranks": 2, "version": "1.2.3",
-    }  # fmt: skip
-    assert "128 KiB" in get("server").stdout
-    host.ranks[1].pin(8)
-    assert "96 KiB of 128 KiB" in get("servers").stdout
 
 
 def test_wide_has_more_columns(get: Any) -> None:

@@ -98,8 +98,6 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top:
     kvstow("wait", "--for=ready", "--timeout=60s")
     assert "change" in kvstow("events", "--type", "change", "--limit", "1")
     json.loads(run("doctor", "-o", "json", "--server", server).stdout)
-    for metric in ("hit-ratio", "bandwidth"):
-        kvstow("plot", metric)
     with Terminal("top", "--server", server, environ=environ) as terminal:
         terminal.until(top)
         terminal.until("evictions")
@@ -123,59 +121,3 @@ def test_a_node_service(run: Any, node: str, child_environ: dict[str, str]) -> N
 
 def test_a_server_inside_an_inference_engine(run: Any, embedded: str, child_environ: dict[str, str]) -> None:
     assert check(run, embedded, child_environ, top="rank 1")["mode"] == "vllm"
-
-
-@pytest.mark.process
-def test_one_table_has_a_node_and_an_embedded_engine(run: Any, node: str, embedded: str) -> None:
-    for name, server in (("node", node), ("vllm", embedded), ("away", "unix:/nobody")):
-        assert run("context", "set", name, "--server", server).exit_code == 0
-    assert run("wait", "--context", "vllm", "--timeout", "60s").exit_code == 0
-    for noun in ("pools", "sessions", "namespaces", "ranks"):
-        outcome = run("--all-contexts", "get", noun)
-        assert outcome.exit_code == 6
-        assert "context away (unix:/nobody): " in outcome.stderr
-        titles, *rows = outcome.stdout.splitlines()
-        assert titles.split()[0] == "CONTEXT"
-        assert {row.split()[0] for row in rows} == {"node", "vllm"}, outcome.stderr
-
-
-@pytest.mark.process
-def test_the_pools_of_a_node_are_chosen_one_after_the_other(
-    run: Any, node: str, tmp_path: Path, child_environ: dict[str, str], eventually: Any
-) -> None:
-    """A second engine, with another layout, has a pool of its own."""
-    attach = f"--attach=unix:{tmp_path}/node/attach.sock"
-    flags = ("--ranks=1", "--slot-size=128KiB", "--rate=20", "--concurrency=4")
-    command = [sys.executable, "-m", "kvstow_service", "replay", str(tmp_path / "trace.jsonl"), attach, *flags]
-    silent = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=silent, stderr=silent, env=child_environ) as replay:
-        try:
-
-            def rows(noun: str) -> list[str]:
-                return str(run("get", noun, "-o", "name", "--server", node).stdout).splitlines()
-
-            eventually(lambda: len(rows("pools")) == 2, "a second pool")
-            eventually(lambda: len(rows("sessions")) == 2, "a second session")
-            first, second = rows("sessions")
-            environ = {**child_environ, "NO_COLOR": "1"}
-            with Terminal("top", "--server", node, "--interval", "100ms", environ=environ, columns=160) as terminal:
-                for key, shown, hidden in (("", f"{first}", ""), ("\t", first, second), ("\t", second, first)):
-                    if key:
-                        terminal.type(key)
-                        terminal.until("▸ ")
-                        terminal.until("\x1b[H")  # a whole screen
-                    screen = terminal.until("q or Ctrl-C: quit")
-                    assert shown in screen
-                    assert not hidden or hidden not in screen
-                terminal.type("a")
-                terminal.until(first)
-                terminal.until(second)
-                terminal.type("q")
-                assert terminal.end() == 0
-            with httpx.Client(transport=httpx.HTTPTransport(uds=node.removeprefix("unix:"))) as browser:
-                for pool in rows("pools"):
-                    page = browser.get("http://kvstow/", params={"pool": pool}).text
-                    assert (first in page, second in page).count(True) == 1
-                    assert f"Slots of pool {pool}" in page
-        finally:
-            replay.terminate()

@@ -136,14 +136,13 @@ def test_a_rank_is_described_by_its_engine(ask: OneOf, node: FakeNode) -> None:
     assert "cuda:1" in ask("describe", "rank", "1", "--session", "s2").stdout
 
 
-@pytest.mark.parametrize("arguments", [["describe", "stats"], ["plot", "usage"]])
-def test_what_is_about_one_pool_names_the_pools(ask: OneOf, node: FakeNode, arguments: list[str]) -> None:
+def test_what_is_about_one_pool_names_the_pools(ask: OneOf, node: FakeNode) -> None:
     for name in NAMES:
         node.attach(name)
-    outcome = ask(*arguments)
+    outcome = ask("describe", "stats")
     assert outcome.exit_code == 2
     assert ", ".join(NAMES) in outcome.stderr
-    assert ask(*arguments, "--pool", NAMES[2]).exit_code == 0
+    assert ask("describe", "stats", "--pool", NAMES[2]).exit_code == 0
 
 
 def test_sessions_and_namespaces_are_listed_and_described(ask: OneOf, node: FakeNode) -> None:

@@ -15,7 +15,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.cli.output import Column, pairs, styled, table
 from kvstow_service.cli.tables import LISTS
-from kvstow_service.tiers.tierhost import TierHost
+from kvstow_service.tiers.hostedtiers import HostedTiers
 
 COLUMNS = (
     Column("NAME", lambda item: str(item[0])),
@@ -57,9 +57,9 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     """A host with something in each list, and long names everywhere."""
     tiered: list[TieredHost] = []
 
-    def make_tier(engine: OffloadEngine) -> TierHost:
+    def make_tier(engine: OffloadEngine) -> HostedTiers:
         tiered.append(TieredHost(engine, FakeClock()))
-        return tiered[0].control
+        return tiered[0].tiers
 
     host = make_host(make_tier=make_tier)
     tiered[0].begin()

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cpu import CpuDevice
-from kvstow.devices.cuda import DriverUnavailableError
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.cli import app
-from kvstow_service.replay import cudacache
 from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.pattern import Page
@@ -106,26 +103,15 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--slot-size", "lots"), "--slot-size is 'lots'"),
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
         (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: --slot-size or --shape"),
-        (("--device", "tpu"), "--device is 'tpu'; allowed: cpu or cuda or jax"),
-        (("--copy-strategy", "direct"), "--copy-strategy is 'direct'; allowed: auto, as cpu copies in one way only"),
-        (("--device", "jax", "--copy-strategy", "staged"), "--copy-strategy is 'staged'; allowed: auto, as jax"),
-        (("--copy-strategy", "best"), "--copy-strategy is 'best'; allowed: auto or staged or direct"),
         (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
         (("--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
         (("--rate", "-1"), "'--rate': -1.0 is not in the range x>0"),
         (("--kv-blocks", "2"), "the KV cache 2; allowed"),
         (("--kv-blocks", "0"), "'--kv-blocks': 0 is not in the range x>=1"),
         (("--ranks", "0"), "'--ranks': 0 is not in the range x>=1"),
-        (("--device", "cuda"), "--device cuda cannot be used with --no-data: nothing is copied"),
         (("--rate", "1", "--time-scale", "1"), "not both"),
         (("--engines", "2"), "--engines 2 needs --attach"),
         (("--attach", "unix:/run/kvstow.sock"), "--no-data cannot be used with --attach"),
-        (("--tier", "memory:"), "--no-data cannot be used with --tier: ranks move bytes"),
-        (("--nodes", "2"), "--no-data cannot be used with --nodes: ranks move bytes"),
-        (("--nodes", "2", "--rate", "1"), "--rate 1.0 cannot be used with --nodes: one request is served at a time"),
-        (("--nodes", "2", "--concurrency", "2"), "--concurrency 2 cannot be used with --nodes"),
-        (("--routing", "random"), "--routing random needs --nodes"),
-        (("--tier-write", "back"), "--tier-write back needs --tier"),
         (("--prefill-rate", "0"), "'--prefill-rate': 0.0 is not in the range x>0"),
     ],
 )
@@ -138,56 +124,11 @@ def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tu
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--tier", "s3://bucket"), "tier is 's3://bucket'; allowed: mooncake://MASTER:PORT"),
-        (("--tier", "memory:lots"), "tier is 'lots'"),
-        (
-            ("--tier", "memory:", "--tier-write", "around"),
-            "write is 'around'; allowed: auto or through or selective or back",
-        ),
-        (("--tier", "memory:", "--device", "jax"), "--device jax cannot be used with --tier"),
-        (("--tier", "memory:", "--attach", "unix:/a"), "--attach unix:/a cannot be used with --tier"),
-        (("--nodes", "2", "--routing", "nearest"), "routing is 'nearest'; allowed: prefix or random"),
-        (("--nodes", "2", "--attach", "unix:/a"), "--attach unix:/a cannot be used with --nodes"),
-    ],
-)
-def test_invalid_options_of_a_tier_are_exit_code_2_with_a_reason(
-    trace: str, arguments: tuple[str, ...], complaint: str
-) -> None:
-    outcome = invoke(trace, "--slot-size", "1KiB", *arguments)
-    assert outcome.exit_code == 2, outcome.output
-    assert complaint in outcome.stderr
-
-
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_blocks_come_back_from_a_tier(trace: str, nodes: str) -> None:
-    common = (trace, "--slot-size", "1KiB", "--pool-slots", "40", "--json")
-    alone = invoke(*common)
-    tiered = invoke(*common, "--tier", "memory:1GiB", "--nodes", nodes)
-    assert tiered.exit_code == 0, tiered.stderr
-    result = json.loads(tiered.stdout)
-    assert result["tier"]["counters"]["fetched_blocks"] > 0
-    assert result["hit_blocks"] > json.loads(alone.stdout)["hit_blocks"]
-    assert result["verified_bytes"] == result["loaded_bytes"] == result["hit_blocks"] * 1024
-    assert result["slots"] == 40 * int(nodes)
-
-
-def test_the_summary_says_what_the_tier_did(trace: str) -> None:
-    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "40", "--tier", "memory:")
-    rows = {line[:16].strip(): line[16:] for line in outcome.stdout.splitlines()}
-    assert rows["tier"].endswith("put, through")
-    assert rows["last decision"] == "the prefill speed is not known"
-    assert "mean request" in rows
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
         (("--attach", "/run/kvstow.sock"), "--attach is '/run/kvstow.sock'; allowed: unix:PATH or unix:///PATH"),
         (("--attach", "unix://host/path"), "--attach is 'unix://host/path'; allowed: unix:PATH or unix:///PATH"),
         (("--attach", "unix:/a", "--policy", "arc"), "--policy arc cannot be used with --attach: the pool is the serv"),
         (("--attach", "unix:/a", "--pool-slots", "0"), "'--pool-slots': 0 is not in the range x>=1"),
         (("--attach", "unix:/a", "--kv-blocks", "2"), "the KV cache 2; allowed"),
-        (("--attach", "unix:/a", "--device", "jax"), "--device jax cannot be used with --attach: engines on JAX embed"),
         (("--attach", "unix:/a", "--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
     ],
 )
@@ -207,24 +148,6 @@ def test_a_shape_moves_pages_like_its_model(trace: str) -> None:
     assert result["verified_bytes"] == result["hit_blocks"] * 80 * 8192 > 0
 
 
-def test_without_cuda_the_error_says_why(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise DriverUnavailableError("no CUDA driver on this machine: no libcuda.so")
-
-    monkeypatch.setattr(cudacache, "load_driver", refuse)
-    outcome = invoke(trace, "--device", "cuda")
-    assert outcome.exit_code == 2
-    assert outcome.stderr == "kvstow replay: no CUDA driver on this machine: no libcuda.so\n"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_error_is_one_line(trace: str) -> None:
-    outcome = invoke(trace, "--device", "cuda")
-    assert outcome.exit_code == 2
-    assert outcome.stderr.startswith("kvstow replay: ")
-    assert len(outcome.stderr.splitlines()) == 1
-
-
 def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
     outcome = invoke(str(tmp_path / "bad.jsonl"))
@@ -232,28 +155,9 @@ def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
     assert "bad.jsonl:1: input_length, output_length, hash_ids missing" in outcome.stderr
 
 
-def test_without_torch_the_error_says_what_to_install(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, cudacache.__name__)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    outcome = invoke(trace, "--device", "cuda")
-    assert outcome.exit_code == 2
-    assert outcome.stderr == (
-        "kvstow replay: a replay on a GPU needs torch, which is not installed: pip install 'kvstow[cuda]'\n"
-    )
-
-
-def test_without_jax_the_error_says_what_to_install(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jax", None)
-    outcome = invoke(trace, "--device", "jax")
-    assert outcome.exit_code == 2
-    assert outcome.stderr == (
-        "kvstow replay: a replay on JAX needs jax, which is not installed: pip install 'kvstow[jax]'\n"
-    )
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("options", [("--no-data",), ("--slot-size", "1KiB", "--pool-slots", "100")])
-def test_a_replay_on_the_cpu_does_not_import_torch(trace: str, options: tuple[str, ...]) -> None:
+def test_a_replay_does_not_import_torch(trace: str, options: tuple[str, ...]) -> None:
     program = (
         "import sys; from kvstow_service.cli import app; app(sys.argv[1:], standalone_mode=False);"
         "sys.exit('torch' in sys.modules)"
@@ -264,7 +168,6 @@ def test_a_replay_on_the_cpu_does_not_import_torch(trace: str, options: tuple[st
 
 
 def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tier is that of the replay."""
     run = ReplayDriver.run
 
     def look(self: ReplayDriver, stop: threading.Event) -> ReplayResult:
@@ -276,8 +179,6 @@ def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest
             time.sleep(0.01)
         answer = httpx.get(f"{admin.addresses[0]}/v1/info")
         assert answer.json()["mode"] == "replay"
-        assert admin._tier is not None
-        assert [one.status.state for one in admin._tier.tiers()] == ["on"]
         return run(self, stop)
 
     admins: list[EmbeddedAdmin] = []
@@ -289,7 +190,7 @@ def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest
 
     monkeypatch.setattr(EmbeddedAdmin, "start", note)
     monkeypatch.setattr(ReplayDriver, "run", look)
-    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--tier", "memory:", "--port", "0", "--json")
+    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--port", "0", "--json")
     assert outcome.exit_code == 0, outcome.stderr
     assert json.loads(outcome.stdout)["mismatches"] == 0
 
@@ -297,7 +198,6 @@ def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--nodes", "2"], "--port 0 cannot be used with --nodes"),
         (["--no-data"], "--port 0 cannot be used with --no-data"),
         (["--attach", "unix:/x"], "--port 0 cannot be used with --attach"),
     ],

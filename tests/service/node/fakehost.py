@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.eventcalls import EventPage, ReadEvents
-from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
+from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
@@ -64,7 +63,6 @@ class FakeHost:
         self.next_id = 0
         self.queried = 0
         self.registered: list[tuple[int, tuple[ExtentSlots, ...]]] = []
-        self.offered: list[tuple[ExtentBytes, ...]] = []
         self.refusal: AttachRefusedError | None = None
         self.holds_lookups = False
         self.held: list[Callable[[], object]] = []
@@ -188,23 +186,6 @@ class FakeHost:
 
     def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
         self.events.append(("released", rank, tuple(extent_ids)))
-
-    def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """Keeps what is as long as the worker says."""
-        self.offered.append(tuple(extents))
-        kept = [
-            extent.extent_id
-            for extent, fd in zip(extents, fds, strict=True)
-            if os.fstat(fd).st_size == extent.num_bytes > 0
-        ]
-        for fd in fds:
-            os.close(fd)
-        return kept
-
-    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
-        self.events.append(("returned", *names))
-        for fd in fds:
-            os.close(fd)
 
     def session_lost(self, session_id: str, reason: str) -> None:
         session = self._session(session_id)

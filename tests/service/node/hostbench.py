@@ -98,7 +98,7 @@ class Engine:
             for grant in message.extents:
                 assert self.client(rank) in self.bench.budget.mappers(grant.extent_id), "sent before it was recorded"
             session = next(one for one in self.pool.attached() if one.label.startswith(f"session {self.session_id} "))
-            assert self.client(rank) in session.processes, "sent before the pool knows the process"
+            assert not fds or self.client(rank) in session.processes, "sent before the pool knows the process"
         inodes = tuple(os.fstat(fd).st_ino for fd in fds)
         self.bench.posted.append(lambda: self._receive(Pushed(rank, message, inodes)))
 
@@ -205,7 +205,6 @@ class Engine:
 class HostBench:
     path: Path
     extents: int = 8
-    share_across_uids: bool = False
     settings: PoolSettings = field(default_factory=PoolSettings)
     starts_populated: bool = True
 
@@ -220,9 +219,7 @@ class HostBench:
             on_smaller=lambda pool: self.host.follow_pool(pool),
             on_empty=lambda pool: self.host.drop_if_unused(pool),
         )
-        self.host = NodeHost(
-            self.memory, settings=self.settings, share_across_uids=self.share_across_uids, clock=self.clock
-        )
+        self.host = NodeHost(self.memory, settings=self.settings, clock=self.clock)
         self.posted: deque[Callable[[], object]] = deque()
         self.engines: list[Engine] = []
         self.run()

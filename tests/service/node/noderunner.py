@@ -21,11 +21,12 @@ from typing import Any
 from kvstow.memory.limits import MemoryLimits
 from kvstow.tier.memorystore import MemoryStore, MemoryTransfers
 from kvstow.tier.store import GetStatus, SlotObject
+from kvstow_api.hostedtier import HostedTier
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 from kvstow_service.node.tier.tiermember import ENGINE
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import TierChoice
 
 EXTENT_BYTES = 2 << 20
 
@@ -46,9 +47,9 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
 
 def tier_of(words: Sequence[str]) -> TierChoice | None:
     if "tier" in words:
-        return TierChoice("memory:", HungStore(), "through")
+        return TierChoice("redis://store:1", HungStore())
     urls = [word.partition("=")[2] for word in words if word.startswith("tier=")]
-    return TierChoice.of(urls[0], "through") if urls else None
+    return TierChoice.of(urls[0]) if urls else None
 
 
 def shares_of(node: Node) -> dict[str, int]:
@@ -88,13 +89,17 @@ def shown(node: Node) -> dict[str, Any]:
     }
 
 
+def tiers_of(node: Node) -> list[HostedTier]:
+    return [] if node.tier is None else node.tier.view.tiers()
+
+
 def put_blocks(node: Node) -> int:
-    return sum(one.status.counters.put_blocks for one in node.tier.host.tiers())
+    return sum(one.status.counters.put_blocks for one in tiers_of(node))
 
 
 def is_connected(node: Node) -> bool:
     """Whether an engine has attached, and its blocks can be put from now on."""
-    tiers = node.tier.host.tiers()
+    tiers = tiers_of(node)
     states = [client.health.state for one in tiers for client in one.clients]
     return states == ["connected"] * 2 and all(one.status.state == "on" for one in tiers)
 

@@ -26,14 +26,11 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.connection import AttachConnection, Call, Message
-from kvstow.attach.deposits import DepositedDescriptors, Deposits, DroppedDescriptors, ReturnedDescriptors
+from kvstow.attach.connection import AttachConnection, Message
 from kvstow.attach.extentcalls import (
-    ExtentBytes,
     ExtentGrant,
     ExtentSlots,
     GrantedExtents,
-    HandedBackExtents,
     PopulatedExtents,
     RegisteredExtents,
     ReleasedExtents,
@@ -81,9 +78,7 @@ class RawWorker:
         boot: str = "boot",
         settled_tokens: tuple[str, ...] = (),
         slot_bytes: int = SLOT_BYTES,
-        heir_of: RawWorker | None = None,
     ) -> None:
-        """`heir_of`: this process has its memory still, and says so."""
         hello = Hello(
             role="worker",
             engine="raw",
@@ -92,14 +87,12 @@ class RawWorker:
             token=token,
             rank=rank,
             settled_tokens=settled_tokens,
-            held_extents=0 if heir_of is None else len(heir_of.fds),
         )
         self.rank, self.boot, self.slot_bytes = rank, boot, slot_bytes
         self.connection = AttachConnection(path, lambda: hello, accepts_fds=True)
         self.grants: dict[int, ExtentGrant] = {}
         self.maps: dict[int, mmap.mmap] = {}
         self.fds: dict[int, int] = {}
-        self.deposits = Deposits()
         self.populated: dict[int, int] = {}
         self.registered: dict[int, int] = {}
         self.revoked: list[int] = []
@@ -117,11 +110,6 @@ class RawWorker:
                     self.maps[grant.extent_id] = mmap.mmap(fd, grant.num_bytes)
                     self.populated[grant.extent_id] = grant.populated_bytes
                     self.fds[grant.extent_id] = fd
-            elif frame.kind == Kind.DEPOSIT:
-                word = DepositedDescriptors.unpack(frame.payload)
-                self.deposits.put(word.names, frame.fds, replaces=word.replaces)
-            elif frame.kind == Kind.DROP:
-                self.deposits.drop(DroppedDescriptors.unpack(frame.payload).names)
             elif frame.kind == Kind.POPULATED:
                 self.populated |= dict(PopulatedExtents.unpack(frame.payload).extents)
             elif frame.kind == Kind.REVOKED:
@@ -186,28 +174,13 @@ class RawWorker:
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
-        self.deposits.close()
-
-    def hand_back(self, old: RawWorker) -> Call:
-        """What the worker before this one, of the same process, has of another service."""
-        held = old.deposits.held
-        self.connection.tell(ReturnedDescriptors(tuple(held)), list(held.values()))
-        extents = tuple(ExtentBytes(extent_id, old.grants[extent_id].num_bytes) for extent_id in old.fds)
-        return self.connection.call(HandedBackExtents(extents), list(old.fds.values()))
 
 
 class RawEngine:
     """An attached engine. Each call steps all connections until it has its result."""
 
-    def __init__(
-        self,
-        path: Path,
-        hello: Hello = HELLO,
-        settled_tokens: tuple[str, ...] = (),
-        heir_of: RawEngine | None = None,
-    ) -> None:
-        """`settled_tokens`: of sessions in which this process has no copies under way any more. `heir_of`: this process
-        has the memory of that engine still, and is going to hand it back."""
+    def __init__(self, path: Path, hello: Hello = HELLO, settled_tokens: tuple[str, ...] = ()) -> None:
+        """`settled_tokens`: of sessions in which this process has no copies under way any more."""
         self.path = path
         self.settled: dict[int, str] = {}
         self.scheduler = AttachConnection(path, lambda: hello)
@@ -217,14 +190,7 @@ class RawEngine:
         self.welcome = self.scheduler.welcome
         assert hello.pool is not None
         self.workers = [
-            RawWorker(
-                path,
-                self.welcome.token,
-                rank,
-                settled_tokens=settled_tokens,
-                slot_bytes=slot_bytes,
-                heir_of=None if heir_of is None else heir_of.workers[rank],
-            )
+            RawWorker(path, self.welcome.token, rank, settled_tokens=settled_tokens, slot_bytes=slot_bytes)
             for rank, slot_bytes in enumerate(hello.pool.slot_bytes)
         ]
         self.wait_for(lambda: all(worker.connection.state == "attached" for worker in self.workers))

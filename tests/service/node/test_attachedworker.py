@@ -54,7 +54,7 @@ class Service:
         node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
         self.host.on_join = self._join
         takers: dict[str, Callable[..., Any]] = {
-            name: getattr(self.host, name) for name in ("extents_registered", "extents_released", "take_back")
+            name: getattr(self.host, name) for name in ("extents_registered", "extents_released")
         }
         for name, take in takers.items():
             setattr(self.host, name, partial(self._record, name, take))
@@ -71,8 +71,8 @@ class Service:
 
     def _join(self, link: SessionLink, rank: int) -> None:
         self.links.append(link)
-        if self.fds:
-            link.push(GrantedExtents(SLOT, tuple(map(self._grant, range(len(self.fds))))), rank=rank, fds=self.fds)
+        grants = tuple(map(self._grant, range(len(self.fds))))
+        link.push(GrantedExtents(SLOT, grants, is_all=True), rank=rank, fds=self.fds)
 
     def _grant(self, number: int) -> ExtentGrant:
         first = EXTENT_SLOTS * number
@@ -174,7 +174,7 @@ def test_it_registers_no_further_than_the_service_has_populated(
     made = Rank(node.path)
     stack.callback(made.worker.close)
     grant = ExtentGrant(1, 0, 0, 2 * EXTENT_SLOTS, 4 * MIB, 2 * MIB)
-    service.host.on_join = lambda link, rank: link.push(GrantedExtents(SLOT, (grant,)), rank=rank, fds=[big])
+    service.host.on_join = lambda link, rank: link.push(GrantedExtents(SLOT, (grant,), True), rank=rank, fds=[big])
     made.worker.join(engine.ticket)
     wait_until(lambda: service.registered() == {1: EXTENT_SLOTS})
     wait_until(lambda: made.pool._next_step() is None)
@@ -257,7 +257,7 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     assert len(node.events("let go")) == len(node.events("over")) == 1, "the process lives, and has said it"
 
 
-def test_memory_is_offered_to_the_next_service_and_stays_registered(
+def test_memory_that_the_next_service_grants_again_stays_registered(
     node: Node, engine: AttachedEngine, rank: Rank, service: Service
 ) -> None:
     calls = rank.registrar.calls
@@ -265,18 +265,23 @@ def test_memory_is_offered_to_the_next_service_and_stays_registered(
     service.host.registered.clear()
     rank.worker.join(next_session(engine, node))
     wait_until(lambda: service.registered() == {50: EXTENT_SLOTS, 51: EXTENT_SLOTS})
-    assert service.host.offered == [(ExtentBytes(1, 2 * MIB), ExtentBytes(2, 2 * MIB))]
     assert (rank.registrar.calls, rank.pool.pinned_slots) == (calls, 2 * EXTENT_SLOTS)
 
 
-def test_memory_that_the_next_service_does_not_take_goes_first(
+def test_memory_of_which_the_next_service_has_nothing_goes(
+    node: Node, engine: AttachedEngine, rank: Rank, service: Service
+) -> None:
+    service.fds = []
+    rank.worker.join(next_session(engine, node))
+    wait_until(lambda: rank.registrar.locked_bytes == 0)
+    wait_until(lambda: rank.pool.status().resident_bytes == 0)
+    assert "extents_released" not in service.words, "the next service waits for nothing"
+    assert rank.worker.is_attached
+
+
+def test_memory_that_the_next_service_does_not_grant_again_goes_first(
     node: Node, engine: AttachedEngine, rank: Rank, service: Service, stack: ExitStack
 ) -> None:
-    def refuse(session_id: str, number: int, offered: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        for fd in fds:
-            os.close(fd)
-        return []
-
     most = list[int]()
     register = rank.registrar.register
 
@@ -285,7 +290,6 @@ def test_memory_that_the_next_service_does_not_take_goes_first(
         most.append(rank.registrar.locked_bytes)
 
     rank.registrar.register = registered  # type: ignore[method-assign]
-    service.host.take_back = refuse  # type: ignore[method-assign,assignment]
     fresh = create_memfd(EXTENT_NAME, 2 * MIB)
     stack.callback(os.close, fresh)
     os.posix_fallocate(fresh, 0, 2 * MIB)
@@ -328,7 +332,7 @@ def test_a_word_of_the_service_that_cannot_be_right_ends_the_session_and_is_told
     rank: Rank, service: Service, extents: list[int]
 ) -> None:
     overlapping = ExtentGrant(9, 0, 5, EXTENT_SLOTS, 2 * MIB, 2 * MIB)
-    service.links[-1].push(GrantedExtents(SLOT, (overlapping,)), rank=0, fds=extents[:1])
+    service.links[-1].push(GrantedExtents(SLOT, (overlapping,), True), rank=0, fds=extents[:1])
     wait_until(lambda: "both have slots from" in str(rank.worker.problem))
     assert rank.worker.faults == 0
 

@@ -75,16 +75,13 @@ def test_only_the_services_user_and_the_group_may_attach(service: RealService) -
     assert (same_user["problem"], same_user["found"]) == (None, 4)
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_users_share_blocks_only_if_the_operator_says_so(service: RealService, shares: bool) -> None:
-    options = ["--share-across-uids"] if shares else []
-    admin = service.serve("--memory", "32MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES), *options)
+def test_users_share_no_blocks(service: RealService) -> None:
+    admin = service.serve("--memory", "32MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
     _, alice = service.engine("--uid", ALICE, "--group", ENGINES, "--store", 8, "--find", 8)
     _, bob = service.engine("--uid", BOB, "--group", ENGINES, "--find", 8)
-    assert alice["found"] == 8
-    assert bob["found"] == (8 if shares else 0)
-    assert (alice["pool"] == bob["pool"]) is shares
-    assert len(admin.get("/v1/pools").json()["items"]) == (1 if shares else 2)
+    assert (alice["found"], bob["found"]) == (8, 0)
+    assert alice["pool"] != bob["pool"]
+    assert len(admin.get("/v1/pools").json()["items"]) == 2
 
 
 def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealService, eventually: Any) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, HostBench, grown
 
 from kvstow.attach.calls import Completions, Hold
-from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
+from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
@@ -111,27 +109,6 @@ def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> Non
     bench.run()
     assert engine.client(0) in bench.budget.mappers(mine)
     assert bench.host.sessions()[0].status.registered_slots == ROW_SLOTS
-
-
-def test_memory_that_an_engine_hands_back_is_closed(bench: HostBench) -> None:
-    engine = bench.start(ONE_RANK)
-    reader, writer = os.pipe()
-    assert bench.host.take_back(engine.session_id, 0, [], [reader, writer]) == []
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(writer)
-    assert bench.host.handovers.given_up_extents == 2
-
-
-def test_only_the_very_extent_that_the_rank_has_is_kept(bench: HostBench) -> None:
-    engine = bench.start()
-    (mine,), (of_other_rank,) = engine.grants[0], engine.grants[1]
-    own, other = bench.memory.memory.extent(mine), bench.memory.memory.extent(of_other_rank)
-    assert own is not None
-    assert other is not None
-    offers = [(mine, own.fd), (mine, other.fd), (of_other_rank, other.fd), (9999, own.fd)]
-    extents, fds = [ExtentBytes(one, 0) for one, _ in offers], [os.dup(fd) for _, fd in offers]
-    assert bench.host.take_back(engine.session_id, 0, extents, fds) == [mine, 9999], "under whatever number it has it"
-    assert (bench.host.handovers.kept_extents, bench.host.handovers.given_up_extents) == (2, 2)
 
 
 def test_slots_of_a_lost_session_are_free_when_its_last_worker_has_let_go(bench: HostBench) -> None:

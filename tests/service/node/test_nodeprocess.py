@@ -343,7 +343,7 @@ def test_memory_that_an_earlier_service_has_left_is_waited_for(
 ) -> None:
     limits = limits_of_machine(tmp_path, 100 * MIB, 200 * MIB)
     require_memory(300 * MIB - RESERVE_BYTES, limits)
-    assert "memory is short until shared memory in use is handed back or freed: 236 MiB are needed" in caplog.text
+    assert "memory is short until shared memory in use is handed over or freed: 236 MiB are needed" in caplog.text
     with pytest.raises(InsufficientMemoryError):
         require_memory(300 * MIB, limits)
 
@@ -376,7 +376,6 @@ def test_every_setting_of_the_node_reaches_it() -> None:
         "huge_pages": "reserved",
         "pin_chunk": "2MiB",
         "pin_pause": "7ms",
-        "share_across_uids": True,
         "trust_eof": "3s",
         "state": "/var/lib/kvstow",
         "keep_timeout": "1h",
@@ -388,7 +387,7 @@ def test_every_setting_of_the_node_reaches_it() -> None:
     assert (node.memory_bytes, node.extent_bytes, node.huge_pages) == (64 * MIB, 4 * MIB, "reserved")
     assert (node.attach_socket, node.attach_group) == (Path("/run/x/attach.sock"), 42)
     assert (node.populate_chunk_bytes, node.populate_pause) == (2 * MIB, 0.007)
-    assert (node.share_across_uids, node.trust_eof) == (True, 3.0)
+    assert node.trust_eof == 3.0
     assert (node.state, node.keep_timeout, node.keep_on_stop) == (Path("/var/lib/kvstow"), 3600.0, True)
     elsewhere = {"memory": "65MiB", "state": "/var/lib/kvstow", "start_keeper": False}
     assert node_settings(load_settings(elsewhere, {}), None).keep_timeout is None

@@ -19,10 +19,9 @@ from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, Raw
 from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.identity import FleetWeights
-from kvstow.attach.kinds import VersionRange
 from kvstow.control.fleettier import FleetTier
 from kvstow.control.tiersettings import TierSettings
-from kvstow.errors import ConfigError, ConflictError, TierUnavailableError
+from kvstow.errors import TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.tier import ControlledLookups, ControlledStore, ControlledTransfers, Gate
@@ -32,9 +31,9 @@ from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.tier.mappedrank import MappedRank
 from kvstow_service.node.tier.namespacetier import NamespaceTier
+from kvstow_service.node.tier.nodetier import NodeTier
 from kvstow_service.node.tier.pooltier import PoolTier
-from kvstow_service.tiers import tierhost
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -95,19 +94,19 @@ def make_node(tmp_path: Path, store: ControlledStore, monkeypatch: pytest.Monkey
     """Nodes that use the store, and wait for it as long as it takes. They are closed at the end; none leaves a
     descriptor open."""
     patient = partial(TierSettings, deadline=60.0, lookup_wait=60.0)
-    monkeypatch.setattr("kvstow_service.node.tier.openstore.TierSettings", patient)
+    monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
     before = descriptors()
     nodes: list[Node] = []
 
-    def make(extents: int = 8, *, has_tier: bool = True, **options: Any) -> Node:
+    def make(extents: int = 8, **options: Any) -> Node:
         settings = NodeSettings(
             memory_bytes=extents * EXTENT,
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
             extent_bytes=EXTENT,
             populate_pause=0,
-            tier=TierChoice("memory:", store, "through") if has_tier else None,
+            tier=TierChoice("redis://store:1", store),
             **options,
         )
         nodes.append(Node(settings, limits=limits))
@@ -139,10 +138,19 @@ def keys_of(first: int, count: int) -> list[bytes]:
     return [key_of(number) for number in range(first, first + count)]
 
 
+def node_tier(node: Node) -> NodeTier:
+    assert node.tier is not None
+    return node.tier
+
+
+def shown(node: Node) -> HostedTiers:
+    return node_tier(node).view
+
+
 def tier_of(node: Node) -> NamespaceTier:
-    (session,) = [one for one in node.host.attached_sessions() if one.tier is not None]
-    assert session.tier is not None
-    return session.tier
+    sessions = [one for one in node.host._sessions.values() if not one.control.is_lost]
+    (tier,) = [one.tier for one in sessions if one.tier is not None]
+    return tier
 
 
 def only_pool(node: Node) -> Any:
@@ -258,16 +266,6 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     assert len(store.batches) == batches, "no hit can be longer"
 
 
-def test_an_engine_that_knows_no_late_answers_gets_none(
-    make_node: MakeNode, engines: Engines, store: ControlledStore
-) -> None:
-    put_elsewhere(make_node, engines, store, keys_of(0, 4))
-    engine = engines(make_node(), replace(NAMED, versions=VersionRange(1, 2)))
-    call = engine.scheduler.call(Lookup(keys_of(0, 4)))
-    engine.wait_for(lambda: call.done)
-    assert (call.answer(Found).leading, call.is_pending) == (0, False)
-
-
 def test_puts_and_fetches_outlive_the_engine(
     make_node: MakeNode, engines: Engines, store: ControlledStore, eventually: Eventually
 ) -> None:
@@ -309,12 +307,10 @@ def test_the_node_s_own_session_counts_as_no_engine(
     node.host.delete_pool(pool.name)
     eventually(lambda: node.memory.figures.spare_bytes == node.memory.total_bytes, "the pool's memory")
     assert node.memory.faults == 0
-    eventually(lambda: not node.tier.closing_pools, "the pool's name")
+    eventually(lambda: not node_tier(node).closing_pools, "the pool's name")
 
 
-def test_after_a_reset_nothing_is_put_or_fetched_until_the_weights_have_a_name(
-    make_node: MakeNode, engines: Engines, store: ControlledStore
-) -> None:
+def test_after_a_reset_nothing_is_put_or_fetched(make_node: MakeNode, engines: Engines, store: ControlledStore) -> None:
     node = make_node()
     engine = engines(node)
     engine.store_until_found(keys_of(0, 4))
@@ -330,17 +326,10 @@ def test_after_a_reset_nothing_is_put_or_fetched_until_the_weights_have_a_name(
     assert fleet is not None
     assert (fleet.status().state, "reset its cache" in fleet.status().reason) == ("off", True)
 
-    tier = tier_of(node)
-    node.tier.host.name_weights(only_pool(node).name, tier.namespace.name, "step-2")
-    engine.wait_for(lambda: tier.may_have_more)
-    engine.store_until_found(keys_of(8, 2))
-    engine.wait_for(lambda: store.num_objects == 12)
-    assert len({name.split(":")[1] for name in store.names("kvs1:")}) == 2
-
 
 def put_blocks(node: Node) -> list[int]:
     """What each pool has counted."""
-    return [totals.counters.put_blocks for totals in node.tier.host.totals().values()]
+    return [totals.counters.put_blocks for totals in shown(node).totals().values()]
 
 
 def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
@@ -350,20 +339,20 @@ def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
     engine.wait_for(lambda: put_blocks(node) == [4])
-    (before,) = node.tier.host.tiers()
+    (before,) = shown(node).tiers()
     engine.ask(Reset(), ResetDone)
     assert only_pool(node).facade.admin.purge(everything=True).run().finished
-    eventually(lambda: before.namespace not in {one.namespace for one in node.tier.host.tiers()}, "its end")
+    eventually(lambda: before.namespace not in {one.namespace for one in shown(node).tiers()}, "its end")
     engine.wait_for(lambda: tier_of(node).fleet is not None)
     assert put_blocks(node) == [4]
 
     leave(engine)
     eventually(lambda: not node.host.sessions(), "the end of the session")
     node.host.delete_pool(only_pool(node).name)
-    eventually(lambda: not node.tier.closing_pools, "the pool's name")
+    eventually(lambda: not node_tier(node).closing_pools, "the pool's name")
     engine = engines(node, ONE_RANK)
     engine.wait_for(lambda: tier_of(node).fleet is not None)
-    assert [one.pool for one in node.tier.host.tiers()] == [before.pool]
+    assert [one.pool for one in shown(node).tiers()] == [before.pool]
     assert put_blocks(node) == [0]
 
 
@@ -382,26 +371,17 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     node = make_node()
     engine = engines(node, hello)
     engine.store_until_found(keys_of(0, 4))
-    engine.wait_for(lambda: node.tier.host.tiers())
-    (shown,) = node.tier.host.tiers()
-    assert shown.status.state == "off"
-    assert reason in shown.status.reason
+    engine.wait_for(lambda: shown(node).tiers())
+    (one,) = shown(node).tiers()
+    assert one.status.state == "off"
+    assert reason in one.status.reason
     call = engine.scheduler.call(Lookup(keys_of(50, 2)))
     engine.wait_for(lambda: call.done)
     assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
 
 
-def test_no_name_switches_on_a_tier_for_kv_groups_that_it_does_not_know(make_node: MakeNode, engines: Engines) -> None:
-    node = make_node()
-    group = replace(POOL.groups[0], kind="torus")
-    engine = engines(node, replace(NAMED, pool=replace(POOL, groups=(group,))))
-    engine.wait_for(lambda: node.tier.host.tiers())
-    with pytest.raises(ConflictError, match="KV groups"):
-        node.tier.host.name_weights(only_pool(node).name, None, "v2")
-
-
 @pytest.mark.parametrize("broken", ["step", "look_for"])
-def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_attached_again(
+def test_a_defect_switches_the_tier_of_its_namespace_off(
     make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     node = make_node()
@@ -417,17 +397,10 @@ def test_a_defect_switches_the_tier_of_its_namespace_off_until_the_store_is_atta
     call = engine.scheduler.call(Lookup(keys_of(50, 4)))
     engine.wait_for(lambda: call.done)
     assert call.answer(Found).leading == 0
-    engine.wait_for(lambda: node.tier.host.tiers()[0].status.state == "off")
-    assert node.tier.host.tiers()[0].status.reason == TIER_FAILED
-    with pytest.raises(ConflictError, match="tier_failed"):
-        node.tier.host.name_weights(only_pool(node).name, None, "v2")
+    engine.wait_for(lambda: shown(node).tiers()[0].status.state == "off")
+    assert shown(node).tiers()[0].status.reason == TIER_FAILED
     engine.store_until_found(keys_of(0, 4))
     assert tier_of(node)._early is None, "what is stored is kept for nobody"
-    node.tier.host.detach()
-    assert node.tier.host.tiers() == []
-    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: ControlledStore())
-    node.tier.host.attach("redis://other:1", None)
-    engine.wait_for(lambda: tier_of(node).may_have_more)
 
 
 def test_a_defect_strands_no_transfer_that_has_begun(
@@ -442,13 +415,13 @@ def test_a_defect_strands_no_transfer_that_has_begun(
 
     def begin_and_fail() -> None:
         FleetTier.step(fleet)
-        if fleet.traffic.in_flight:
+        if len(tier.control.ops):
             raise RuntimeError("injected")
 
     monkeypatch.setattr(fleet, "step", begin_and_fail)
     engine.store_until_found(keys_of(0, 4))
     engine.wait_for(lambda: tier.failed is fleet)
-    engine.wait_for(lambda: not fleet.traffic.in_flight)
+    engine.wait_for(lambda: not len(tier.control.ops))
     assert store.num_objects > 0
 
 
@@ -456,7 +429,7 @@ def test_a_defect_strands_no_transfer_that_has_begun(
     "broken",
     [(RankTransfers, "close"), (MappedRank, "clear"), (PoolTier, "take_completions"), (PoolTier, "end_sessions")],
 )
-@pytest.mark.parametrize("is_detached", [False, True])
+@pytest.mark.parametrize("is_closed", [False, True])
 def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
     make_node: MakeNode,
     engines: Engines,
@@ -464,7 +437,7 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
     eventually: Eventually,
     broken: tuple[type, str],
     *,
-    is_detached: bool,
+    is_closed: bool,
 ) -> None:
     node = make_node()
     engine = engines(node, ONE_RANK)
@@ -481,12 +454,12 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
             raise RuntimeError("injected")
 
     monkeypatch.setattr(owner, name, fail)
-    if is_detached:
-        node.tier.host.detach()
+    if is_closed:
+        node_tier(node).close()
     else:
-        node.tier.drop_pool(pool, has_ended.set)
+        node_tier(node).drop_pool(pool, has_ended.set)
         assert has_ended.wait(30)
-        eventually(lambda: not node.tier.closing_pools, "the pool's name")
+        eventually(lambda: not node_tier(node).closing_pools, "the pool's name")
     assert pool_tier.has_ended.wait(30)
     eventually(lambda: pool.facade.stats().faults.errors["host"] == 1, "the count of errors")
     eventually(lambda: not [session for session in pool.attached() if not session.is_engine], "the tier's sessions")
@@ -505,7 +478,7 @@ def test_memory_that_cannot_be_mapped_is_shown_and_costs_hits_alone(
     assert engine.load(keys_of(0, 4)) == 4
 
     def failures() -> list[str]:
-        clients = [client for one in node.tier.host.tiers() for client in one.clients]
+        clients = [client for one in shown(node).tiers() for client in one.clients]
         return [f"{one.purpose}: {one.health.reason}" for one in clients if one.health.state == "failed"]
 
     engine.wait_for(failures)
@@ -545,36 +518,25 @@ def test_a_store_that_fails_costs_hits_and_no_answer(
     assert node.memory_failure() is None
 
 
-def test_an_operator_detaches_the_store_and_attaches_another(
-    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+def test_the_end_of_the_tier_waits_for_calls_under_way(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
 ) -> None:
     node = make_node()
     engine = engines(node)
     store.puts.shut()
     engine.store_until_found(keys_of(0, 4))
     store.puts.wait_arrived(1)
-    detached = threading.Thread(target=node.tier.host.detach)
-    detached.start()
+    closing = threading.Thread(target=node_tier(node).close)
+    closing.start()
     engine.wait_for(lambda: not tier_of(node).may_have_more)
     assert engine.lookup(keys_of(0, 4)).leading == 4
-    assert detached.is_alive(), "a call to the store is under way"
+    assert closing.is_alive(), "a call to the store is under way"
     assert [entry for session in only_pool(node).attached() for entry in session.held_slots()] != []
     store.puts.open()
-    detached.join(30)
-    assert not detached.is_alive()
+    closing.join(30)
+    assert not closing.is_alive()
     pool = only_pool(node)
     assert [session for session in pool.attached() if not session.is_engine] == []
-    with pytest.raises(
-        ConfigError, match="url is 'memory:'; allowed: mooncake:// or redis://, which other nodes can reach"
-    ):
-        node.tier.host.attach("memory:", None)
-    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: ControlledStore())
-    node.tier.host.attach("redis://other:1", None)
-    engine.wait_for(lambda: tier_of(node).may_have_more)
-    engine.store_until_found(keys_of(4, 4))
-    fleet = tier_of(node).fleet
-    assert fleet is not None
-    engine.wait_for(lambda: fleet.status().counters.put_blocks == 4)
     pool.check_integrity()
 
 
@@ -592,7 +554,7 @@ def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> 
     assert ONE_RANK.pool is not None
     other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
     other.wait_for(lambda: store.removals.num_arrived)
-    for pass_on in (node.server.post, node.memory.run):  # what was said before has been heard now
+    for pass_on in (node.server.post, node.memory._do):  # what was said before has been heard now
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)
@@ -621,29 +583,19 @@ def test_mutant_extents_are_let_go_before_they_are_unmapped(
 
 
 def test_a_store_that_cannot_be_opened_leaves_nothing_open(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`make_node` counts the descriptors."""
+    opened = store.open_transfers(0)
 
-    class HalfOpen(ControlledStore):
-        def __init__(self) -> None:
-            super().__init__()
-            self.transfers = self.open_transfers(0)
+    def fail() -> ControlledLookups:
+        raise OSError("injected")
 
-        def open_transfers(self, rank: int, witness: int | None = None) -> ControlledTransfers:
-            self.transfers = super().open_transfers(rank, witness)
-            return self.transfers
-
-        def open_lookups(self) -> ControlledLookups:
-            raise ConfigError("tier", "redis://other:1", "another one")
-
-    store = HalfOpen()
-    node = make_node(has_tier=False)
-    monkeypatch.setattr(tierhost, "open_store", lambda url, **_: store)
-    with pytest.raises(ConfigError, match="another one"):
-        node.tier.host.attach("redis://other:1", None)
-    assert store.transfers.health().state == "closed"
-    assert node.tier.host.store is None
+    monkeypatch.setattr(store, "open_transfers", lambda *_: opened)
+    monkeypatch.setattr(store, "open_lookups", fail)
+    with pytest.raises(OSError, match="injected"):
+        make_node()
+    assert opened.health().state == "closed"
 
 
 def test_the_end_of_a_store_waits_for_a_pool_that_is_dropped_in_the_same_moment(
@@ -654,17 +606,16 @@ def test_the_end_of_a_store_waits_for_a_pool_that_is_dropped_in_the_same_moment(
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
     engine.wait_for(lambda: tier_of(node).is_idle)
-    pool, opened = only_pool(node), node.tier._open
-    assert opened is not None
-    end_pool, locked = opened.end_pool, list[bool]()
+    pool, tier = only_pool(node), node_tier(node)
+    begin_end, locked = tier._begin_end, list[bool]()
 
     def noted(*given: Any) -> None:
-        locked.append(node.tier._lock.locked())
-        end_pool(*given)
+        locked.append(tier._lock.locked())
+        begin_end(*given)
 
-    monkeypatch.setattr(opened, "end_pool", noted)
+    monkeypatch.setattr(tier, "_begin_end", noted)
     has_ended = threading.Event()
-    node.tier.drop_pool(pool, has_ended.set)
+    node_tier(node).drop_pool(pool, has_ended.set)
     assert locked == [True]
     assert has_ended.wait(30)
 
@@ -673,9 +624,8 @@ def test_what_is_stored_before_the_tier_has_begun_is_put_too(
     make_node: MakeNode, engines: Engines, store: ControlledStore
 ) -> None:
     node = make_node()
-    opened, may_go = node.tier._open, threading.Event()
-    assert opened is not None
-    opened.do(lambda: may_go.wait(60))  # the tier's thread makes no tier meanwhile
+    may_go = threading.Event()
+    node_tier(node).do(lambda: may_go.wait(60))  # the tier's thread makes no tier meanwhile
     engine = engines(node)
     engine.store_until_found(keys_of(0, 4))
     assert tier_of(node).fleet is None

@@ -59,7 +59,7 @@ class Soak:
     def __init__(
         self, folder: Path, environ: dict[str, str], seed: int, eventually: Any, *, with_keeper: bool = False
     ) -> None:
-        """`with_keeper`: it is killed at once with each service, so that the engines hand everything back."""
+        """`with_keeper`: it is killed at once with each service, so that the cache is lost."""
         self.with_keeper = with_keeper
         self.socket, self.state = folder / "node" / "attach.sock", folder / "state"
         self.environ, self.eventually = environ, eventually

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from typing import cast
 
@@ -125,3 +127,18 @@ def test_a_process_whose_end_cannot_be_seen_is_trusted_only_if_that_was_asked_fo
         quiet(node)
         assert len(ends(node)) == (0 if trust_eof is None else 2)
     assert "start the service with --trust-eof" in caplog.text
+
+
+def test_detaching_it_never_kills_the_service_or_a_process_of_another_user(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever pidfd stands in the records for a worker."""
+    killed: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: killed.append(pidfd))
+    node = make_node(start=False)
+    parent = Peer(0, os.geteuid() + 1, 0, os.pidfd_open(os.getppid()))
+    restore(node, Peer(0, os.geteuid(), 0, os.pidfd_open(os.getpid())), parent)
+    assert node.server.detach("before", kill=True)
+    wait_until(lambda: caplog.text.count("was not killed") == 2)
+    assert killed == []
+    assert len(node.server.sessions()) == 1, "it is freed when its processes have ended, and not before"

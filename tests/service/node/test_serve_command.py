@@ -13,7 +13,6 @@ from kvstow.memory.limits import HugePageLimits
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.cli import app
 from kvstow_service.node.attach.attachsocket import AttachSocket
-from kvstow_service.node.removedsettings import REMOVED_SETTINGS
 from kvstow_service.node.settings import Settings, flag_name
 
 pytestmark = pytest.mark.usefixtures("process_state")
@@ -31,7 +30,6 @@ def test_every_setting_is_a_flag_with_its_default_in_the_help() -> None:
     assert [key for key in Settings.model_fields if flag_name(key) not in result.output] == []
     assert "a multiple of 2 MiB. Default: 1GiB." in " ".join(result.output.split())
     assert "PydanticUndefined" not in result.output
-    assert [key for key in REMOVED_SETTINGS if f"{flag_name(key)} " in result.output] == []
 
 
 def test_the_command_line_starts_without_fastapi(child_environ: dict[str, str]) -> None:
@@ -58,16 +56,6 @@ def test_wrong_settings_are_one_line_each_and_exit_2() -> None:
         "kvstow serve: --memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB"
         " (powers of 1024) or kB MB GB TB",
         "kvstow serve: --port is 'none'; allowed: 0 (any free port) to 65535",
-    ]
-
-
-def test_the_flags_of_the_past_are_refused_with_what_to_use() -> None:
-    result = serve("--pool-size", "8GiB", "--ranks", "2", "--no-lock", "--replay", "t.jsonl", "--exit-after-replay")
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == [
-        f"kvstow serve: {flag_name(name)} is no longer a setting: {sentence}"
-        for name, sentence in REMOVED_SETTINGS.items()
-        if name in ("pool_size", "ranks", "lock", "replay", "exit_after_replay")
     ]
 
 
@@ -147,7 +135,7 @@ def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more()
     ("url", "complaint"),
     [
         ("nfs://host", "--tier is 'nfs://host'; allowed: mooncake://"),
-        ("memory:", "--tier is 'memory:'; allowed: mooncake:// or redis://, which other nodes can reach"),
+        ("memory:", "--tier is 'memory:'; allowed: mooncake://MASTER:PORT"),
         ("mooncake://", "--tier is 'mooncake://'; allowed: "),
         ("mooncake://master:1", "a tier in Mooncake needs mooncake, which is not installed: pip install "),
     ],

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from kvstow_service.node.removedsettings import REMOVED_SETTINGS
-from kvstow_service.node.settings import Settings, flag_name, load_settings
+from kvstow_service.node.settings import Settings, load_settings
 
 MEMORY: dict[str, object] = {"memory": "64GiB"}
 
@@ -21,7 +19,8 @@ def errors_of(flags: dict[str, object], environ: dict[str, str] | None = None, c
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "kvstow.toml"
     path.write_text(
-        'memory = "3GiB"\nextent_size = "512MiB"\nport = 4096\nshare_across_uids = true\nreadiness_require = ["pool"]\n'
+        'memory = "3GiB"\nextent_size = "512MiB"\nport = 4096\nkeep_on_stop = true\nstate = "/s"\n'
+        'readiness_require = ["pool"]\n'
     )
     return path
 
@@ -31,7 +30,6 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert (settings.memory, settings.extent_size, settings.huge_pages) == (64 << 30, 1 << 30, "advised")
     assert (settings.pin_chunk, settings.pin_pause, settings.keep_timeout) == (64 << 20, 0.002, 600.0)
     assert (settings.host, settings.port, settings.attach_socket) == ("127.0.0.1", 9595, None)
-    assert not settings.share_across_uids
     assert not settings.keep_on_stop
 
 
@@ -44,14 +42,14 @@ def test_memory_is_required() -> None:
 def test_the_file_wins_over_the_defaults(config: Path) -> None:
     settings = load_settings({}, {}, config)
     assert (settings.memory, settings.extent_size, settings.port) == (3 << 30, 512 << 20, 4096)
-    assert (settings.share_across_uids, settings.readiness_require) == (True, ("pool",))
+    assert (settings.keep_on_stop, settings.readiness_require) == (True, ("pool",))
 
 
 def test_variables_win_over_the_file_and_flags_over_both(config: Path) -> None:
-    environ = {"KVSTOW_PORT": "3", "KVSTOW_MEMORY": "2GiB", "KVSTOW_SHARE_ACROSS_UIDS": "false"}
+    environ = {"KVSTOW_PORT": "3", "KVSTOW_MEMORY": "2GiB", "KVSTOW_KEEP_ON_STOP": "false"}
     settings = load_settings({"port": "4", "memory": None}, environ, config)
     assert (settings.port, settings.memory, settings.extent_size) == (4, 2 << 30, 512 << 20)
-    assert not settings.share_across_uids
+    assert not settings.keep_on_stop
 
 
 def test_a_variable_can_name_the_file(config: Path) -> None:
@@ -85,7 +83,7 @@ def test_variables_by_which_kubernetes_describes_a_service_are_ignored(service: 
 
 
 def test_variables_of_the_other_commands_are_ignored() -> None:
-    environ = {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CONTEXT": "prod"}
+    environ = {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CA_FILE": "/ca.pem"}
     assert load_settings(MEMORY, environ) == Settings(**MEMORY)
 
 
@@ -106,21 +104,6 @@ def test_an_unknown_key_of_the_file_is_named_with_the_file_and_the_allowed_ones(
     (error,) = errors_of({}, {}, config)
     assert error.startswith(f"{config}: memoryz is not a setting; ")
     assert "extent_size" in error
-
-
-@pytest.mark.parametrize("name", REMOVED_SETTINGS)
-def test_a_setting_of_the_past_is_refused_with_what_to_use(name: str, config: Path) -> None:
-    config.write_text(f"{name} = 2\n")
-    sentence = f" is no longer a setting: {REMOVED_SETTINGS[name]}"
-    assert errors_of({}, {}, config) == [f"{config}: {name}{sentence}"]
-    assert errors_of({name: "2"}) == [flag_name(name) + sentence]
-    assert errors_of({}, {f"KVSTOW_{name.upper()}": "2"}) == [f"KVSTOW_{name.upper()}{sentence}"]
-    assert name not in Settings.model_fields
-
-
-def test_what_to_use_instead_exists() -> None:
-    named = {flag for text in REMOVED_SETTINGS.values() for flag in re.findall(r"--[a-z-]+", text.split("`")[0])}
-    assert {"--memory", "--pin-chunk", "--pin-pause"} <= named <= set(map(flag_name, Settings.model_fields))
 
 
 @pytest.mark.parametrize("text", ["memory =", "\xff"])
@@ -166,7 +149,6 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
         ({"extent_size": "1000MB"}, "--extent-size 1000MB is not a multiple of 2 MiB, such as 1GiB"),
         ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),
         ({"trust_eof": "0"}, "--trust-eof is '0'; allowed: more than 0 seconds"),
-        ({"tier_write": "through"}, "--tier-write through needs --tier, the store that is written"),
         ({"keep_on_stop": True}, "--keep-on-stop needs --state, the folder of the keeper that holds the memory"),
         ({"keep_timeout": "1h"}, "--keep-timeout 1h needs --state, the folder of the keeper that holds the memory"),
         ({"start_keeper": False}, "--no-start-keeper needs --state, the folder of the keeper that holds the memory"),

@@ -23,11 +23,10 @@ from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, Launcher
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.summary import attached_rows
 from kvstow_service.replay.trace import TraceRequest
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import TierChoice
 
 pytestmark = pytest.mark.process
 
@@ -56,7 +55,8 @@ class Service:
         self._running.close()
 
     def tier_status(self) -> TierStatus:
-        (tier,) = self.node.tier.host.tiers()
+        assert self.node.tier is not None
+        (tier,) = self.node.tier.view.tiers()
         return tier.status
 
     @property
@@ -99,7 +99,7 @@ def requests(conversations: list[TraceRequest]) -> list[TraceRequest]:
 def spec(service: Service, requests: list[TraceRequest], *, name: str = "replay-1", **given: Any) -> EngineSpec:
     options = ReplayOptions(concurrency=2)
     blocks = blocks_needed(requests, options.concurrency)
-    found = EngineSpec(name, service.path, even_shape(SLOT_BYTES), ON_CPU, 2, blocks, 0, requests, options)
+    found = EngineSpec(name, service.path, even_shape(SLOT_BYTES), 2, blocks, 0, requests, options)
     return replace(found, **given)
 
 
@@ -162,8 +162,8 @@ def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
     service: Service, requests: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient = partial(TierSettings, deadline=DEADLINE_SECONDS, lookup_wait=DEADLINE_SECONDS)
-    monkeypatch.setattr("kvstow_service.node.tier.openstore.TierSettings", patient)
-    service.tier = TierChoice("memory:", MemoryStore(), "through")
+    monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
+    service.tier = TierChoice("redis://store:1", MemoryStore())
     service.start()
     first = run(spec(service, requests), may_begin=service.has_registered)
     eventually(lambda: service.tier_status().counters.put_blocks == first.total.stored_blocks)

@@ -22,7 +22,7 @@ from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import HostKV, Page
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 
 PAGE = 24
 SLOTS = 200
@@ -46,10 +46,8 @@ class MemoryWorker:
         self.pool = np.zeros((SLOTS, self.kv.shape[1]), np.uint8)
         self.steps: list[Step] = []
         self.held = False
-        self.fences: list[Fence | None] = []
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        self.fences.append(after)
         for op in plan.ops:
             self.steps += self.fault(self, op) or [lambda op=op: self.copy(op)]  # type: ignore[misc]
 
@@ -197,22 +195,19 @@ def test_requests_go_on_while_others_wait_for_answers(conversations: list[TraceR
     assert max(waiting) == 3
 
 
-def test_every_plan_waits_for_the_work_given_to_its_ranks_device(
+def test_the_speed_of_prefill_is_reported_where_the_replay_has_one(
     conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Reached:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def query(self) -> bool:
-            return True
-
-    monkeypatch.setattr(LocalKV, "fence", lambda kv, rank: Reached(rank))
-    with bench(conversations[:20]) as parts:
+    reported: list[tuple[int, float]] = []
+    monkeypatch.setattr(EmbeddedOffload, "note_prefill", lambda self, *prefill: reported.append(prefill))
+    with bench(conversations[:5]) as parts:
         parts.driver.run(Event())
-    for worker in parts.workers:
-        assert worker.fences
-        assert {getattr(fence, "rank", None) for fence in worker.fences} == {worker.rank}
+    assert reported == []
+    with bench(conversations[:5], ReplayOptions(prefill_rate=1e7)) as parts:
+        result = parts.driver.run(Event())
+    computed = (result.blocks - result.hit_blocks) * BLOCK_TOKENS
+    assert sum(tokens for tokens, _ in reported) == computed > 0
+    assert sum(seconds for _, seconds in reported) == pytest.approx(computed / 1e7)
 
 
 def test_rates_are_bytes_over_the_busy_time_of_copies(conversations: list[TraceRequest]) -> None:

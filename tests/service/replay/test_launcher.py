@@ -14,7 +14,6 @@ from kvstow_service.replay import launcher
 from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, Launcher
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.trace import TraceRequest
 
@@ -26,7 +25,7 @@ Run = Callable[..., AttachedResult]
 def spec(name: str, requests: int = 10) -> EngineSpec:
     """Request `n` has `n` blocks."""
     trace = [TraceRequest(0, 1, 1, tuple(range(100 * number, 101 * number))) for number in range(requests)]
-    return EngineSpec(name, Path("/nowhere"), even_shape(4096), ON_CPU, 2, 100, 0, trace, ReplayOptions())
+    return EngineSpec(name, Path("/nowhere"), even_shape(4096), 2, 100, 0, trace, ReplayOptions())
 
 
 @pytest.fixture

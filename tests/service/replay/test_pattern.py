@@ -1,38 +1,24 @@
-"""The KV caches of known content, in the memory of this process and in tensors."""
-
-from collections.abc import Callable
+"""The KV caches of known content."""
 
 import numpy as np
 import pytest
-import torch
 
 from kvstow.keys import make_key
-from kvstow_service.replay.cudacache import TensorKV
-from kvstow_service.replay.kv import LocalKV, RankKV
+from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.pattern import HostKV, Page
 
 KEYS = [make_key(0, bytes([number]) * 32) for number in range(3)]
-MakeKV = Callable[[int, list[Page]], RankKV]
-
-
-def tensor_kv(rank: int, regions: list[Page]) -> RankKV:
-    """Over the same memory."""
-    return TensorKV(rank, [torch.from_numpy(region) for region in regions])
-
-
-both = pytest.mark.parametrize("make_kv", [HostKV, tensor_kv])
 
 
 def regions_of(page_bytes: int, padding: int = 0) -> list[Page]:
     return [np.zeros((4, page_bytes + padding), np.uint8)[:, :page_bytes] for _ in range(2)]
 
 
-@both
 @pytest.mark.parametrize("page_bytes", [1, 7, 8, 64, 1001])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_every_single_byte_is_checked(make_kv: MakeKV, page_bytes: int, padding: int) -> None:
+def test_every_single_byte_is_checked(page_bytes: int, padding: int) -> None:
     regions = regions_of(page_bytes, padding)
-    kv = make_kv(1, regions)
+    kv = HostKV(1, regions)
     kv.write(KEYS, [3, 0, 2])
     assert kv.check(KEYS, [3, 0, 2]).mismatches == ()
     for byte in {0, page_bytes // 2, page_bytes - 1}:
@@ -41,34 +27,24 @@ def test_every_single_byte_is_checked(make_kv: MakeKV, page_bytes: int, padding:
         regions[1][0, byte] ^= 1
 
 
-def test_tensors_and_arrays_have_the_same_bytes() -> None:
-    arrays, tensors = regions_of(1001), regions_of(1001)
-    HostKV(3, arrays).write(KEYS, [0, 1, 3])
-    tensor_kv(3, tensors).write(KEYS, [0, 1, 3])
-    assert all(np.array_equal(*pair) for pair in zip(arrays, tensors, strict=True))
-
-
-@both
-def test_no_place_holds_the_bytes_of_another(make_kv: MakeKV) -> None:
+def test_no_place_holds_the_bytes_of_another() -> None:
     ranks = [regions_of(64) for _ in range(2)]
     for rank, regions in enumerate(ranks):
-        make_kv(rank, regions).write(KEYS, [0, 1, 2])
+        HostKV(rank, regions).write(KEYS, [0, 1, 2])
     pages = {region[block].tobytes() for regions in ranks for region in regions for block in range(3)}
     assert len(pages) == 2 * 2 * 3
 
 
-@both
-def test_bytes_that_moved_within_a_page_are_wrong(make_kv: MakeKV) -> None:
+def test_bytes_that_moved_within_a_page_are_wrong() -> None:
     regions = regions_of(64)
-    kv = make_kv(0, regions)
+    kv = HostKV(0, regions)
     kv.write(KEYS[:1], [0])
     regions[0][0] = np.roll(regions[0][0], 8)
     assert len(kv.check(KEYS[:1], [0]).mismatches) == 1
 
 
-@both
-def test_scrubbed_blocks_are_wrong_on_every_rank(make_kv: MakeKV) -> None:
-    kv = LocalKV([make_kv(rank, regions_of(16)) for rank in range(2)])
+def test_scrubbed_blocks_are_wrong_on_every_rank() -> None:
+    kv = LocalKV([HostKV(rank, regions_of(16)) for rank in range(2)])
     kv.compute(KEYS, [0, 1, 2])
     kv.scrub([1])
     kv.verify(KEYS, [0, 1, 2])
@@ -77,6 +53,5 @@ def test_scrubbed_blocks_are_wrong_on_every_rank(make_kv: MakeKV) -> None:
     assert kv.take_verifications() == []
 
 
-@both
-def test_checked_bytes_are_those_of_all_regions(make_kv: MakeKV) -> None:
-    assert make_kv(0, regions_of(10)).check(KEYS, [0, 1, 2]).num_bytes == 10 * 2 * 3
+def test_checked_bytes_are_those_of_all_regions() -> None:
+    assert HostKV(0, regions_of(10)).check(KEYS, [0, 1, 2]).num_bytes == 10 * 2 * 3

@@ -18,7 +18,6 @@ from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.enginepipe import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, Launcher
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import ON_CPU
 from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.trace import TraceRequest
 
@@ -44,7 +43,7 @@ def replay(
 ) -> AttachedResult:
     """To the end, or until `stop`."""
     blocks = blocks_needed(requests, options.concurrency)
-    spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), ON_CPU, 2, blocks, 0, requests, options)
+    spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), 2, blocks, 0, requests, options)
     launcher = Launcher([spec], log=print, on_request=on_request, may_begin=service.has_registered)
     found = launcher.run(stop or threading.Event())
     print(found.to_json())

@@ -17,7 +17,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.tiersettings import TierSettings
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.tiers.tierhost import TierChoice
+from kvstow_service.tiers.hostedtiers import TierChoice
 
 # It imports what the tiers' extras bring.
 collect_ignore = [] if find_spec("xxhash") else ["test_objectheader.py"]
@@ -44,7 +44,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory, eventually: Eventually) -> I
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests wait for the store as long as it takes on a busy machine."""
     settings = partial(TierSettings, deadline=60.0, lookup_wait=60.0)
-    monkeypatch.setattr("kvstow_service.node.tier.openstore.TierSettings", settings)
+    monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", settings)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def make_tiered_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
             memory_bytes=8 * _EXTENT,
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
             extent_bytes=_EXTENT,
-            tier=TierChoice.of(url, "through"),
+            tier=TierChoice.of(url),
         )
         nodes.append(Node(settings, limits=limits))
         nodes[-1].start()

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError, TierUnavailableError
+from kvstow_api.regularfile import MAX_FILE_BYTES
 from kvstow_service.tiers.redislocation import RedisLocation
 
 
@@ -50,3 +53,51 @@ def test_a_password_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RedisLocation.parse(url)
     assert "secret" not in str(caught.value)
+
+
+OPTIONS = ("password_file", "ca_file", "certificate_file", "key_file")
+
+
+def location(tmp_path: Path) -> RedisLocation:
+    for option in OPTIONS:
+        (tmp_path / option).write_text("content")
+    return RedisLocation.parse("rediss://cache:6379?" + "&".join(f"{one}={tmp_path / one}" for one in OPTIONS))
+
+
+def big(path: Path) -> None:
+    path.write_bytes(bytes(MAX_FILE_BYTES + 1))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (lambda path: path.mkdir(), "not a regular file"),
+        (big, f"larger than {MAX_FILE_BYTES} bytes"),
+        (lambda path: None, "No such file or directory"),
+    ],
+    ids=["pipe", "device", "folder", "too large", "absent"],
+)
+def test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start(
+    tmp_path: Path, make: Callable[[Path], object], why: str, option: str
+) -> None:
+    where = location(tmp_path)
+    where.check_files()
+    (tmp_path / option).unlink()
+    make(tmp_path / option)
+    with pytest.raises(SettingError, match=f"tier option {option} .*{option} cannot be read: {why}"):
+        where.check_files()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_file_is_read_again_for_each_connection(tmp_path: Path, option: str) -> None:
+    where = location(tmp_path)
+    assert where.content(option) == b"content"
+    (tmp_path / option).write_text("rotated")
+    assert where.content(option) == b"rotated"
+    (tmp_path / option).unlink()
+    with pytest.raises(TierUnavailableError, match=f"{option} cannot be read: No such file") as failed:
+        where.content(option)
+    assert str(tmp_path) not in str(failed.value), "every reader of the admin API sees it"

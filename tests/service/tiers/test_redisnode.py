@@ -51,7 +51,8 @@ def test_a_redis_that_ends_costs_hits_and_no_answer_and_its_successor_is_used(
 
     def tier_state() -> str:
         engine.lookup([key_of(99)])
-        (one,) = node.tier.host.tiers()
+        assert node.tier is not None
+        (one,) = node.tier.view.tiers()
         return one.status.state
 
     engine.wait_for(lambda: tier_state() == "down")

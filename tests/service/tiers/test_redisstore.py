@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import SlotObject, TierStore
+from kvstow_api.regularfile import MAX_FILE_BYTES
 from kvstow_service.tiers.redislocation import RedisLocation
 from kvstow_service.tiers.redisstore import RedisStore, RedisTransfers
 
@@ -38,7 +40,7 @@ PASSWORD = "correct horse"
 
 ACCESS_LIST = f"""
 user default off
-user kvstow on >{PASSWORD.replace(" ", "_")} ~kvs1:* +set +get +exists +unlink +scan
+user kvstow on >{PASSWORD.replace(" ", "_")} ~kvs1:* +set +get +exists +unlink
 user reader on >{PASSWORD.replace(" ", "_")} ~kvs1:* +get +exists
 """
 
@@ -235,6 +237,71 @@ def test_an_access_list_decides(
     for client in (opened(server), opened(server, "stranger", secret)):
         with pytest.raises(TierUnavailableError):
             client.get(objects(slots, 1, first=64), TIMEOUT)
+
+
+@pytest.mark.parametrize("kind", ["list", "set", "hash", "zset", "stream"])
+def test_a_key_of_another_type_is_removed_like_other_garbage(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots, kind: str
+) -> None:
+    server = serve()
+    client = opened(server)
+    assert client.put(objects(slots, 1, 3), TIMEOUT) == ["stored"] * 2
+    key = str(name(2))
+    commands: dict[str, tuple[str, ...]] = {
+        "list": ("RPUSH", key, "x"),
+        "set": ("SADD", key, "x"),
+        "hash": ("HSET", key, "x", "y"),
+        "zset": ("ZADD", key, "1", "x"),
+        "stream": ("XADD", key, "*", "x", "y"),
+    }
+    with raw(server) as store:
+        store.execute_command(*commands[kind])
+        assert client.get(objects(slots, 2, first=64), TIMEOUT) == ["corrupt"], "alone, it is no outage"
+        store.execute_command(*commands[kind])
+        assert client.get(objects(slots, 1, 2, 3, first=64), TIMEOUT) == ["found", "corrupt", "found"]
+        assert not store.exists(key)
+    assert client.stats().corrupt_objects == 2
+    assert client.put(objects(slots, 2), TIMEOUT) == ["stored"]
+    assert client.get(objects(slots, 2, first=64), TIMEOUT) == ["found"]
+
+
+def test_a_rotated_password_is_used_for_the_next_connection(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots, secret: Path
+) -> None:
+    import redis
+
+    server = serve("--requirepass", "first")
+    secret.write_text("first\n")
+    client = opened(server, None, secret)
+    assert client.put(objects(slots, 1), TIMEOUT) == ["stored"]
+    with redis.Redis("127.0.0.1", server.port, password="first") as admin:
+        admin.config_set("requirepass", "second")
+        admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    for _ in range(2):  # the first one finds that the connection has ended
+        with pytest.raises(TierUnavailableError):
+            client.put(objects(slots, 2), TIMEOUT)
+    secret.write_text("second\n")
+    assert client.put(objects(slots, 2), TIMEOUT) == ["stored"]
+
+
+def test_a_file_of_a_secret_that_has_become_something_else_is_not_read(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots, secret: Path
+) -> None:
+    """A pipe would keep the call for good, and a device fill the memory. Readers of the reason learn no path."""
+    client = opened(serve("--requirepass", secret.read_text()), None, secret)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: os.mkfifo(secret), "password_file cannot be read: not a regular file"),
+        (lambda: secret.symlink_to("/dev/zero"), "password_file cannot be read: not a regular file"),
+        (lambda: secret.write_bytes(bytes(MAX_FILE_BYTES + 1)), "password_file cannot be read: larger than"),
+        (lambda: secret.write_bytes(b"\xff"), "password_file is not text"),
+        (lambda: None, "password_file cannot be read: No such file"),
+    ]
+    for make, reason in wrong:
+        secret.unlink(missing_ok=True)
+        make()
+        with pytest.raises(TierUnavailableError, match=reason):
+            client.get(objects(slots, 1), TIMEOUT)
+        assert str(secret) not in client.health().reason
 
 
 def test_a_server_without_tls_is_not_trusted(

@@ -16,17 +16,10 @@ def test_a_url_names_a_store() -> None:
         assert open_store("mooncake://127.0.0.1:50051").name == "mooncake"
 
 
-@pytest.mark.parametrize("url", ["", "mooncake", "http://a:1", "127.0.0.1:50051"])
+@pytest.mark.parametrize("url", ["", "mooncake", "http://a:1", "127.0.0.1:50051", "memory:", "memory:1GiB"])
 def test_another_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="mooncake://MASTER:PORT"):
         open_store(url)
-
-
-def test_a_store_in_this_process_is_for_hosts_that_ask_for_it() -> None:
-    assert open_store("memory:1GiB", allows_memory=True).name == "memory"
-    for url in ("memory:", "memory:1GiB"):
-        with pytest.raises(ConfigError, match="allowed: mooncake:// or redis://, which other nodes can reach"):
-            open_store(url)
 
 
 def test_redis_with_and_without_tls() -> None:

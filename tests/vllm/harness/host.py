@@ -14,7 +14,6 @@ from tests.vllm.harness.attachment import SteppedAttachment
 from tests.vllm.harness.device import SimulatedDevice
 from tests.vllm.harness.setup import BLOCK_TOKENS, VALUE_BYTES, Setup
 from tests.vllm.harness.stream import ComputeStream
-from tests.vllm.harness.tier import SHARED, Tier
 from tests.vllm.harness.worker import SteppedWorker
 
 from kvstow.attach.engine import AttachedEngine
@@ -29,6 +28,7 @@ from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
 
 CONNECTOR = "kvstow_service.connectors.vllm"
+SHARED = "kvstow_service.connectors.engine_core"
 _STEP_SECONDS = 0.02
 _SLOT_BYTES = 2 * BLOCK_TOKENS * VALUE_BYTES  # in each of the models: groups of layers lie in the same memory
 
@@ -65,12 +65,6 @@ class Host:
         patch.setattr(f"{SHARED}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
         patch.setattr(f"{SHARED}.workerhost.RankAgent", BusyAgent)
         patch.setattr(f"{SHARED}.embeddedschedulerhost.EmbeddedAdmin", NoThread)
-        if setup.replicated:
-            patch.setattr(f"{SHARED}.vllmprocess._is_replicated", lambda parallel, kv_cache_config: True)
-        self.tier: Tier | None = None
-        if setup.tier:
-            self.tier = Tier(setup, random, self._clock, patch)
-            self.extra_config |= {"tier": "redis://store:1", "weights_id": "tiny"}
         self.service: SlowService
         self._attached: list[SteppedAttachment] = []
         if setup.attached:
@@ -104,8 +98,6 @@ class Host:
             attachment.turn()
         if self._attached:
             return
-        if self.tier is not None:
-            self.tier.follow()
         for worker in self.workers.values():
             worker.wait_pinned()  # or what it reports, new or grown, would be a matter of threads
             worker.apply(self.engine.report(worker.report()))
@@ -114,8 +106,6 @@ class Host:
         """Let a tick of all devices pass."""
         for worker in self.workers.values():
             worker.advance()
-        if self.tier is not None:
-            self.tier.advance()
 
     def _make_worker(self, rank: int, pool: HostPool, device: Device, **rest: Any) -> SteppedWorker:
         self.workers[rank] = SteppedWorker(rank, pool, device, **rest)

@@ -17,14 +17,13 @@ from vllm.v1.outputs import KVConnectorOutput
 class Rank:
     """Its KV cache and its connector. `before` and `after` are the hooks around the launch of a forward."""
 
-    def __init__(self, rank: int, config: VllmConfig, geometry: KVCacheConfig, hooks: Hooks, *, values: int) -> None:
-        """`values`: the rank whose KV this one has."""
+    def __init__(self, rank: int, config: VllmConfig, geometry: KVCacheConfig, hooks: Hooks) -> None:
         self.rank, self._hooks = rank, hooks
         config = of_rank(config, rank)
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=geometry
         )
-        self.cache = KVCache(values, config, geometry)
+        self.cache = KVCache(rank, config, geometry)
         self.connector.register_kv_caches(self.cache.tensors)
         self.connector.set_host_xfer_buffer_ops(lambda *_: None)
 

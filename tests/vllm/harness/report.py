@@ -12,8 +12,7 @@ _MOST_LINES = 20
 class Report:
     """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
     computed from their last token on, all of them being loaded. `replays`: requests with a hit of which vLLM computed
-    the last window anew. `waits`: how often a request waited for another one's load. Of the fleet tier: `put_blocks`,
-    `fetched_blocks`, and `short_blocks`, which a fetch did not bring."""
+    the last window anew. `waits`: how often a request waited for another one's load."""
 
     steps: int = 0
     finished: int = 0
@@ -30,9 +29,6 @@ class Report:
     replays: int = 0
     waits: int = 0
     stored_blocks: int = 0
-    put_blocks: int = 0
-    fetched_blocks: int = 0
-    short_blocks: int = 0
     problems: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:

@@ -35,12 +35,7 @@ class Run:
         self._count_waits(patch)
         config = make_vllm_config(setup, CONNECTOR, self._host.extra_config)
         geometry = make_geometry(setup, config)
-        ranks = [
-            Rank(rank, config, geometry.workers, setup.hooks, values=0 if setup.replicated else rank)
-            for rank in range(setup.ranks)
-        ]
-        if self._host.tier is not None:
-            self._host.tier.weights = lambda: ranks[0].cache.weights
+        ranks = [Rank(rank, config, geometry.workers, setup.hooks) for rank in range(setup.ranks)]
         self._core = EngineCore(setup, config, geometry, ranks, stream, self.report)
         self._traffic = Traffic(setup, random, self._core)
         self._operator = Operator(setup, random, self._core, self._host)
@@ -69,8 +64,6 @@ class Run:
         self.report.loaded_blocks = stats.transfers.load.blocks
         self.report.stored_blocks = stats.transfers.store.blocks
         self.report.failed_loads = stats.transfers.load.error
-        if self._host.tier is not None:
-            self._host.tier.finish(self.report)
         leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         found = {
             "requests left": list(self._core.scheduler.requests),

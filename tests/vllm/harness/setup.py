@@ -63,8 +63,7 @@ class Setup:
     of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32 tokens; two
     of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a window of
     512; one of full attention, and scratch; one of full attention, and one whose window vLLM computes anew where a hit
-    ends. `stages`: the ranks are stages of a pipeline. `replicated`: all ranks have
-    the same KV. `tier`: there is a fleet tier, whose store forgets `forget_rate` of the objects of each rank.
+    ends. `stages`: the ranks are stages of a pipeline.
     `drafts`: tokens that are proposed, and partly rejected, in each decode step. `step_blocks`: how many the connector
     offers to its pool in a step. `hooks`: the order in which that version of vLLM calls the worker's hooks.
     """
@@ -77,9 +76,6 @@ class Setup:
     lazy: bool = False
     ranks: int = 1
     stages: bool = False
-    replicated: bool = False
-    tier: bool = False
-    forget_rate: float = 0.0
     drafts: int = 0
     hooks: Hooks = "0.32"
     layout: str = "LBHNC"

@@ -126,8 +126,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             rank.take_completions(),
             hello,
             *rank.news(),
-            tier_step=rank.tier_step,
-            tier_client=rank.tier_client(),
+            timed_step=rank.timed_step,
             layers_off=rank.side.take_layers_off(),
         )
         return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
@@ -216,12 +215,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
-        tier = host.plan_tier(scheduler_output)
+        timed = host.time_step(scheduler_output)
         lost, wanted = self._lost, self._num_layered
         self._lost, self._num_layered = None, 0
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
             lost = "the plan of the step is incomplete"
-        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, tier, lost)
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, timed, lost)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

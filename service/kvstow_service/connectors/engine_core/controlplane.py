@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvstow.errors import LeaseError
-from kvstow.messages import Completion, Op, TierCompletion
+from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.hits import EmbeddedHits, HitFinder
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 
 if TYPE_CHECKING:
     from kvstow.control.engine import OffloadEngine
-    from kvstow_service.connectors.engine_core.enginetier import EngineTier
 
 
 class ControlPlane(Protocol):
@@ -82,14 +81,6 @@ class EmbeddedControl:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
-        self._hits: EmbeddedHits | None = None
-        self._tier: EngineTier | None = None
-
-    def use_tier(self, tier: EngineTier | None) -> None:
-        """Use this tier below the pool from now on, or no tier. The caller keeps ownership of both tiers."""
-        self._tier = tier
-        if self._hits is not None:
-            self._hits.tier = None if tier is None else tier.waits
 
     @property
     def slot_bytes(self) -> int:
@@ -102,8 +93,7 @@ class EmbeddedControl:
         return answer.done
 
     def hit_finder(self, groups: KVGroups) -> HitFinder:
-        self._hits = EmbeddedHits(self._engine, groups)
-        return self._hits
+        return EmbeddedHits(self._engine, groups)
 
     def boot_ids(self) -> tuple[str | None, ...]:
         return self._engine.boot_ids()
@@ -137,18 +127,13 @@ class EmbeddedControl:
         return self._engine.take_settled()
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        ended = tuple(completions)
-        self._engine.complete(rank, boot_id, ended)
-        if self._tier is not None and any(isinstance(one, TierCompletion) for one in ended):
-            self._tier.take_ended()
+        self._engine.complete(rank, boot_id, tuple(completions))
 
     @property
     def awaited_transfers(self) -> int:
         return self._engine.awaited_transfers
 
     def reset(self) -> None:
-        if self._tier is not None:
-            self._tier.reset()
         self._engine.admin.purge(everything=True).run()
 
     def bypass_loads(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 from vllm.utils.network_utils import get_ip
 
@@ -27,13 +26,7 @@ from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
-from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.engine_core.workerside import RankClient
-
-if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier
-    from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
 
 _HEAD_START_SECONDS = 1.0  # for vLLM's start, which ends soon after; until then, ranks report with the steps
 
@@ -51,36 +44,17 @@ class EmbeddedSchedulerHost(SchedulerHost):
         *,
         build: Mapping[str, str],
         make_events: Callable[[OffloadEngine], EventFeed | None],
-        tier_identity: Callable[[list[RankHello]], TierIdentity] | None = None,
         by_layer: bool = False,
     ) -> None:
-        """`tier_identity` is called when all ranks are known; None if there can be no tier. `by_layer`: whether ranks
-        can load layer by layer. Raises `ConfigError` if the options do not allow an admin server to start."""
+        """`by_layer`: whether ranks can load layer by layer. Raises `ConfigError` if the options do not allow an admin
+        server to start."""
         super().__init__(options, process, groups)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
         self._build, self._make_events = build, make_events
         self._admin_options = _admin_options(options, process)
         self._spans_nodes = False
-        self._tier_identity = tier_identity
         self._by_layer = by_layer
-        self.tier: EmbeddedTier | None = None
-
-    @property
-    def wants_steps(self) -> bool:
-        """Steps report the end of transfers."""
-        return self.tier is not None and not self._has_failed and self.tier.wants_steps
-
-    def plan_tier(self, step: Any) -> TierPlan | None:
-        return None if self.tier is None else self.tier.plan(step)
-
-    def _step_ended(self, number: int) -> None:
-        if self.tier is not None:
-            self.tier.ended(number)
-
-    def _note_tier_client(self, rank: int, client: RankClient) -> None:
-        if self.tier is not None:
-            self.tier.note_client(rank, client)
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
@@ -89,8 +63,6 @@ class EmbeddedSchedulerHost(SchedulerHost):
     def close(self) -> None:
         if self.admin is not None:
             self.admin.stop()
-        if self.tier is not None:
-            self.tier.end()
         if self.engine is not None:
             self.engine.close()
 
@@ -112,8 +84,6 @@ class EmbeddedSchedulerHost(SchedulerHost):
         control = EmbeddedControl(engine)
         side = self._make_side(control, pool, stats, events)
         self.engine = engine
-        if self._options.tier is not None:
-            self.tier = self._open_tier(control, self._options.tier, hellos)
         admin = EmbeddedAdmin(
             engine,
             self._admin_options,
@@ -122,7 +92,6 @@ class EmbeddedSchedulerHost(SchedulerHost):
             max_capacity_slots=self._max_slots(hellos),
             settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
             build=self._build,
-            tier=None if self.tier is None else self.tier.host,
             node_host=get_ip() if self._spans_nodes else "",
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,
@@ -144,27 +113,6 @@ class EmbeddedSchedulerHost(SchedulerHost):
         if not (self._groups.is_plain and self._process.may_load_by_layer):
             return None
         return LoadPolicy(options.load_path, options.load_step_budget, control.slot_bytes)
-
-    def _open_tier(self, control: EmbeddedControl, url: str, hellos: list[RankHello]) -> EmbeddedTier:
-        """Connects to the store in the background."""
-        from kvstow_service.connectors.engine_core.embeddedtier import EmbeddedTier  # only with a tier
-        from kvstow_service.tiers import stores
-        from kvstow_service.tiers.tierhost import TierChoice
-
-        assert self.engine is not None
-        assert self._tier_identity is not None
-        process = self._process
-        tier = EmbeddedTier(
-            self.engine,
-            control,
-            self._tier_identity(hellos),
-            model=process.model,
-            max_step_tokens=process.max_batched_tokens,
-            replicated=process.replicated,
-            shares_memory=self._options.shares_memory,
-        )
-        tier.begin(TierChoice(url, stores.open_store(url), self._options.tier_write))
-        return tier
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
         """The largest size that a resize may set. On each node, the slots of its ranks share the available memory."""

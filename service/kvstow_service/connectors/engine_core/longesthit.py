@@ -27,28 +27,25 @@ class PromptKeys(Protocol):
 
 
 class GroupNeeds:
-    """`kvstow.control.tierneeds.Needs` of a request whose first `local` tokens are on the GPU. `keys` are all keys that
-    a hit up to `end` may consist of. They do not change when the request continues with another prompt."""
+    """`kvstow.control.tierneeds.Needs` of a request. `keys` are all keys that a hit up to `end` may consist of."""
 
-    def __init__(self, groups: KVGroups, prompt: PromptKeys, local: int, end: int) -> None:
-        self._groups, self._local = groups, local
+    def __init__(self, groups: KVGroups, prompt: PromptKeys, end: int) -> None:
+        self._groups = groups
         self._end = end // groups.alignment * groups.alignment
         self._keys = {group.index: prompt.keys(group, 0, self._end // group.block_tokens) for group in groups.groups}
-        starts = {group.index: local // group.block_tokens for group in groups.groups}
-        self.keys = list(chain.from_iterable(keys[starts[index] :] for index, keys in self._keys.items()))
+        self.keys = list(chain.from_iterable(self._keys.values()))
 
     @property
     def most(self) -> int:
-        return (self._end - self._local) // self._groups.alignment
+        return self._end // self._groups.alignment
 
     def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
-        end = self._end if most is None else min(self._end, self._local + most * self._groups.alignment)
-        end = longest_end(_Said(has), self._groups, _Kept(self._keys), self._local, end)
-        if end <= self._local:
+        end = self._end if most is None else min(self._end, most * self._groups.alignment)
+        end = longest_end(_Said(has), self._groups, _Kept(self._keys), 0, end)
+        if end <= 0:
             return Needed((), 0)
-        places = self._groups.places(self._local, end)
-        keys = [self._keys[group][number] for group, number in places]
-        return Needed(keys, (end - self._local) // self._groups.alignment)
+        keys = [self._keys[group][number] for group, number in self._groups.places(0, end)]
+        return Needed(keys, end // self._groups.alignment)
 
 
 class _Kept:

@@ -16,8 +16,8 @@ from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep, TierPlan
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankClient, RankSession
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankSession
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,30 @@ class RankHello(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `tier` is None
-    without a fleet tier. `lost`: why the step cannot load what it computes with; None if it can."""
+    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `timed_step`
+    numbers the steps that are timed, from 1; 0 for others. `lost`: why the step cannot load what it computes with; None
+    if it can."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
-    tier: TierPlan | None = None
+    timed_step: int = 0
     lost: str | None = None
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
-    not reach the admin server, and `session` and `tier_client` when they have changed. `ended_loads` is sent if vLLM
-    does not count the ranks itself. `tier_step` is the number of a step that has a `TierPlan`; rank 0 sends it with
-    each such step. `layers_off`: why this rank loads nothing by layer any more, sent once."""
+    not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the
+    ranks itself. `timed_step` is the number of a step that is timed; rank 0 sends it when the step has ended.
+    `layers_off`: why this rank loads nothing by layer any more, sent once."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
     report: RankReport | None = None
     session: RankSession | None = None
     ended_loads: tuple[LoadId, ...] = ()
-    tier_step: int = 0
-    tier_client: RankClient | None = None
+    timed_step: int = 0
     layers_off: str | None = None
 
 

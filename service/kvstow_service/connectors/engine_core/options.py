@@ -10,8 +10,7 @@ from typing import Annotated, Any, Self, get_type_hints
 from kvstow.attach.connection import socket_path
 from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
-from kvstow.errors import ConfigError, MissingPackageError, SettingError
-from kvstow.tier.writepolicy import WRITE_MODES, WriteMode
+from kvstow.errors import ConfigError, SettingError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS, LoadPath
 from kvstow_service.duration import parse_duration
@@ -97,23 +96,6 @@ def _socket(key: str, value: Any) -> Path:
         raise error.renamed(key) from None
 
 
-def _check_tier(given: Mapping[str, Any]) -> None:
-    """Refuse a store that cannot be used here. Opens no connection."""
-    if "tier" not in given:
-        if "tier_write" in given:
-            raise misuse("tier_write", given["tier_write"], "needs tier, the URL of a store")
-        return
-    from kvstow_service.tiers import stores  # only with a tier
-
-    url = given["tier"]
-    try:
-        stores.open_store(url)
-    except ConfigError as error:
-        raise error.renamed(_PREFIX + error.key) from None
-    except MissingPackageError as error:
-        raise misuse("tier", None, f"cannot be used: {error}") from None
-
-
 _OF_SERVICE = (
     "cpu_bytes_to_use_per_rank",
     "max_bytes",
@@ -130,17 +112,15 @@ _OF_SERVICE = (
     "tls_client_ca",
     "readiness_require",
     "allowed_hosts",
-    "tier",
-    "tier_write",
 )
 """Options that have no effect beside `attach`, because the node service decides on them."""
 
 
 def _check_attach(given: Mapping[str, Any]) -> None:
     """Refuse options that would have no effect."""
-    if "weights_id" in given and not given.keys() & {"attach", "tier"}:
-        raise misuse("weights_id", given["weights_id"], "needs attach or tier: nobody else finds this engine's blocks")
     if "attach" not in given:
+        if "weights_id" in given:
+            raise misuse("weights_id", given["weights_id"], "needs attach: nobody else finds this engine's blocks")
         if given.get("attach_require_sharing"):
             raise misuse("attach_require_sharing", True, "needs attach, the socket of the node service")
         return
@@ -174,9 +154,6 @@ class ConnectorOptions:
     memory that the engine asks for; the default (0) asks for all of it. With `attach_require_sharing`, an engine does
     not attach if it could share no blocks with others of its model.
 
-    `tier` is the URL of a store that several nodes share, below the pool (docs/tier.md). `tier_write` says which blocks
-    go there (`WritePolicy`).
-
     `weights_id` names the model's weights for others, if neither a snapshot of the Hugging Face Hub nor the files
     identify them.
     """
@@ -207,8 +184,6 @@ class ConnectorOptions:
     attach: Annotated[Path | None, _socket] = None
     weights_id: Annotated[str | None, _text] = None
     attach_require_sharing: Annotated[bool, _flag] = False
-    tier: Annotated[str | None, _text] = None
-    tier_write: Annotated[WriteMode, _choice(*WRITE_MODES)] = "auto"
     readiness_require: Annotated[tuple[str, ...], _checks] = ()
     allowed_hosts: Annotated[tuple[str, ...], parse_host_names] = ()
 
@@ -230,13 +205,7 @@ class ConnectorOptions:
         _check_attach(given)
         if "attach" in given:
             given.setdefault("cpu_bytes_to_use", 0)
-        _check_tier(given)
         options = cls(**given)
-        if options.shares_memory and options.huge_pages == "reserved":
-            contradiction = (
-                "contradicts tier: a process of Mooncake's maps the pool, and reserved pages cannot be shared"
-            )
-            raise misuse("huge_pages", options.huge_pages, contradiction)
         if options.max_bytes is not None and options.max_bytes < options.bytes_of_rank(1):
             least = f"none, or at least the pool's size, {options.bytes_of_rank(1)}"
             raise refusal("max_bytes", options.max_bytes, least)
@@ -244,11 +213,6 @@ class ConnectorOptions:
             contradiction = "contradicts pin_chunk and pin_pause, which fix the pace"
             raise misuse("pin_latency_target", options.pin_latency_target, contradiction)
         return options
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether another process of a rank maps the pool. If so, the pool is a memfd."""
-        return self.tier is not None and self.tier.startswith("mooncake:")
 
     # All ranks have the same number of slots, so they share bytes in proportion to the size of their slots.
 
@@ -293,7 +257,6 @@ class ConnectorOptions:
             latency_target=self.pin_latency_target,
             lock=self.lock,
             huge_pages=self.huge_pages,
-            shared=self.shares_memory,
         )
 
     def engine_config(self, rank_slot_bytes: Sequence[int], block_tokens: int) -> EngineConfig:
@@ -310,8 +273,4 @@ class ConnectorOptions:
     def public(self) -> dict[str, Any]:
         """For every reader of the admin API, so it leaves out paths of this machine."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        if self.tier is not None:
-            from kvstow_service.tiers.storeaddress import shown_url
-
-            values["tier"] = shown_url(self.tier)
         return {name: value for name, value in values.items() if not isinstance(value, Path)}

@@ -21,9 +21,7 @@ from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.processstart import process_start
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
-from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.engine_core.workerside import RankClient
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -88,9 +86,9 @@ class SchedulerHost(ABC):
         """Whether vLLM should make steps although it has no requests, for reasons other than transfers."""
         return False
 
-    def plan_tier(self, step: Any) -> TierPlan | None:
-        """What the ranks do with the fleet tier's store in this step. Never raises."""
-        return None
+    def time_step(self, step: Any) -> int:
+        """Time this step. Returns its number, or 0 if it is not timed. Never raises."""
+        return 0
 
     # What they have in common.
 
@@ -142,16 +140,11 @@ class SchedulerHost(ABC):
         for boot_id, completions in update.completions:
             self.offload.side.measure(completions)
             self.offload.control.complete(rank, boot_id, completions)
-        if update.tier_step:
-            self._step_ended(update.tier_step)
-        if update.tier_client is not None:
-            self._note_tier_client(rank, update.tier_client)
+        if update.timed_step:
+            self._step_ended(update.timed_step)
 
-    def _step_ended(self, number: int) -> None:  # noqa: B027 - not every host has a tier
-        """A step with this `TierPlan` has ended."""
-
-    def _note_tier_client(self, rank: int, client: RankClient) -> None:  # noqa: B027
-        """Take what a rank says about its client of the store."""
+    def _step_ended(self, number: int) -> None:  # noqa: B027 - not every host times steps
+        """The step that is timed under this number has ended."""
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvstow.messages import Op, StepPlan, TierOp
+from kvstow.messages import Op, StepPlan
 from kvstow.results import Awaited, Lease, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 
@@ -33,17 +33,6 @@ class PlannedStep(NamedTuple):
     load_requests: tuple[str, ...]
     lost_loads: dict[str, tuple[int, ...]]
     layered: StepPlan = StepPlan()
-
-
-class TierPlan(NamedTuple):
-    """What the ranks move to and from the fleet tier's store from this step on: (rank, op) pairs, in order. Steps with
-    a tier are numbered from 1. `boots[rank]` is the boot that the ops are for. `url` is the URL of the store that the
-    ranks use from now on; empty for none."""
-
-    number: int
-    boots: tuple[str | None, ...]
-    url: str
-    ops: tuple[tuple[int, TierOp], ...] = ()
 
 
 class StepPlanner:

@@ -7,30 +7,24 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.layout import KVLayout
-from kvstow.memory.hostpool import HostPool
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import RankReport, TierCompletion
+from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.rankplane import NoDataPlane, RankDataPlane
-from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankClient, RankSession, WorkerSide
-
-if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.ranktier import RankTier
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankSession, WorkerSide
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
-_TELL_CLIENT_SECONDS = 0.5
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -99,13 +93,9 @@ class WorkerHost(ABC, Generic[G]):
         return tuple(self.side.take_boot_completions())
 
     @property
-    def tier_step(self) -> int:
+    def timed_step(self) -> int:
         """See `RankUpdate`."""
         return 0
-
-    def tier_client(self) -> RankClient | None:
-        """See `RankUpdate`."""
-        return None
 
     # What they have in common.
 
@@ -172,19 +162,10 @@ class PoolWorkerHost(WorkerHost[G]):
         self.agent: RankAgent | None = None
         self._reports_sent = 0  # reports that the agent had brought to the admin server
         self._report_at = 0.0
-        self._tier: RankTier | None = None
-        self._tier_url = options.tier or ""
-        self._former_tiers: list[RankTier] = []  # their completions are still to come
-        self._tier_number = 0
-        self._told_client: RankClient | None = None
-        self._tell_client_at = 0.0
-        self._tier_ends: list[BootCompletions] = []
 
     def follow(self, metadata: KVStowMetadata) -> None:
         if metadata.admin is not None and self.agent is not None:
             self.agent.offer(metadata.admin)
-        if metadata.tier is not None:
-            self._follow_tier(metadata.tier)
         own = metadata.desired.get(self._process.rank)
         if own is None or self.hello is None:
             return
@@ -203,86 +184,10 @@ class PoolWorkerHost(WorkerHost[G]):
         before, self._reports_sent = self._reports_sent, self.agent.stats.sent
         return self.side.report() if self._reports_sent == before else None, None
 
-    def take_completions(self) -> tuple[BootCompletions, ...]:
-        for tier in (*self._former_tiers, *([self._tier] if self._tier is not None else ())):
-            if ended := tier.take_completions():
-                self._tier_ends.append(BootCompletions(tier.boot_id, tuple(ended)))
-        ends, self._tier_ends = self._tier_ends, []
-        return (*super().take_completions(), *ends)
-
-    @property
-    def tier_step(self) -> int:
-        return self._tier_number if self._process.rank == 0 else 0
-
-    def tier_client(self) -> RankClient | None:
-        """Sent at most twice a second."""
-        now = time.monotonic()
-        if self._tier is None or now < self._tell_client_at:
-            return None
-        self._tell_client_at = now + _TELL_CLIENT_SECONDS
-        before, self._told_client = self._told_client, self._tier.state()
-        return self._told_client if self._told_client != before else None
-
     def close(self) -> None:
         if self.agent is not None:
             self.agent.stop()
-        self._close_tier()
         super().close()
-
-    def _restart(self, make: Callable[[], RankDataPlane]) -> RankDataPlane | None:
-        self._close_tier()
-        return super()._restart(make)
-
-    def _open_tier(self, plane: RankDataPlane) -> None:
-        """A rank that cannot open its store fails its transfers. Nothing else depends on the store."""
-        if not (self._tier_url and isinstance(plane, DataPlane) and isinstance(plane.pool, HostPool)):
-            return
-        from kvstow_service.connectors.engine_core.ranktier import RankTier  # only with a tier
-        from kvstow_service.tiers import stores
-
-        process = self._process
-        try:
-            store = stores.open_store(self._tier_url)
-            self._tier = RankTier(
-                plane, plane.pool, store, process.rank, process.num_ranks, replicated=process.replicated
-            )
-        except Exception:
-            logger.exception("rank %d: the tier's store cannot be used", process.rank)
-
-    def _close_tier(self) -> None:
-        """End all transfers: nothing touches the pool for a store after this."""
-        tiers = [*self._former_tiers, *([self._tier] if self._tier is not None else ())]
-        self._former_tiers, self._tier, self._told_client = [], None, None
-        for tier in tiers:
-            tier.close()
-            if ended := tier.take_completions():
-                self._tier_ends.append(BootCompletions(tier.boot_id, tuple(ended)))
-
-    def _use_store(self, url: str) -> None:
-        """An operator has attached another store, or detached this one. The ops of this store have ended."""
-        tier, self._tier, self._tier_url, self._told_client = self._tier, None, url, None
-        if tier is not None:
-            tier.begin_close()
-            self._former_tiers.append(tier)
-        self._open_tier(self.side.plane)
-
-    def _follow_tier(self, plan: TierPlan) -> None:
-        """Begin the transfers of a step, once: later calls for the same step do nothing."""
-        if plan.number == self._tier_number:
-            return
-        self._tier_number = plan.number
-        if plan.url != self._tier_url:
-            self._use_store(plan.url)
-        rank, tier = self._process.rank, self._tier
-        planned_for = plan.boots[rank] or ""
-        for op in [op for of_rank, op in plan.ops if of_rank == rank]:
-            if tier is not None and tier.boot_id == planned_for:
-                tier.submit(op)
-                continue
-            why = "this rank has restarted since the op was planned, or has no client of the tier's store"
-            refusal = (TierCompletion(op.op_id, "failed", why),)
-            boots = {planned_for, self.side.plane.boot_id}  # it may have restarted during the planning
-            self._tier_ends += [BootCompletions(boot_id, refusal) for boot_id in boots]
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
         max_slots = self._max_bytes // slot_bytes
@@ -294,7 +199,6 @@ class PoolWorkerHost(WorkerHost[G]):
         if self.agent is None:
             self.agent = RankAgent(self._process.rank, self.side, self._rendezvous)
             self.agent.start()
-        self._open_tier(plane)
         if self._options.async_register_cache:
             super()._start(plane)
             return

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.errors import CopyError
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 if TYPE_CHECKING:
@@ -83,13 +82,6 @@ class RankSession(NamedTuple):
     number: int = 0
     slots: int = 0
     is_whole: bool = False
-
-
-class RankClient(NamedTuple):
-    """A rank's client of the fleet tier's store."""
-
-    health: ClientHealth
-    stats: ClientStats
 
 
 class _Load(NamedTuple):

@@ -12,9 +12,7 @@ from kvstow_service.connectors.engine_core.options import ConnectorOptions, misu
 
 _OF_TENSORS = {
     "attach": "works with vLLM on GPUs alone: a JAX engine has memory of its own",
-    "tier": "works with vLLM on GPUs alone",
-    "tier_write": "needs tier, which works with vLLM on GPUs alone",
-    "weights_id": "needs attach or tier, which work with vLLM on GPUs alone",
+    "weights_id": "needs attach, which works with vLLM on GPUs alone",
     "attach_require_sharing": "needs attach, which works with vLLM on GPUs alone",
     "copy_strategy": "is for CUDA devices",
 }

@@ -47,7 +47,7 @@ class AttachedBlocks:
     @property
     def is_behind(self) -> bool:
         """Whether steps are needed to learn that an own store has ended, or to read more known events."""
-        if not self._control.tells_events:
+        if not self._control.is_attached:
             return False
         return self._asked is not None or self._has_more or self._stored != self._control.moved_blocks["store"]
 
@@ -58,7 +58,7 @@ class AttachedBlocks:
             if life.session:
                 return BlockNews(gone=True)
         news = self._take_page()
-        if self._asked is None and control.tells_events and (self.is_behind or self._clock() >= self._due):
+        if self._asked is None and control.is_attached and (self.is_behind or self._clock() >= self._due):
             self._due = self._clock() + PERIOD_SECONDS
             self._stored = control.moved_blocks["store"]
             self._asked = control.read_events(self._cursor)
@@ -72,8 +72,6 @@ class AttachedBlocks:
     def _begin_life(self) -> None:
         self._life = self._control.life
         self._asked, self._cursor, self._has_more = None, 0, True
-        if self._life.session and not self._control.tells_events:
-            logger.warning("this node service is older and reports no KV events, so none of host memory are published")
 
     def _take_page(self) -> BlockNews:
         if self._asked is None or not self._asked.done:

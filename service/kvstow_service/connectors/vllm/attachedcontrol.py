@@ -195,9 +195,8 @@ class AttachedControl:
         return Life(0 if ticket is None else ticket.number, self._resets)
 
     @property
-    def tells_events(self) -> bool:
-        """Whether there is a service that supports events."""
-        return self._engine is not None and self._engine.is_attached and self._engine.has_events
+    def is_attached(self) -> bool:
+        return self._engine is not None and self._engine.is_attached
 
     def read_events(self, after: int) -> Answer[EventPage]:
         return self._note(self.engine.read_events(after))

@@ -24,7 +24,6 @@ from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
-from kvstow_service.connectors.engine_core.stepplan import TierPlan
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.engine_core.workerside import RankSession
 from kvstow_service.connectors.vllm.attachedblocks import AttachedBlocks
@@ -92,17 +91,17 @@ class AttachedSchedulerHost(SchedulerHost):
             return False
         return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
 
-    def plan_tier(self, step: Any) -> TierPlan | None:
-        """While the service has a tier, steps are numbered in order to time them."""
+    def time_step(self, step: Any) -> int:
+        """Steps are timed while the service has a tier: it has to know how fast prefill is."""
         if self._control is None or not self._control.has_tier or self._has_failed:
-            return None
+            return 0
         try:
             self._num_timed += 1
             self._meter.planned(self._num_timed, step)
         except Exception as error:  # noqa: BLE001 - vLLM must go on
             self._fail("timing of a step", error)
-            return None
-        return TierPlan(self._num_timed, (), "")
+            return 0
+        return self._num_timed
 
     def _step_ended(self, number: int) -> None:
         prefill = self._meter.ended(number)

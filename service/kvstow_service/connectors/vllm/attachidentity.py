@@ -6,7 +6,6 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -81,20 +80,19 @@ def _settings(config: Any, drafter: Weights | None) -> tuple[dict[str, str], str
 
 
 def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
-    """The name of this engine's weights on every node: see `read_fleet_weights`. If the files cannot be read, there is
-    no name, and the error is the reason."""
+    """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
+    folder (`digest_of_weights`), and of a drafter that is one. If the files cannot be read, there is no name, and the
+    error is the reason."""
     try:
-        return read_fleet_weights(config, weights_id)
+        return _read_fleet_weights(config, weights_id)
     except OSError as error:
         return FleetWeights(
             reason=f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
         )
 
 
-def read_fleet_weights(config: Any, weights_id: str | None, *, loaded_by: float = inf) -> FleetWeights:
-    """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
-    folder (`digest_of_weights`), and of a drafter that is one. Raises `OSError`. Files that have changed after
-    `loaded_by`, in seconds since the epoch, may not be those that were loaded."""
+def _read_fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
+    """Raises `OSError`."""
     names = []
     for weights in (_weights(config, config.model_config, weights_id), _drafter_weights(config, weights_id)):
         if weights is None:
@@ -104,8 +102,6 @@ def read_fleet_weights(config: Any, weights_id: str | None, *, loaded_by: float 
         name = weights.fleet_id()
         if not name:
             return FleetWeights(reason=unknown(weights, config))
-        if weights.changed_after(loaded_by):
-            return FleetWeights(reason="weights_unknown: their files have changed since vLLM started; set weights_id")
         names.append(name)
     return FleetWeights(" and ".join(dict.fromkeys(names)))
 

@@ -133,7 +133,6 @@ def _scheduler_host(
             groups,
             build={"vllm": vllm.__version__, "torch": version("torch")},
             make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
-            tier_identity=lambda hellos: identity().for_tier(hellos),
             by_layer=True,
         )
     from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.engine_core.tieridentity import TierIdentity
 from kvstow_service.connectors.engine_core.vllmprocess import hash_block_tokens
 from kvstow_service.connectors.vllm import attachidentity
 
@@ -36,7 +33,3 @@ class EngineIdentity(NamedTuple):
     def weights(self) -> FleetWeights:
         """Reads samples of the weight files."""
         return attachidentity.fleet_weights(self.vllm_config, self.weights_id)
-
-    def for_tier(self, hellos: list[RankHello]) -> TierIdentity:
-        read = partial(attachidentity.read_fleet_weights, self.vllm_config, self.weights_id, loaded_by=time.time())
-        return TierIdentity(self.pool(hellos), read, self.namespace)

@@ -63,17 +63,17 @@ class AttachedWorkerHost(_TensorHost):
         self._socket = socket
         self._told = RankSession()
         self._tell_at = 0.0
-        self._tier_step = 0
+        self._timed_step = 0
 
     def follow(self, metadata: KVStowMetadata) -> None:
         plane = self.side.plane
         if metadata.ticket is not None and isinstance(plane, AttachedPlane):
             plane.join(metadata.ticket)
-        self._tier_step = 0 if metadata.tier is None else metadata.tier.number
+        self._timed_step = metadata.timed_step
 
     @property
-    def tier_step(self) -> int:
-        return self._tier_step if self._process.rank == 0 else 0
+    def timed_step(self) -> int:
+        return self._timed_step if self._process.rank == 0 else 0
 
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Reports a new session at once, and more memory twice a second."""

@@ -17,14 +17,13 @@ from functools import partial
 from kvstow.attach.channel import SCRATCH_BYTES, close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.hello import Hello
-from kvstow.attach.kinds import VERSIONS, VersionRange
 from kvstow.attach.peer import Peer, peer_of
 from kvstow_service.node.attach.attachacceptor import AttachAcceptor
 from kvstow_service.node.attach.attachtally import AttachFigures, AttachTally
 from kvstow_service.node.attach.clientcalls import ClientCalls
 from kvstow_service.node.attach.clients import Clients, client_limit
 from kvstow_service.node.attach.sessionhost import SessionHost
-from kvstow_service.node.attach.sessionlife import SessionLife
+from kvstow_service.node.attach.sessionlife import SessionLife, described
 from kvstow_service.node.attach.sessiontable import Member, Session, SessionView
 from kvstow_service.process.switchinterval import short_switch_interval
 
@@ -54,7 +53,6 @@ class AttachServer:
         *,
         limit: int | None = None,
         trust_eof: float | None = None,
-        versions: VersionRange = VERSIONS,
         on_failure: Callable[[str], object] = lambda reason: None,
         find_peer: Callable[..., Peer] = peer_of,
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +77,6 @@ class AttachServer:
             max_awaited=self._clients.limit,
             errors=self._tally.errors,
             trust_eof=trust_eof,
-            versions=versions,
             clock=clock,
         )
         self._acceptor = AttachAcceptor(
@@ -97,15 +94,8 @@ class AttachServer:
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """Restore a lost session of the previous service, with its workers that may still reach memory. The
-        `SessionHost` is told when they end. Call it before `start`, or on the server's thread. Takes ownership of the
-        peers."""
+        `SessionHost` is told when they end. Call it before `start`. Takes ownership of the peers."""
         self._life.restore(session_id, token_digest, workers)
-
-    def end_session(self, session_id: str, reason: str) -> None:
-        """End the connections of a session, if it exists, in the order of the calls of `post`."""
-        session = self._life.table.get(session_id)
-        if session is not None:
-            self.post(partial(self._life.lose, session, reason, expected=True))
 
     def close(self) -> None:
         """Idempotent. Must not be called on the server's own thread."""
@@ -227,7 +217,11 @@ class AttachServer:
     def _detach(self, session: Session, kill: bool) -> None:
         if kill:
             for member in session.members:
-                member.peer.kill()
+                if not member.peer.kill() and not member.peer.has_ended():
+                    logger.warning(
+                        "session %s: %s was not killed: the service sees no process of uid %d that it may kill for it",
+                        *(session.session_id, described(member), member.peer.uid),
+                    )
         self._life.lose(session, "an operator has detached it", expected=True)
 
 

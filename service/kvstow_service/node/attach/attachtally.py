@@ -14,19 +14,9 @@ from kvstow_api.limitedlog import LimitedLog
 logger = logging.getLogger("kvstow.attach")
 
 REASONS = (
-    *(
-        "adopting",
-        "hello_timeout",
-        "identity",
-        "memory",
-        "no_descriptors",
-        "no_pidfd",
-        "peer_ended",
-        "rank",
-        "sharing_off",
-    ),
+    *("hello_timeout", "identity", "memory", "no_descriptors", "no_pidfd", "peer_ended", "rank", "sharing_off"),
     *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "version"),
-    *("fds_missing", "fds_unannounced", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
+    *("fds_missing", "fds_unwanted", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
 )
 """Why connections are refused. From `fds_missing` on, why they are ended."""

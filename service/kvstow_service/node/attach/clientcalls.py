@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
-from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.frames import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.hello import CallError, Hello, Refused
-from kvstow.attach.kinds import RULES, Kind, refusal_of
+from kvstow.attach.kinds import Kind, refusal_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, DisconnectedError, KvstowError, ProtocolError
 from kvstow_service.node.attach.attachtally import AttachTally
@@ -116,12 +115,10 @@ class ClientCalls:
         if member is None:
             self._greet(client, frame)
             return
-        role, version = member.hello.role, client.version
-        refusal = refusal_of(frame.kind, role, version, len(frame.fds))
+        refusal = refusal_of(frame.kind, member.hello.role, len(frame.fds))
         if refusal is None and frame.kind == Kind.HELLO:
             refusal = "HELLO came twice"
         if refusal is not None:
-            close_fds(frame.fds)
             raise ProtocolError("unexpected", refusal)
         self._tally.frames[frame.kind] += 1
         if frame.kind == Kind.DETACH:
@@ -149,9 +146,7 @@ class ClientCalls:
 
     def _later(self, client: Client, frame: Frame) -> Later | None:
         """Where to send the answer if it takes time."""
-        if not frame.request_id or client.version < RULES[Kind.PENDING].since:
-            return None
-        return partial(self._answer_later, client, frame.request_id)
+        return partial(self._answer_later, client, frame.request_id) if frame.request_id else None
 
     def _answer_later(self, client: Client, request_id: int, call: Callable[[], Message]) -> None:
         if client.channel.fileno() >= 0 and not client.has_detached:
@@ -176,11 +171,10 @@ class ClientCalls:
         except BaseException:
             peer.close()
             raise
-        client.member, client.version = member, welcome.version
+        client.member = member
         self._connected[member] = client
         self._clients.accept_member(client)
         client.channel.set_limit(MAX_PAYLOAD_BYTES)
-        client.channel.accepts_fds = hello.role == "worker"
         self._tally.frames[frame.kind] += 1
         client.channel.send(welcome.KIND, welcome.pack())
 
@@ -217,10 +211,10 @@ class ClientCalls:
     # -- sending unasked ------------------------------------------------------------------------------------
 
     def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
-        """On the server's thread. Send a message to a member, if it is connected and its version has this kind."""
+        """On the server's thread. Send a message to a member, if it is connected."""
         member = session.member_of(rank)
         client = None if member is None else self._connected.get(member)
-        if member is None or client is None or client.has_detached or RULES[message.KIND].since > client.version:
+        if member is None or client is None or client.has_detached:
             return
         if fds:
             member.has_memory = True
@@ -275,8 +269,6 @@ class ClientCalls:
         if client.member is not None:
             client.member.is_connected = False
             self._connected.pop(client.member, None)
-        for frame in client.backlog:
-            close_fds(frame.fds)
         client.backlog.clear()
         self._epoll.unregister(client.channel.fileno())
         client.channel.close()

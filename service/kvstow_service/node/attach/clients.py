@@ -26,15 +26,13 @@ _SHARE_OF_DESCRIPTORS = 8  # each client has a socket and a pidfd; extents and t
 class Client:
     """One accepted connection. It is a stranger until its hello is accepted. Then it is a member of a session."""
 
-    __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket", "version")
+    __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket")
 
     def __init__(self, accepted: socket.socket, scratch: bytearray, opened: float) -> None:
         self.socket = accepted
         self.channel = Channel(accepted, scratch=scratch, limit=MAX_HELLO_BYTES)
         self.opened = opened
         self.member: Member | None = None
-        self.version = 0
-        """The version of the protocol, once it is a member."""
         self.backlog: deque[Frame] = deque()
         """Frames that were received and not yet answered."""
         self.partial_bytes = 0

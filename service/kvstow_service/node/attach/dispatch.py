@@ -17,28 +17,18 @@ from kvstow.attach.calls import (
     Release,
     Reset,
 )
-from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
-from kvstow.attach.deposits import ReturnedDescriptors
 from kvstow.attach.eventcalls import ReadEvents
-from kvstow.attach.extentcalls import (
-    AdoptedExtents,
-    Desired,
-    HandedBackExtents,
-    RegisteredExtents,
-    ReleasedExtents,
-    Report,
-)
+from kvstow.attach.extentcalls import Desired, RegisteredExtents, ReleasedExtents, Report
 from kvstow.attach.frames import Frame
 from kvstow.attach.kinds import Kind
-from kvstow.errors import InvalidRequestError, ProtocolError
+from kvstow.errors import InvalidRequestError
 from kvstow_service.node.attach.sessionhost import Later, SessionHost
 from kvstow_service.node.attach.sessiontable import Member
 
 
 def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
-    """Make the call and return its answer, if its kind has one. After that, the host owns `frame.fds`, or they are
-    closed. `later`: see `SessionHost`.
+    """Make the call and return its answer, if its kind has one. `later`: see `SessionHost`.
 
     Raises what the host raises. Raises `ProtocolError` for a payload that is not a message of its kind.
     """
@@ -107,29 +97,6 @@ def _released(host: SessionHost, member: Member, frame: Frame) -> None:
     host.extents_released(member.session.session_id, _rank_of(member), extent_ids)
 
 
-def _take_back(host: SessionHost, member: Member, frame: Frame) -> Message:
-    try:
-        extents = HandedBackExtents.unpack(frame.payload).extents
-        if len(extents) != len(frame.fds):
-            raise ProtocolError("fds_missing", f"{len(extents)} extents came with {len(frame.fds)} file descriptors")
-    except ProtocolError:
-        close_fds(frame.fds)
-        raise
-    kept = host.take_back(member.session.session_id, _rank_of(member), extents, frame.fds)
-    return AdoptedExtents(tuple(kept))
-
-
-def _take_returned(host: SessionHost, member: Member, frame: Frame) -> None:
-    try:
-        names = ReturnedDescriptors.unpack(frame.payload).names
-        if len(names) != len(frame.fds):
-            raise ProtocolError("fds_missing", f"{len(names)} names came with {len(frame.fds)} file descriptors")
-    except ProtocolError:
-        close_fds(frame.fds)
-        raise
-    host.take_returned(member.session.session_id, names, frame.fds)
-
-
 def _rank_of(member: Member) -> int:
     assert member.rank is not None, "the kinds of workers come from workers"
     return member.rank
@@ -148,6 +115,4 @@ _CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]]
     Kind.REPORT: _report,
     Kind.REGISTERED: _registered,
     Kind.LET_GO: _released,
-    Kind.HAND_BACK: _take_back,
-    Kind.RETURN: _take_returned,
 }

@@ -21,7 +21,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.connection import Message
 from kvstow.attach.eventcalls import EventPage, ReadEvents
-from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
+from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.messages import DesiredState, RankReport
@@ -49,9 +49,8 @@ class SessionLink(Protocol):
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
-        order of the calls. A message is dropped if the receiver is not connected or speaks a version without this kind.
-        The caller keeps its descriptors. A worker to which descriptors are sent holds memory from then on: see
-        `SessionHost.worker_let_go`."""
+        order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
+        worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_let_go`."""
 
 
 class SessionHost(Protocol):
@@ -106,14 +105,6 @@ class SessionHost(Protocol):
 
     def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
         """The worker no longer has anything of these extents mapped."""
-
-    def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """A worker hands back the memory of the previous service. Returns the ids of the extents that are kept. The
-        host owns the descriptors, even if it raises. It verifies each and closes those that it does not keep."""
-
-    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
-        """A worker returns what the previous service has deposited with it. This comes before it hands back memory. The
-        host owns the descriptors, even if it raises."""
 
     def session_lost(self, session_id: str, reason: str) -> None:
         """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstow.attach.hello import Hello, Welcome
-from kvstow.attach.kinds import VERSIONS, VersionRange
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
@@ -50,7 +49,6 @@ class SessionLife:
         max_awaited: int,
         errors: Counter[str],
         trust_eof: float | None = None,
-        versions: VersionRange = VERSIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.table = SessionTable()
@@ -61,7 +59,6 @@ class SessionLife:
         self._max_awaited = max_awaited
         self._errors = errors
         self._trust_eof = trust_eof
-        self._versions = versions
         self._clock = clock
         self._trusted: list[tuple[float, int, Member]] = []
         """A heap of the times at which members without a pidfd count as ended."""
@@ -75,21 +72,19 @@ class SessionLife:
 
     def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         """Take a process into a session, which then owns `peer`. Raises `AttachRefusedError`."""
-        version = self._versions.chosen_with(hello.versions)
         self.settle(hello, peer)
         if self._awaited() >= self._max_awaited:
             raise AttachRefusedError(
                 "too_many_lost", f"{self._max_awaited} processes of lost sessions still have memory mapped"
             )
         if hello.role == "worker":
-            return self._join(hello, peer, version)
+            return self._join(hello, peer)
         session = self.table.new_session(hello, peer)
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
         self.table.add(session)
         member = self._add_member(session, hello, peer)
         logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
         return member, Welcome(
-            version=version,
             session_id=session.session_id,
             service=self._service,
             token=session.token,
@@ -99,11 +94,11 @@ class SessionLife:
             sharing_off=grant.sharing_off,
         )
 
-    def _join(self, hello: Hello, peer: Peer, version: int) -> tuple[Member, Welcome]:
+    def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         session = self.table.session_to_join(hello, peer)
         self._host.join_worker(session.session_id, hello, peer)
         member = self._add_member(session, hello, peer)
-        return member, Welcome(version=version, session_id=session.session_id, service=self._service)
+        return member, Welcome(session_id=session.session_id, service=self._service)
 
     def _add_member(self, session: Session, hello: Hello, peer: Peer) -> Member:
         member = Member(session, hello, peer)

@@ -14,7 +14,6 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.bytesize import format_size
 from kvstow.errors import AttachRefusedError
-from kvstow.memfd import identify_memfd
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
 from kvstow_service.node.pools.nodepool import NodePool
@@ -109,10 +108,6 @@ class MemoryThread:
                 f"{format_size(self.total_bytes)}: give it more with --memory",
             )
 
-    def has_placed(self, pool: NodePool, rank: int, fd: int) -> bool:
-        """Whether this descriptor is an extent that the rank has in the pool."""
-        return self.pools.placed.get(identify_memfd(fd)) == (pool.name, pool.place_of(rank))
-
     def add_pool(self, pool: NodePool, owner: int) -> None:
         self._do(partial(self.pools.add_pool, pool, owner))
 
@@ -161,10 +156,6 @@ class MemoryThread:
         """The service ends: ask all workers to let go of everything, give them nothing from now on, and call `then`."""
         self._do(self.pools.revoke_all)
         self._do(then)
-
-    def run(self, action: Callable[[], object]) -> None:
-        """Call `action` on the thread, in the order of the calls."""
-        self._do(action)
 
     def look_again(self) -> None:
         """Something that memory may have been waiting for has changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
@@ -13,7 +13,7 @@ from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.slotjournal import NamespaceLabel
-from kvstow.errors import AttachRefusedError, ConfigError, ConflictError, JournalError
+from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow.status import HostedNamespace
 from kvstow_service.node.pools.uniquenames import unique_name
@@ -73,9 +73,6 @@ class NodePool(SharedPool):
         self.granted_bytes = self.due_bytes = 0
         """How much of the node's memory it has, and how much it should have: its fair share, or what it can use. Set by
         the memory thread."""
-        self.may_be_adopted = False
-        """The pool has had no memory yet, so a pool of the previous service may replace it. Used by the attach server's
-        thread."""
 
     def begin_journal(self, journal: IndexJournal) -> None:
         """From now on, the pool records what its slots hold. Call it before the pool has slots. The caller keeps the
@@ -84,19 +81,6 @@ class NodePool(SharedPool):
             self.journal = journal
             if any(self.index.namespaces):
                 self.journal_namespaces()
-
-    def write_roster(self, roster: Mapping[str, Sequence[str]]) -> None:
-        """Note in the journal which extents and workers there are. Raises `JournalError` if that is too much; the
-        journal then has no roster."""
-        with self.lock:
-            journal = self.journal
-            if isinstance(journal, IndexJournal):
-                content = {key: value for key, value in journal.content.items() if key != "roster"}
-                try:
-                    journal.write_content({**content, "roster": roster})
-                except JournalError:
-                    journal.write_content(content)
-                    raise
 
     def end_journal(self) -> None:
         """Call before the journal is closed."""

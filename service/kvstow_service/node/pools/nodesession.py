@@ -81,8 +81,6 @@ class NodeSession:
         self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
-        self.awaited_extents: dict[int, int] = {}
-        """Extents of the previous service that are not handed back yet, by rank."""
         self._began = pool.clock()
         self._waits = MemoryWaits(pool.clock)
 
@@ -145,14 +143,9 @@ class NodeSession:
     def _look_up(self, call: Lookup, later: Later | None) -> Found | Pending:
         """Hold what the pool has while the tier may have more."""
         tier = self.tier
-        if tier is None or call.hold == Hold.NOTHING:
+        if tier is None or call.hold in (Hold.NOTHING, Hold.ALL) or later is None or not tier.may_have_more:
             return self._find(call)
-        if call.hold == Hold.ALL or later is None or not tier.may_have_more:
-            found = self._find(call)
-            tier.note_used(call.keys, found.runs)
-            return found
         held = self._find(replace(call, counted=False))
-        tier.note_used(call.keys, held.runs)
         num_found = sum(length for _, length in held.runs)
         if num_found == len(call.keys):
             if call.counted:

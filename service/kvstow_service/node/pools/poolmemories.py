@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvstow.attach.connection import Message
-from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors
 from kvstow.control.indexjournal import IndexJournal
-from kvstow.memfd import MemfdIdentity
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
-from kvstow_service.node.survival.handover import WORKER_PREFIX
 from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
@@ -41,7 +37,7 @@ class MemoryFigures(NamedTuple):
 
 class PoolMemories:
     """Owns the budget and the `NodeMemory`. Not locked: the `MemoryThread` makes all calls, and recovery makes those
-    before its start. `figures` and `placed` are replaced as a whole, so any thread may read them."""
+    before its start. `figures` are replaced as a whole, so any thread may read them."""
 
     def __init__(
         self,
@@ -55,8 +51,6 @@ class PoolMemories:
         self.figures = MemoryFigures()
         self.faults = 0
         """Calls that failed because of a defect. They are in the log."""
-        self.placed: Mapping[MemfdIdentity, tuple[str, int]] = {}
-        """The pool, and the place in the row, of each extent in a row that was not recalled."""
         self.must_decide = True
         """What pools want or have may have changed since the budget last decided."""
         self._budget = memory.budget
@@ -96,13 +90,11 @@ class PoolMemories:
         self._enter_pool(pool, record.owner, record.extent_bytes)
         self._records.restore_pool(pool, journal)
 
-    def restore_extents(self, kept: Mapping[str, Held], pools: Iterable[str]) -> list[int]:
-        """Call after `restore_pool`, on pools that have had no extents. Takes ownership of the descriptors. Returns the
-        numbers of the extents."""
-        restored = self.memory.restore(kept)
+    def restore_extents(self, kept: Mapping[str, Held], pools: Iterable[str]) -> None:
+        """Call after `restore_pool`, on pools that have had no extents. Takes ownership of the descriptors."""
+        self.memory.restore(kept)
         for name in pools:
             self._pools[name].restore()
-        return restored
 
     def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
         """Restore a worker that may have mapped all memory of its rank. Until engines have attached again, it asks for
@@ -116,32 +108,6 @@ class PoolMemories:
         self._claims.setdefault(record.pool, set()).add(record.session_id)
         self._pools[record.pool].want()
 
-    @property
-    def next_extent(self) -> int:
-        """The number of the first extent that is restored next."""
-        return self._budget.next_extent
-
-    def settle_restored(self) -> None:
-        """Call after the extents and workers of an earlier service are restored, so that their pools use them."""
-        self.must_decide = True
-        self.guarded(self.memory.apply)
-        for found in list(self._pools.values()):
-            self.guarded(partial(self._follow, found))
-
-    def keep_restored(self, workers: Sequence[WorkerRecord], extents: Sequence[int], pools: Sequence[NodePool]) -> None:
-        """Give the keeper what engines have handed back. The journals come last, because nothing is recovered without
-        one."""
-        assert self._records is not None
-        self._records.keep_workers(workers)
-        self.memory.keep(extents)
-        self.keep_journals(pools)
-
-    def keep_journals(self, pools: Sequence[NodePool]) -> None:
-        """Give the keeper the journals of recovered pools. They are copies, and replace the ones at the keeper."""
-        assert self._records is not None
-        for pool in pools:
-            self._records.keep_journal(pool)
-
     # -- pools, sessions and workers -----------------------------------------------------------------------
 
     def add_pool(self, pool: NodePool, owner: int) -> None:
@@ -153,7 +119,7 @@ class PoolMemories:
         self._budget.add_pool(pool.name, pool.layout(owner, extent_bytes))
         self._budget.want(pool.name, 0)  # until all workers of an engine have attached
         on_smaller = partial(self._on_smaller, pool)
-        self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller, self._deposit)
+        self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
 
     def remove_pool(self, pool: NodePool) -> None:
         self._budget.remove_pool(pool.name)
@@ -167,41 +133,13 @@ class PoolMemories:
     def add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int) -> None:
         if record is not None and self._records is not None:
             self._records.add_worker(record, pidfd)
-            if record.has_pidfd:
-                self._tell_peers(
-                    record.pool, DepositedDescriptors((f"{WORKER_PREFIX}{record.client}",), False), [pidfd]
-                )
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def end_client(self, client: str) -> None:
         self._budget.record_death(client)
         if self._records is not None:
-            pool = self._records.remove_worker(client)
-            if pool is not None:
-                self._tell_peers(pool, DroppedDescriptors((f"{WORKER_PREFIX}{client}",)))
-
-    def _deposit(self, worker: PoolWorker) -> None:
-        """Give the worker what the next service needs if the keeper is killed, too."""
-        if self._records is None:
-            return
-        worker.has_deposits = True
-        held = self._records.deposits(worker.session.pool.name, worker.client)
-        self._tell(worker, DepositedDescriptors(tuple(held), True), list(held.values()))
-
-    def _tell_peers(self, pool: str, message: Message, fds: Sequence[int] = ()) -> None:
-        """Update what the pool's workers hold."""
-        found = self._pools.get(pool)
-        for worker in () if found is None else found.workers.values():
-            if worker.has_deposits:
-                self._tell(worker, message, fds)
-
-    @staticmethod
-    def _tell(worker: PoolWorker, message: Message, fds: Sequence[int]) -> None:
-        try:
-            worker.session.link.push(message, rank=worker.rank, fds=fds)
-        except OSError as error:  # without a pidfd, the next service must wait for the worker's own message
-            logger.warning("worker %s holds less for the next service: %s", worker.client, error.strerror or error)
+            self._records.remove_worker(client)
 
     def end_claims(self, pool: str) -> None:
         for session_id in self._claims.pop(pool, ()):
@@ -214,8 +152,7 @@ class PoolMemories:
 
     def revoke_all(self) -> None:
         self._has_revoked_all = True
-        for name, found in self._pools.items():
-            self._tell_peers(name, DepositedDescriptors((), True))
+        for found in self._pools.values():
             found.revoke_all()
 
     def lose_session(self, session: NodeSession) -> None:
@@ -240,18 +177,14 @@ class PoolMemories:
 
     def follow(self) -> None:
         """Let the budget decide if it must, and let pools and workers follow."""
-        decided = self.must_decide
         for _ in range(_ROUNDS):
             if self.must_decide:
                 self.must_decide = False
                 self.guarded(self.memory.apply)
-                self.guarded(self._note_extents)
             for pool in list(self._pools.values()):
                 self.guarded(partial(self._follow, pool))
             if not self.must_decide:
                 break
-        if decided:
-            self.placed = dict(self._places())
         self._show_figures()
 
     def guarded(self, action: Callable[[], object]) -> None:
@@ -261,24 +194,6 @@ class PoolMemories:
         except Exception:
             self.faults += 1
             logger.exception("a change of the node's memory failed")
-
-    def _note_extents(self) -> None:
-        """Note the extents for the next service, before a worker gets them."""
-        if self._records is None:
-            return
-        for name in self._pools:
-            rows = self._budget.rows(name).values()
-            numbers = [number for row in rows if not row.recalled for number in row.extents]
-            there = [self.memory.described(number) for number in numbers if self.memory.extent(number) is not None]
-            self._records.set_extents(name, there)
-
-    def _places(self) -> Iterator[tuple[MemfdIdentity, tuple[str, int]]]:
-        for name in self._pools:
-            for row in self._budget.rows(name).values():
-                for place, number in enumerate(row.extents):
-                    extent = self.memory.extent(number)
-                    if extent is not None and not row.recalled:
-                        yield extent.identity, (name, place)
 
     def _follow(self, found: PoolMemory) -> None:
         if self._has_revoked_all:

@@ -28,14 +28,15 @@ class PoolWorker:
     """A worker's share of memory. `place`: which extent of a row belongs to it, unless it shares one extent with the
     other ranks. `rows`: the extent that it has of each row, by the row's number."""
 
-    __slots__ = ("client", "has_deposits", "place", "rank", "rows", "session")
+    __slots__ = ("client", "has_all", "place", "rank", "rows", "session")
 
     def __init__(self, session: NodeSession, rank: int) -> None:
         self.session, self.rank, self.place = session, rank, session.pool.place_of(rank)
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
-        self.has_deposits = False
-        """What it was sent for the next service is kept up to date."""
+        self.has_all = not session.is_engine
+        """It was told that it has all of the pool's memory: see `GrantedExtents`. The node's own transfers have nothing
+        of an earlier service, so they need not know."""
 
 
 class PoolMemory:
@@ -48,16 +49,8 @@ class PoolMemory:
     sent. Workers are asked to let go of a row only when none of its slots is in use any more.
     """
 
-    def __init__(
-        self,
-        pool: NodePool,
-        memory: NodeMemory,
-        post: Post,
-        on_smaller: Callable[[], object],
-        deposit: Callable[[PoolWorker], object],
-    ) -> None:
-        """`on_smaller` is called with `post` when the pool has lost slots. `deposit` is called before a worker's first
-        extent."""
+    def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
+        """`on_smaller` is called with `post` when the pool has lost slots."""
         self.pool = pool
         self.workers: dict[str, PoolWorker] = {}
         self.notice: str | None = None
@@ -67,7 +60,7 @@ class PoolMemory:
         self.waits = False
         """There is something to try again soon."""
         self._memory, self._budget, self._post = memory, memory.budget, post
-        self._on_smaller, self._deposit = on_smaller, deposit
+        self._on_smaller = on_smaller
         self._held: dict[int, tuple[int, ...]] = {}
         """The extents of the rows that the pool holds, by the row's number."""
         self._sweep: Sweep | None = None
@@ -188,40 +181,42 @@ class PoolMemory:
     # -- handing out ----------------------------------------------------------------------------------------
 
     def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> None:
-        """Send the worker what it lacks."""
-        if len(worker.rows) == len(self.pool.extents):
+        """Send the worker what it lacks. At first also if that is nothing, so that it lets go of what it still has of
+        an earlier service."""
+        if worker.has_all and len(worker.rows) == len(self.pool.extents):
             return
-        missing = [number for number in range(len(self.pool.extents)) if number not in worker.rows]
-        there = [number for number in missing if not rows[number].recalled]
-        for start in range(0, len(there), MAX_FDS):
-            grants, fds = list[ExtentGrant](), list[int]()
-            for number in there[start : start + MAX_FDS]:
-                row = rows[number]
-                extent_id = row.extents[worker.place]
-                extent = self._memory.extent(extent_id)
-                if extent is not None:
-                    slots = (row.first_slot, row.num_slots)
-                    grants.append(ExtentGrant(extent_id, number, *slots, extent.num_bytes, extent.populated_bytes))
-                    fds.append(extent.fd)
-            if grants and not self._send(worker, grants, fds):
+        grants, fds = list[ExtentGrant](), list[int]()
+        for number in range(len(self.pool.extents)):
+            if number in worker.rows or rows[number].recalled:
+                continue
+            row = rows[number]
+            extent_id = row.extents[worker.place]
+            extent = self._memory.extent(extent_id)
+            if extent is not None:
+                slots = (row.first_slot, row.num_slots)
+                grants.append(ExtentGrant(extent_id, number, *slots, extent.num_bytes, extent.populated_bytes))
+                fds.append(extent.fd)
+        for start in range(0, len(grants) if worker.has_all else max(1, len(grants)), MAX_FDS):
+            end = start + MAX_FDS
+            if not self._send(worker, grants[start:end], fds[start:end], is_all=end >= len(grants)):
                 return
+        worker.has_all = True
 
-    def _send(self, worker: PoolWorker, grants: list[ExtentGrant], fds: list[int]) -> bool:
+    def _send(self, worker: PoolWorker, grants: list[ExtentGrant], fds: list[int], *, is_all: bool) -> bool:
         """Send the extents. Returns False if nothing was sent."""
         session = worker.session
-        try:
-            session.control.map_memory(worker.client)
-        except ConflictError:
-            return False  # the worker was just lost
-        if not worker.has_deposits:
-            self._deposit(worker)
+        if grants:
+            try:
+                session.control.map_memory(worker.client)
+            except ConflictError:
+                return False  # the worker was just lost
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
         stride = self._budget.layout(self.pool.name).ranks[worker.place].slot_stride
         try:
             # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
             self._post(lambda: session.granted(worker.rank, grants))
-            session.link.push(GrantedExtents(stride, tuple(grants)), rank=worker.rank, fds=fds)
+            session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
         except OSError as error:
             for grant in grants:
                 self._budget.record_unmapping(worker.client, grant.extent_id)

@@ -40,8 +40,5 @@ def _namespace_reason(here: NamespaceIdentity, other: KnownNamespace) -> str:
 
 def _pool_reason(here: PoolIdentity, other: NodePool) -> str:
     if here.uid != other.identity.uid:
-        return (
-            f"not shared with pool {other.name}: its engines run as another user; "
-            "the service shares across users only with --share-across-uids"
-        )
+        return f"not shared with pool {other.name}: its engines run as another user"
     return f"not shared with pool {other.name}: {difference(here, other.identity)}"

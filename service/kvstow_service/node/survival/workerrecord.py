@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Self
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.jsonobject import parse_object
-from kvstow.attach.peer import Peer
+from kvstow.attach.peer import Peer, pid_of
 from kvstow.attach.ticket import digest_of
 
 _MAX_TEXT = 200
-_PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +92,6 @@ class WorkerRecord:
             has_pidfd=peer.pidfd is not None,
         )
 
-    def without_pidfd(self) -> Self:
-        return replace(self, has_pidfd=False)
-
     def hello(self) -> Hello:
         """The worker's hello, as far as it is known."""
         return Hello(
@@ -111,10 +105,4 @@ class WorkerRecord:
 
     def peer(self, pidfd: int | None) -> Peer:
         """Takes ownership of the pidfd. In another pid namespace, the process may have another number than before."""
-        return Peer(0 if pidfd is None else _pid_of(pidfd), self.uid, self.gid, pidfd)
-
-
-def _pid_of(pidfd: int) -> int:
-    """0 if this process does not see the process, or if it has ended."""
-    found = _PID.search(Path(f"/proc/self/fdinfo/{pidfd}").read_text())
-    return max(0, int(found[1])) if found else 0
+        return Peer(0 if pidfd is None else pid_of(pidfd), self.uid, self.gid, pidfd)

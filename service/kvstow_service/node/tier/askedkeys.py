@@ -34,7 +34,7 @@ def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
         return None
     prompt = _Prompt([of_group[index] for index in sorted(of_group)])  # numbers may be left out: see `KVGroups`
     end = min(len(prompt.of_group[group.index]) * group.block_tokens for group in groups.groups)
-    return GroupNeeds(groups, prompt, 0, end)
+    return GroupNeeds(groups, prompt, end)
 
 
 class _Prompt:

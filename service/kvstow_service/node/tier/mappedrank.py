@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +75,3 @@ class MappedRank:
         if not len(extents) or (index < 0).any() or (slots >= ends[index]).any():
             raise CopyError("some of the slots are in memory that the node's transfers do not have")
         return bases[index] + (slots - firsts[index]) * self._stride
-
-    @contextmanager
-    def hold(self, end_slot: int) -> Iterator[None]:
-        """Nothing to do: see the class."""
-        yield

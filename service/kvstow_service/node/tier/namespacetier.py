@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import NamedTuple
 
 from kvstow.control.fleettier import FleetTier
@@ -29,8 +28,8 @@ class _Request(NamedTuple):
 class NamespaceTier:
     """Engines may be there or not: transfers are the node's, in a session of its own.
 
-    `may_have_more`, `ask`, `ask_prompt`, `note_used`, `note_prefill` and `note_stored` may be called from any thread,
-    and wait for nothing. The rest is for the tier's thread, which alone uses the `FleetTier`.
+    `may_have_more`, `ask`, `ask_prompt`, `note_prefill` and `note_stored` may be called from any thread, and wait for
+    nothing. The rest is for the tier's thread, which alone uses the `FleetTier`.
     """
 
     def __init__(
@@ -76,12 +75,6 @@ class NamespaceTier:
             self._post(then)
         else:
             self._do(lambda: self._begin(keys, needs, then))
-
-    def note_used(self, keys: Sequence[bytes], runs: Sequence[tuple[int, int]]) -> None:
-        """A request has found these runs of its keys in the pool."""
-        fleet = self.fleet
-        if fleet is not None and runs:
-            fleet.note_used(list(chain.from_iterable(keys[first : first + length] for first, length in runs)))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """An engine's model has computed so many tokens of prompts."""
@@ -165,5 +158,5 @@ class NamespaceTier:
         if self.fleet is not None:
             self.failed, self.fleet = self.fleet, None
             with suppress(Exception):  # its state may be broken
-                self.failed.reset(TIER_FAILED)
+                self.failed.turn_off(TIER_FAILED)
         self.answer_all()

@@ -1,74 +1,104 @@
-"""The fleet tier of the node service: one for each namespace, over one connection to the store."""
+"""The fleet tier of the node service: the clients of its store, and the threads that work for all its tiers."""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from threading import Lock
+from typing import Final
 
+from kvstow.attach.hello import Hello
+from kvstow.attach.identity import FleetWeights
+from kvstow.control.fleettier import FleetTier
+from kvstow.control.tiersettings import TierSettings
+from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
+from kvstow.tier.store import ClientHealth, ClientStats
+from kvstow_api.hostedtier import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
-from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.tier.openstore import OpenStore
-from kvstow_service.tiers.tierhost import TierChoice, TierHost
+from kvstow_service.node.tier.actionthread import ActionThread
+from kvstow_service.node.tier.askedkeys import groups_of
+from kvstow_service.node.tier.namespacetier import NamespaceTier
+from kvstow_service.node.tier.pooltier import PoolTier
+from kvstow_service.node.tier.sharedclients import SharedLookups, SharedTransfers
+from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
+
+logger = logging.getLogger("kvstow.tier")
+
+_BUSY_SECONDS, _IDLE_SECONDS = 0.05, 1.0
+"""Between two steps without news, while there is something to do, and while there is not."""
+_END_SECONDS = 60.0
+"""For transfers under way; each ends within 30 s."""
+_GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
 
 
 class NodeTier:
-    """Opens and closes the store, and lets engines and pools enter and leave it. It is the `TierClients` of its `host`.
+    """Has a `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps
+    the tiers, another one maps and lets go of memory, which can take as long as a network card needs.
 
-    `enter`, `leave` and `drop_pool` are for the attach server's thread, and wait for nothing. `open` and `close` may
-    wait.
+    `enter`, `leave`, `follow_pool` and `drop_pool` are for the attach server's thread, and wait for nothing. Until
+    `close`, this process and each process of the store's transfers hold the other end of `_end`: it becomes readable,
+    also for the next service, when nothing touches memory for the transfers any more.
     """
 
     def __init__(
         self,
+        choice: TierChoice,
         memory: MemoryThread,
         post: Callable[[Callable[[], object]], object],
-        sessions: Callable[[], list[NodeSession]],
-        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post`: has the attach server's thread call something. `sessions`: all that are attached, on that thread."""
-        self.host = TierHost(self, clock=clock)
-        self._memory, self._post, self._clock = memory, post, clock
-        self._sessions = sessions
-        self._lock = Lock()
-        """Of what `enter` finds and makes, which other threads remove."""
-        self._open: OpenStore | None = None
+        """`post`: has the attach server's thread call something."""
+        self.view = HostedTiers(choice)
+        """What operators see of it."""
         self.closing_pools: set[str] = set()
         """Names of pools that were deleted, and whose memory the transfers may still have."""
+        self._store = choice.store
+        self._lock = Lock()
+        """Of what `enter` makes and `drop_pool` removes, until `close`."""
+        self._is_closed = False
+        self._pools: dict[str, PoolTier] = {}
+        self._memory, self._post, self._clock = memory, post, clock
+        with ExitStack() as opened:  # nothing stays open after an error
+            self._end, self._witness = os.pipe()
+            opened.callback(os.close, self._end)
+            opened.callback(os.close, self._witness)
+            self._shared = SharedTransfers(self._store.open_transfers(0, self._witness))
+            opened.callback(self._shared.close)
+            self._lookups = self._store.open_lookups()
+            opened.pop_all()
+        self._turn = Lock()
+        self._tiers: list[NamespaceTier] = []
+        self._ending: list[PoolTier] = []
+        """Of deleted pools."""
+        self._found: dict[int, NamespaceTier] = {}
+        """By the identity of the namespace; for `enter` alone."""
+        self._actions: deque[Callable[[], object]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._mapper = ActionThread("kvstow-tier-memory")
+        self._thread = threading.Thread(target=self._run, name="kvstow-tier", daemon=True)
+        self._thread.start()
 
-    # -- the store ------------------------------------------------------------------------------------------
+    def do(self, action: Callable[[], object]) -> None:
+        """Have the tier's thread call this."""
+        self._actions.append(action)
+        self._wake.set()
 
-    def begin(self, choice: TierChoice) -> None:
-        """The node has a store from its start on."""
-        self.host.begin(choice)
-        self.open(choice)
-
-    def open(self, choice: TierChoice) -> None:
-        opened = OpenStore(choice, self.host, self._memory, self._post, self._clock)
-        with self._lock:
-            self._open = opened
-        self._post(self._enter_all)
-
-    def close(self) -> None:
-        with self._lock:
-            opened, self._open = self._open, None
-        if opened is not None:
-            opened.close()
-
-    def _enter_all(self) -> None:
-        for session in self._sessions():
-            self.enter(session)
-
-    # -- engines: the attach server's thread ----------------------------------------------------------------
+    # -- engines --------------------------------------------------------------------------------------------
 
     def enter(self, session: NodeSession) -> None:
-        """An engine is in its namespace from now on."""
+        """An engine is in its namespace from now on. Raises `ConflictError` if the pool was closed."""
         with self._lock:
-            if self._open is not None:
-                self._open.enter(session)
+            if not self._is_closed:
+                self._enter(session)
 
     def leave(self, session: NodeSession) -> None:
         """Take the session off the tier, because its keys no longer mean the same blocks."""
@@ -78,18 +108,17 @@ class NodeTier:
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller."""
         with self._lock:
-            found = None if self._open is None else self._open.pools.get(pool.name)
+            found = self._pools.get(pool.name)
         if found is not None:
             found.member.follow_pool()
 
     def drop_pool(self, pool: NodePool, then: Callable[[], object]) -> None:
         """The pool is deleted: let go of its memory, and call `then`, from any thread."""
         with self._lock:
-            opened = self._open
-            found = None if opened is None else opened.pools.pop(pool.name, None)
-            if opened is not None and found is not None:
+            found = None if self._is_closed else self._pools.pop(pool.name, None)
+            if found is not None:
                 self.closing_pools.add(pool.name)
-                opened.end_pool(found, partial(self._dropped, pool, then))  # a `close` that comes now waits for it
+                self._begin_end(found, partial(self._dropped, pool, then))  # a `close` that comes now waits for it
                 return
         then()
 
@@ -99,3 +128,182 @@ class NodeTier:
         finally:
             with self._lock:
                 self.closing_pools.discard(pool.name)
+
+    def _enter(self, session: NodeSession) -> None:
+        namespace = session.control.namespace
+        self._found = {key: one for key, one in self._found.items() if not one.is_closed}
+        found = self._found.get(id(namespace))
+        if found is None or found.control.namespace is not namespace:
+            found = self._found[id(namespace)] = self._add(session)
+        session.tier = found
+        session.control.on_stored = found.note_stored
+
+    def _add(self, session: NodeSession) -> NamespaceTier:
+        pool, namespace = session.pool, session.namespace
+        control = pool.attach_tier(session.control.namespace)
+        pool_tier = self._pools.get(pool.name)
+        if pool_tier is None:
+            base = pool.attach_tier(session.control.namespace)
+            pool_tier = self._pools[pool.name] = PoolTier(
+                pool, namespace, base, self._shared, self._memory, self._mapper, self._post, self._wake.set
+            )
+            pool_tier.join(self._end)
+        pool_tier.member.add(control)
+        tier = NamespaceTier(pool_tier, namespace, control, self.do, self._wake.set, self._post)
+        self.do(partial(self._begin, tier, session.hello))
+        return tier
+
+    def _begin(self, tier: NamespaceTier, hello: Hello) -> None:
+        pool, identity = tier.pool_tier.pool, tier.namespace.identity
+        name = _fingerprint_of(pool, tier.namespace, hello.fleet_weights)
+        groups = groups_of(pool.identity)
+        lookups = SharedLookups(self._lookups, self._turn)
+        fleet = FleetTier(
+            tier.control,
+            lookups,
+            TierSettings(replicated=pool.identity.replicated),
+            name.value,
+            off_reason=name.reason,
+            name=self._store.name,
+            most_slots=self._memory.total_bytes // pool.config.total_slot_bytes,
+            block_tokens=None if groups is None else groups.alignment,
+            clock=self._clock,
+            on_news=self._wake.set,
+        )
+        self._tiers.append(tier)
+        self.view.add(
+            fleet,
+            pool=pool.name,
+            namespace=tier.namespace.name,
+            model=identity.model,
+            clients=partial(self._clients, pool_tier=tier.pool_tier),
+        )
+        tier.begin(fleet)
+
+    def _clients(self, pool_tier: PoolTier) -> list[TierClient]:
+        transfers, problem = self._shared.client, pool_tier.problem
+        clients = [
+            TierClient("transfers of the node", transfers.health(), transfers.stats()),
+            TierClient("look-ups of the node", self._lookups.health(), self._lookups.stats()),
+        ]
+        if problem is not None:
+            purpose = f"transfers of pool {pool_tier.pool.name}"
+            clients.append(TierClient(purpose, ClientHealth("failed", problem), ClientStats()))
+        return clients
+
+    # -- ends -----------------------------------------------------------------------------------------------
+
+    def _begin_end(self, pool_tier: PoolTier, then: Callable[[], object] = lambda: None) -> None:
+        """End its transfers and let go of its memory; then call `then`, on the tier's thread. Waits for nothing."""
+        self._ending.append(pool_tier)
+        self.do(partial(self._end_pool, pool_tier, then))
+
+    def _end_pool(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
+        for tier in [one for one in self._tiers if one.pool_tier is pool_tier]:
+            self._guarded(partial(self._retire, tier))
+        self.view.forget_pool(pool_tier.pool.name)
+        pool_tier.begin_end(lambda: self.do(partial(self._end_sessions, pool_tier, then)))
+
+    def _end_sessions(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
+        try:
+            with ExitStack() as stack:  # all of it is done, the last one first
+                stack.callback(pool_tier.has_ended.set)
+                stack.callback(then)
+                stack.callback(pool_tier.end_sessions)
+                pool_tier.take_completions()
+        except Exception:  # noqa: BLE001 - the other pools continue
+            pool_tier.note_defect("the end of its sessions")
+
+    def _retire(self, tier: NamespaceTier) -> None:
+        """It starts nothing any more, and is not shown."""
+        self._tiers.remove(tier)
+        tier.is_closed = True
+        tier.answer_all()
+        fleet, tier.fleet, tier.failed = tier.fleet or tier.failed, None, None
+        if fleet is not None:
+            self.view.remove(fleet)
+            tier.pool_tier.submit(tier, fleet.take_plans())
+            self._mapper.do(fleet.close)
+
+    def _retire_all(self) -> None:
+        for tier in list(self._tiers):
+            self._retire(tier)
+
+    def _retire_obsolete(self) -> None:
+        """Namespaces that no engine can enter any more, such as those of engines that reset their caches."""
+        for tier in list(self._tiers):
+            if tier.is_obsolete:
+                self._retire(tier)
+                tier.pool_tier.retire(tier)
+
+    def close(self) -> None:
+        """Waits until nothing touches any slot for the store, and all ops have ended. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        retired = threading.Event()
+        self.do(self._retire_all)
+        self.do(retired.set)
+        retired.wait(_END_SECONDS)
+        self._shared.close()  # what is under way ends with it
+        for pool_tier in self._pools.values():
+            self._begin_end(pool_tier)
+        for pool_tier in self._ending:
+            if not pool_tier.has_ended.wait(_END_SECONDS):
+                logger.error("transfers of pool %s have not ended; its slots stay in quarantine", pool_tier.pool.name)
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+        self._mapper.close()
+        self._lookups.close()
+        os.close(self._end)
+        os.close(self._witness)
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping or self._actions:
+                self._wake.wait(self._patience())
+                self._wake.clear()
+                self._step()
+        except Exception as error:
+            logger.exception("the thread of the fleet tier has ended; engines go on without the tier")
+            for tier in self._tiers:
+                tier.fail(error)
+
+    def _patience(self) -> float:
+        if self._actions:
+            return 0.0
+        longest = _IDLE_SECONDS if all(tier.is_idle for tier in self._tiers) else _BUSY_SECONDS
+        deadlines = [tier.next_deadline for tier in self._tiers]
+        left = [deadline - self._clock() for deadline in deadlines if deadline is not None]
+        return max(0.0, min([longest, *left]))
+
+    def _step(self) -> None:
+        for _ in range(len(self._actions)):
+            self._guarded(self._actions.popleft())
+        for pool_tier in {id(tier.pool_tier): tier.pool_tier for tier in self._tiers}.values():
+            self._guarded(pool_tier.take_completions)
+        for tier in list(self._tiers):
+            try:
+                tier.step()
+            except Exception as error:  # noqa: BLE001 - the other namespaces continue
+                tier.fail(error)
+        self._guarded(self._retire_obsolete)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception:
+            logger.exception("an action of the fleet tier has failed; the others go on")
+
+
+def _fingerprint_of(pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
+    """What an engine in this namespace has in the store."""
+    if namespace.is_reset:
+        return Fingerprint(None, WEIGHTS_CHANGED)
+    if groups_of(pool.identity) is None:
+        return Fingerprint(None, _GROUPS)
+    return fingerprint(pool.identity, namespace.identity, weights)

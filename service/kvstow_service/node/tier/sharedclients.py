@@ -18,7 +18,6 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
-    StoreCapacity,
     TransferClient,
 )
 
@@ -109,21 +108,11 @@ class SharedLookups:
         self._client, self._turn = client, turn
         self._is_closed = False
 
-    @property
-    def capacity(self) -> StoreCapacity | None:
-        return self._client.capacity
-
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         with self._turn:
             if self._is_closed:
                 raise TierUnavailableError("the client was closed")
             return self._client.exists(names, timeout)
-
-    def delete(self, names: Sequence[ObjectName], timeout: float) -> int:
-        return self._client.delete(names, timeout)
-
-    def purge(self, fingerprint: str, timeout: float) -> int:
-        return self._client.purge(fingerprint, timeout)
 
     def health(self) -> ClientHealth:
         return self._client.health()

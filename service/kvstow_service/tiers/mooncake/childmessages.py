@@ -49,18 +49,8 @@ class Exists(NamedTuple):
     names: tuple[str, ...]
 
 
-class Delete(NamedTuple):
-    names: tuple[str, ...]
-
-
-class Purge(NamedTuple):
-    """Remove all objects whose names begin so."""
-
-    prefix: str
-
-
 class Done(NamedTuple):
-    """An answer: a status code for each object or name, or a count."""
+    """An answer: a status code for each object or name."""
 
     codes: tuple[int, ...] = ()
 

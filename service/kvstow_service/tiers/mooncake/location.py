@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 from kvstow.errors import ConfigError
-from kvstow_service.tiers.capacity import CAPACITY_OPTIONS, capacity_share, whole_number
 
 SCHEME = "mooncake"
 FORM = "mooncake://MASTER:PORT, with ?ha=etcd where HOST:PORT[,HOST:PORT...] are those of etcd"
 
 _PROTOCOLS = ("tcp", "rdma")
-_MAX_REPLICAS = 8
+_REPLICAS = ("1", "2", "3", "4", "5", "6", "7", "8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,6 @@ class MooncakeLocation:
     host: str = ""
     """This node's address, which the store's processes know it by; empty: the one that the master is reached from."""
     replicas: int = 1
-    capacity: int | None = None
-    """Bytes of objects that this node may expect the store to hold: its share of what the URL says. None: not said."""
 
     @classmethod
     def parse(cls, url: str) -> MooncakeLocation:
@@ -59,17 +56,10 @@ class MooncakeLocation:
         protocol = _one_of("tier option protocol", options.get("protocol", "tcp"), _PROTOCOLS)
         if options.get("devices") and protocol != "rdma":
             raise ConfigError("tier option devices", options["devices"], "RDMA devices, with protocol=rdma")
-        replicas = whole_number("replicas", options.get("replicas", "1"), _MAX_REPLICAS)
-        share = capacity_share(options)
-        return cls(
-            endpoints,
-            is_ha,
-            protocol,
-            options.get("devices", ""),
-            options.get("host", ""),
-            replicas,
-            None if share is None else share // replicas,
-        )
+        replicas = options.get("replicas", "1")
+        if replicas not in _REPLICAS:
+            raise ConfigError("tier option replicas", replicas, f"a whole number from 1 to {len(_REPLICAS)}")
+        return cls(endpoints, is_ha, protocol, options.get("devices", ""), options.get("host", ""), int(replicas))
 
     @property
     def master(self) -> str:
@@ -105,4 +95,4 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-_OPTIONS: frozenset[str] = frozenset({"ha", "protocol", "devices", "host", "replicas", *CAPACITY_OPTIONS})
+_OPTIONS: frozenset[str] = frozenset({"ha", "protocol", "devices", "host", "replicas"})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from kvstow.errors import MissingPackageError
-from kvstow.tier.objectname import ObjectName, fingerprint_prefix
+from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import (
     ClientHealth,
     ClientStats,
@@ -17,21 +16,18 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
-    StoreCapacity,
     check_batch,
     count_gets,
     count_puts,
 )
 from kvstow_service.tiers.mooncake.childchannel import CONTROL, ChildChannel
-from kvstow_service.tiers.mooncake.childmessages import Connect, Delete, Exists, Get, Purge, Put, SlotPart
+from kvstow_service.tiers.mooncake.childmessages import Connect, Exists, Get, Put, SlotPart
 from kvstow_service.tiers.mooncake.childprocess import ChildProcess
 from kvstow_service.tiers.mooncake.location import MooncakeLocation
 from kvstow_service.tiers.mooncake.statuscodes import INVALID_PARAMS, get_status, put_status, require_master
 
 _NAMES_IN_MESSAGE = 500  # of 250 bytes at most
-_PUTS, _GETS, _EXISTS, _REMOVALS = "puts", "gets", "exists", "removals"
-_PACE = 0.04
-"""Of its memory, in a second: it evicts in passes of 5 %, and a tenth at once is refused."""
+_PUTS, _GETS, _EXISTS = "puts", "gets", "exists"
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +48,7 @@ class MooncakeStore:
         return MooncakeTransfers(self._channel(f"transfers of rank {rank}", _PUTS, _GETS, witness=witness))
 
     def open_lookups(self) -> MooncakeLookups:
-        share = self._location.capacity
-        capacity = None if share is None else StoreCapacity(share, _PACE * share)
-        return MooncakeLookups(self._channel("look-ups", _EXISTS, _REMOVALS), capacity)
+        return MooncakeLookups(self._channel("look-ups", _EXISTS))
 
     def _channel(self, purpose: str, *lanes: str, witness: int | None = None) -> ChildChannel:
         inherited = () if witness is None else (witness,)
@@ -120,11 +114,6 @@ class MooncakeTransfers(_Client):
 class MooncakeLookups(_Client):
     """See `kvstow.tier.store.LookupClient`."""
 
-    def __init__(self, channel: ChildChannel, capacity: StoreCapacity | None) -> None:
-        super().__init__(channel)
-        self.capacity = capacity
-        self._removing = threading.Lock()
-
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         end, found = time.monotonic() + timeout, list[bool]()
         for part in _parts(names):
@@ -132,21 +121,6 @@ class MooncakeLookups(_Client):
             require_master(codes)
             found.extend(code == 1 for code in codes)
         return found
-
-    def delete(self, names: Sequence[ObjectName], timeout: float) -> int:
-        end, num_removed = time.monotonic() + timeout, 0
-        with self._removing:
-            for part in _parts(names):
-                codes = self.channel.call(_REMOVALS, Delete(part), end - time.monotonic())
-                require_master(codes)
-                num_removed += codes.count(0)
-        return num_removed
-
-    def purge(self, fingerprint: str, timeout: float) -> int:
-        with self._removing:
-            (count,) = codes = self.channel.call(_REMOVALS, Purge(fingerprint_prefix(fingerprint)), timeout)
-        require_master(codes)
-        return max(count, 0)
 
 
 def _parts(names: Sequence[ObjectName]) -> list[tuple[str, ...]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -24,11 +23,9 @@ from kvstow_service.tiers.mooncake.childmessages import (
     CORRUPT,
     AddMemory,
     Connect,
-    Delete,
     Done,
     Exists,
     Get,
-    Purge,
     Put,
     Refused,
     RemoveMemory,
@@ -83,10 +80,6 @@ class StoreClient:
                 return self._get(objects)
             case Exists(names):
                 return list(self._store.batch_is_exist(list(names)))
-            case Delete(names):
-                return list(self._store.batch_remove(list(names), True))
-            case Purge(prefix):
-                return [self._store.remove_by_regex(f"^{re.escape(prefix)}.*", True)]
             case AddMemory(range_id, num_bytes, offset):
                 self._memory.add(range_id, fds[0], num_bytes, offset)
             case RemoveMemory(range_id):

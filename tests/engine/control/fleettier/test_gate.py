@@ -135,18 +135,6 @@ def test_what_was_fetched_saved_the_time_to_compute_it(make_node: MakeNode) -> N
     assert node.fleet.status().counters.saved_seconds == pytest.approx(3 * BLOCK_TOKENS / 100.0)
 
 
-def test_a_fetch_that_was_cancelled_saved_nothing(make_node: MakeNode) -> None:
-    node = make_node(prefill_rate=100.0)
-    node.fleet.break_even.note_fetch(100, 0.001)
-    node.add(KEYS[:3])
-    assert not node.fleet.is_over(node.look(KEYS[:3]))
-    node.fleet.reset()
-    node.run_all()
-    node.fleet.step()
-    counters = node.fleet.status().counters
-    assert (counters.fetched_blocks, counters.saved_seconds) == (3, 0.0)
-
-
 def test_a_request_that_has_asked_does_not_wait_for_a_fetch_that_pays_no_longer(make_node: MakeNode) -> None:
     node = make_node(prefill_rate=100.0)
     node.add(KEYS[:3])

@@ -92,25 +92,6 @@ def test_blocks_that_arrive_while_a_request_asks_count_as_the_pools(make_node: M
     assert "0.300 s to compute" in node.fleet.status().decision
 
 
-def test_a_request_asks_again_if_keys_change_their_meaning_meanwhile(node: TieredNode) -> None:
-    node.add(KEYS[:2])
-    node.fleet._table.note(KEYS[:1], present=True)
-    wait = node.fleet.look_for(KEYS[:2])
-    assert wait is not None
-    node.fleet.reset()
-    assert node.fleet.is_over(wait), "what was known of the first key meant other weights"
-    assert node.ops("fetch") == []
-    node.fleet.begin_epoch("f")
-    wait = node.look(KEYS[:2])
-    node.fleet.note_purged()
-    node.fleet.step()
-    assert not node.fleet.is_over(wait)
-    node.hear()
-    assert not node.fleet.is_over(wait)
-    assert [op.keys for op in node.ops("fetch")] == [tuple(KEYS[:2])]
-    assert node.store_of_names.batches == [("exists", 2)] * 2
-
-
 def test_what_was_absent_is_not_asked_for_again_soon(node: TieredNode, clock: FakeClock) -> None:
     assert not node.fetch_all(KEYS[:3])
     assert node.fleet.look_for(KEYS[:3]) is None

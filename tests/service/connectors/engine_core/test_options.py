@@ -10,8 +10,6 @@ import pytest
 
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.options import DEFAULT_BYTES, ConnectorOptions
-from kvstow_service.tiers import redisstore
-from kvstow_service.tiers.mooncake import mooncakestore
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"policy": None}])
@@ -74,7 +72,7 @@ def test_everything_given_is_kept() -> None:
         allowed_hosts=("ops.example",),
     )
     paths = {name for name, value in given.items() if str(value).startswith("/")}
-    others = {"pin_latency_target", "attach", "weights_id", "attach_require_sharing", "tier", "tier_write"}
+    others = {"pin_latency_target", "attach", "weights_id", "attach_require_sharing"}
     assert set(options.public()) == set(given) - paths | others
 
 
@@ -103,7 +101,6 @@ def test_every_other_option_is_refused_beside_attach() -> None:
         "huge_pages": "reserved",
         "readiness_require": ["pool"],
         "allowed_hosts": ["host"],
-        "tier_write": "back",
         "load_path": "layer",
     }
     for key in {each.name for each in fields(ConnectorOptions)} - MEANT_FOR_ATTACHED:
@@ -114,46 +111,8 @@ def test_every_other_option_is_refused_beside_attach() -> None:
 def test_what_belongs_to_attach_is_refused_without_it() -> None:
     with pytest.raises(ConfigError, match=r"attach_require_sharing.* needs attach"):
         ConnectorOptions.parse({"attach_require_sharing": True})
-    with pytest.raises(ConfigError, match=r"weights_id v1 needs attach or tier"):
+    with pytest.raises(ConfigError, match=r"weights_id v1 needs attach"):
         ConnectorOptions.parse({"weights_id": "v1"})
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"tier": "memory:1GiB"}, r"tier is 'memory:1GiB'; allowed: mooncake:// or redis://"),
-        ({"tier": ""}, "tier is ''; allowed: a non-empty string"),
-        ({"tier": "mooncake://host"}, r"tier is 'mooncake://host'; allowed: mooncake://MASTER:PORT"),
-        ({"tier": "mooncake://host:1?color=red"}, "tier option color is 'red'"),
-        ({"tier": "redis://me:secret@host:1"}, "a URL with a password"),
-        ({"tier_write": "through"}, "tier_write through needs tier"),
-        ({"tier": "mooncake://host:1", "tier_write": "down"}, "tier_write is 'down'; allowed: "),
-        ({"tier": "mooncake://host:1", "huge_pages": "reserved"}, "huge_pages reserved contradicts tier"),
-    ],
-)
-def test_a_tier_that_cannot_be_used_is_refused(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], why: str
-) -> None:
-    monkeypatch.setattr(mooncakestore, "find_spec", lambda name: True)
-    with pytest.raises(ConfigError, match=why) as refused:
-        ConnectorOptions.parse(given)
-    assert str(refused.value).startswith("kv_connector_extra_config: ")
-    assert "secret" not in str(refused.value)
-
-
-def test_a_tier_whose_library_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncakestore, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tier cannot be used: .* pip install 'kvstow\[mooncake\]'"):
-        ConnectorOptions.parse({"tier": "mooncake://host:1"})
-
-
-def test_only_a_tier_that_maps_the_pool_has_it_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mooncakestore, redisstore):
-        monkeypatch.setattr(module, "find_spec", lambda name: True)
-    tiers = [None, "redis://host:1?password_file=/secret", "mooncake://host:1?host=a"]
-    options = [ConnectorOptions.parse({"tier": tier}) for tier in tiers]
-    assert [each.pool_config(64, 640, 640).shared for each in options] == [False, False, True]
-    assert [each.public()["tier"] for each in options] == [None, "redis://host:1", "mooncake://host:1?host=a"]
 
 
 @pytest.mark.parametrize(

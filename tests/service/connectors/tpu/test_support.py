@@ -60,9 +60,7 @@ def test_recurrent_states_and_groups_that_are_left_out_are_refused() -> None:
         require_kept(KVGroups((KVGroup(0, 16, 1),), 16, left_out=(8,)))
 
 
-@pytest.mark.parametrize(
-    "key", ["attach", "tier", "tier_write", "weights_id", "attach_require_sharing", "copy_strategy"]
-)
+@pytest.mark.parametrize("key", ["attach", "weights_id", "attach_require_sharing", "copy_strategy"])
 def test_options_of_other_devices_are_refused(key: str) -> None:
     with pytest.raises(SettingError, match=f"kv_connector_extra_config: {key}"):
         TPUOptions.parse({key: "direct"})

@@ -30,7 +30,7 @@ from kvstow.attach.eventcalls import ReadEvents
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.kinds import VERSIONS, Kind
+from kvstow.attach.kinds import Kind
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.poolfacade import PoolFacade
@@ -51,7 +51,6 @@ class SlowService:
         self.facade = PoolFacade(self.pool)
         self.delay = delay
         self.is_up = True
-        self.version = VERSIONS.newest
         self.is_silent = False
         """It takes messages, and answers none."""
         self.holds_lookups = False
@@ -192,8 +191,7 @@ class SlowConnection:
         session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
-        version, session_id = self._service.version, str(session.control.session_id)
-        self.welcome = Welcome(version=version, session_id=session_id, service="slow", token="secret")
+        self.welcome = Welcome(session_id=str(session.control.session_id), service="slow", token="secret")
         self._on_attached(self.welcome)
 
     def answer_held(self) -> None:

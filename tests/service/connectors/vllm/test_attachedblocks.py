@@ -252,17 +252,6 @@ def test_after_lost_events_no_announcement_is_stale() -> None:
     assert set(bench.told) == {1, 3}
 
 
-def test_an_older_service_is_not_asked(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.service.version = 1
-    bench.service.lose()
-    bench.step()
-    bench.store(1)
-    assert not bench.source.is_behind
-    for _ in range(3):
-        assert bench.step() == []
-    assert caplog.text.count("older") == 1
-
-
 def test_a_service_that_does_not_answer_ends_the_session_and_the_steps(bench: Bench) -> None:
     bench.store(1)
     bench.settle()

@@ -14,8 +14,6 @@ from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_
 from kvstow_service.connectors.vllm.attachedhits import LONGEST_PATIENCE_SECONDS, PATIENCE_SECONDS
 from kvstow_service.connectors.vllm.attachstate import AttachState
 
-BEFORE_PREFILL = 2  # the newest version of the protocol without answers that take time
-
 
 def holding_lookups(groups: KVGroups = ONE_GROUP) -> AttachedVllmHost:
     """A host of `with_prompt` whose service takes its time."""
@@ -143,16 +141,6 @@ def test_the_speed_of_prefill_is_told_to_a_service_that_takes_time() -> None:
     assert host.service.prefills == [Prefill(4096, 0.5)]
     host.service.lose()
     assert not host.control.has_tier, "the next service may have none"
-
-
-def test_the_speed_of_prefill_is_kept_from_an_older_service() -> None:
-    host = AttachedVllmHost(is_up=False)
-    host.control.note_prefill(4096, 0.5)
-    host.service.is_up, host.service.version = True, BEFORE_PREFILL
-    host.step()
-    assert host.control.engine.is_attached
-    host.control.note_prefill(4096, 0.5)
-    assert host.service.prefills == []
 
 
 def test_the_times_of_ops_that_have_failed_are_not_kept() -> None:

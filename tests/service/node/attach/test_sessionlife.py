@@ -22,7 +22,7 @@ from kvstow_service.node.attach import clientcalls
 from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.attach.sessionlife import SessionLife
 
-GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),))
+GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 
 
 def give_memory(node: Node) -> None:

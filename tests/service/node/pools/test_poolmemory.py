@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, HostBench
+from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 
 from kvstow.attach.calls import Hold
 from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents
 from kvstow.errors import LeaseError
+
+
+def granted(engine: Engine) -> list[GrantedExtents]:
+    return [pushed.message for pushed in engine.pushed if isinstance(pushed.message, GrantedExtents)]
 
 
 def test_a_pool_gets_memory_when_all_ranks_are_there_and_more_as_it_fills(bench: HostBench) -> None:
@@ -70,8 +74,20 @@ def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> Non
     bench.memory.retry()
     bench.run()
     late = bench.start(ONE_RANK)
-    sizes = [len(pushed.inodes) for pushed in late.pushed if isinstance(pushed.message, GrantedExtents)]
-    assert sizes == [250, 10]
+    sizes = [(len(sent.extents), sent.is_all) for sent in granted(late)]
+    assert sizes == [(250, False), (10, True)]
+
+
+def test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing(bench: HostBench) -> None:
+    """It lets go of what it has of an earlier service then, whose memory would count twice on the machine."""
+    engine = bench.attach()
+    engine.join(0)
+    bench.run()
+    assert granted(engine) == [GrantedExtents(SLOT_BYTES, (), True)]
+    engine.join(1)
+    bench.run()
+    bench.run()
+    assert [(len(sent.extents), sent.is_all) for sent in granted(engine)] == [(0, True), (1, True), (1, True)]
 
 
 def test_ranks_of_unlike_slots_have_as_many_of_them(bench: HostBench) -> None:

@@ -79,16 +79,12 @@ def test_engines_that_hash_differently_are_told_what_to_do(bench: HostBench) -> 
     assert second.pool.num_sessions == 1
 
 
-def test_users_share_nothing_unless_the_service_says_so(make_bench: MakeBench) -> None:
-    apart, together = make_bench(), make_bench(share_across_uids=True)
-    mine, theirs = apart.start(uid=1000), apart.start(uid=1001)
+def test_users_share_nothing(bench: HostBench) -> None:
+    mine, theirs = bench.start(uid=1000), bench.start(uid=1001)
     mine.store(1)
     assert theirs.has(1) == 0
     assert theirs.pool is not mine.pool
-    assert "--share-across-uids" in theirs.answer.sharing_off[0]
-    mine, theirs = together.start(uid=1000), together.start(uid=1001)
-    mine.store(1)
-    assert theirs.has(1) == 1
+    assert theirs.answer.sharing_off == (f"not shared with pool {mine.pool.name}: its engines run as another user",)
 
 
 def test_the_uid_is_the_kernel_s_and_not_the_hello_s(bench: HostBench) -> None:

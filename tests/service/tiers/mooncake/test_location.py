@@ -45,7 +45,7 @@ def test_the_own_address_is_the_one_that_the_master_is_reached_from() -> None:
         ("mooncake://a:1,b:2", "one master"),
         (
             "mooncake://a:1?colour=red",
-            "colour is 'red'; allowed: only the options capacity, devices, ha, host, nodes, protocol, replicas",
+            "colour is 'red'; allowed: only the options devices, ha, host, protocol, replicas",
         ),
         ("mooncake://a:1?ha=etcd&ha=etcd", "each option once"),
         ("mooncake://a:1?ha=redis", "ha is 'redis'; allowed: none, etcd"),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,6 @@ from tests.service.tiers.mooncake.cluster import Cluster
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import TierStore, TransferClient
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
-from kvstow_service.tiers.tierpurge import TierPurge
 
 STAGED_BYTES = 256 << 10  # `objectbuffers.STAGED_BYTES`, which only a child imports
 
@@ -39,17 +37,3 @@ class TestMooncakeStore(StoreContract):
             assert b"".join(slots.read(slot) for slot in range(NUM_SLOTS)) == expected
         apart = [slots.object(name(at), 64 + firsts[at], sizes[at]) for at in (0, 2)]
         assert transfers.get(apart, TIMEOUT) == ["found", "found"]
-
-    def test_operators_purge_what_a_fingerprint_has(
-        self, tier: TierStore, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        """With a process of its own, which is waited for."""
-        mine = [name(at) for at in range(3)]
-        assert transfers.put([slots.object(one, at, SLOT) for at, one in enumerate(mine)], TIMEOUT) == ["stored"] * 3
-        purged: list[bool] = []
-        sweep = TierPurge(tier, mine[0].fingerprint, lambda: purged.append(True))
-        while sweep.step():
-            time.sleep(0.01)
-        assert (sweep.done, purged) == (3, [True])
-        found = transfers.get([slots.object(one, at, SLOT) for at, one in enumerate(mine)], TIMEOUT)
-        assert found == ["missing"] * 3

@@ -44,7 +44,7 @@ def keys_of(first: int, count: int) -> list[bytes]:
 
 def pids_of(node: Node) -> list[int]:
     """Of the process for transfers, and of the one for look-ups."""
-    opened = node.tier._open
+    opened = node.tier
     assert opened is not None
     clients: list[Any] = [opened._shared.client, opened._lookups]
     return [client.channel.pid for client in clients]

@@ -1,4 +1,4 @@
-"""Both clients against a real server, over TCP and over a Unix socket."""
+"""The client against a real server, over TCP and over a Unix socket."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvstow_api.client import ApiError, AsyncClient, Client, Endpoint, calls
+from kvstow_api.client import ApiError, Client, Endpoint, calls
 from kvstow_api.client.eventstream import EventParser, Subscription
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-def test_a_blocking_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, transport: str) -> None:
+def test_a_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, transport: str) -> None:
     uds = tmp_path / "admin.sock"
     listeners = serve(uds=uds)
     with Client(f"unix:{uds}" if transport == "unix" else listeners.url) as kvstow:
@@ -26,18 +24,6 @@ def test_a_blocking_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Pa
         kvstow.send(calls.drain())
         first = next(kvstow.events(Subscription(("change",), recent=10)))
         assert (first.data["method"], first.data["path"]) == ("PUT", "/v1/drain")
-
-
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
-async def test_an_async_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, transport: str) -> None:
-    uds = tmp_path / "admin.sock"
-    listeners = serve(uds=uds)
-    async with AsyncClient(f"unix:{uds}" if transport == "unix" else listeners.url) as kvstow:
-        assert (await kvstow.send(calls.pool())).capacity_slots == 16
-        await kvstow.send(calls.drain())
-        async for event in kvstow.events(Subscription(("change",), recent=10)):
-            assert event.data["path"] == "/v1/drain"
-            break
 
 
 def test_a_stream_is_taken_up_where_it_broke_off(serve: Any, ranks: Any) -> None:

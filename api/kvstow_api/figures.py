@@ -1,0 +1,190 @@
+"""Present figures of pools and sessions, and the curves of the status page and of `kvstow top`.
+
+The server samples the counters. A figure compares two samples: neighbours for a point of a curve, the ends of the last
+seconds for the present value. `FIGURES` is the one place where a figure of a pool, and its curve, are defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar
+
+from kvstow.stats import EngineStats
+from kvstow.status import RankStatus
+
+NOW_SECONDS = 10.0
+"""The period that present figures cover."""
+CURVE_INTERVAL = 5.0
+"""Seconds from one point of a curve to the next."""
+CURVE_POINTS = 60
+
+Unit = Literal["ratio", "bytes_per_second"]
+
+
+class Sample(NamedTuple):
+    """The counters of a pool at one moment of a monotonic clock."""
+
+    time: float
+    stats: EngineStats
+
+
+class SessionSample(NamedTuple):
+    """What a session's ranks have copied at one moment of a monotonic clock, in bytes of one rank: all ranks copy the
+    same blocks."""
+
+    time: float
+    load_bytes: int
+    store_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NowView:
+    """Figures of the last `seconds`, at most 10.
+
+    `hit_ratio`: blocks found of the blocks looked up, null if there were none. Bytes per second are of one rank. Blocks
+    per second: `evicted` for capacity, so not those that an operator, a purge, a resize or a failure has removed;
+    `dropped`, which were offered and not stored (outcomes `dropped_...`). Rates are null until there are two
+    samples."""
+
+    seconds: float
+    hit_ratio: float | None = None
+    load_bytes_per_second: float | None = None
+    store_bytes_per_second: float | None = None
+    evicted_blocks_per_second: float | None = None
+    dropped_blocks_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionNowView:
+    """Figures of an engine in the last `seconds`, at most 10. Bytes per second are of one rank; null until there are
+    two samples."""
+
+    seconds: float = 0.0
+    load_bytes_per_second: float | None = None
+    store_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveView:
+    """A figure over time, by its name in `now`; the oldest point first, null where it has no value. Bytes per second
+    are of one rank."""
+
+    figure: str
+    label: str
+    unit: Unit
+    points: list[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvesView:
+    """Of one pool; `pool` is null, and the curves have no points, while there is none. Points are `interval_seconds`
+    apart."""
+
+    pool: str | None
+    interval_seconds: float
+    now: NowView
+    items: list[CurveView]
+
+
+class Curve(NamedTuple):
+    label: str
+    unit: Unit
+
+
+class Figure(NamedTuple):
+    """`value`: of the time between two samples, None if there is none. `curve`: None for one that is not drawn."""
+
+    value: Callable[[Sample, Sample], float | None]
+    curve: Curve | None = None
+
+
+def sample_session(ranks: Iterable[RankStatus], time: float) -> SessionSample:
+    copied = [(rank.load_bytes_total, rank.store_bytes_total) for rank in ranks] or [(0, 0)]
+    return SessionSample(time, max(loaded for loaded, _ in copied), max(stored for _, stored in copied))
+
+
+def curves_of(pool: str | None, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:
+    """`recent`: those of the last `NOW_SECONDS`. `kept` are `CURVE_INTERVAL` apart."""
+    return CurvesView(
+        pool=pool,
+        interval_seconds=CURVE_INTERVAL,
+        now=now_of(recent),
+        items=[
+            CurveView(
+                figure=name,
+                label=figure.curve.label,
+                unit=figure.curve.unit,
+                points=[figure.value(before, after) for before, after in pairwise(kept)],
+            )
+            for name, figure in FIGURES.items()
+            if figure.curve is not None
+        ],
+    )
+
+
+def now_of(samples: Sequence[Sample]) -> NowView:
+    """Every figure of the last `NOW_SECONDS`, or of all samples if they cover less."""
+    if not samples:
+        return NowView(seconds=0.0)
+    first, last = _ends(samples)
+    return NowView(
+        seconds=last.time - first.time, **{name: figure.value(first, last) for name, figure in FIGURES.items()}
+    )
+
+
+def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
+    """As `now_of`, for a session."""
+    if not samples:
+        return SessionNowView()
+    first, last = _ends(samples)
+    seconds = last.time - first.time
+    return SessionNowView(
+        seconds=seconds,
+        load_bytes_per_second=_rate(first.load_bytes, last.load_bytes, seconds),
+        store_bytes_per_second=_rate(first.store_bytes, last.store_bytes, seconds),
+    )
+
+
+_Sample = TypeVar("_Sample", Sample, SessionSample)
+
+
+def _ends(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
+    """The last sample, and the first one that is at most `NOW_SECONDS` older."""
+    last = samples[-1]
+    return next(one for one in samples if last.time - one.time <= NOW_SECONDS), last
+
+
+def _growth(before: int, after: int) -> int | None:
+    """None if the counter shrank: the server, or the rank, restarted in between."""
+    return after - before if after >= before else None
+
+
+def _rate(before: int, after: int, seconds: float) -> float | None:
+    growth = _growth(before, after)
+    return None if growth is None or seconds <= 0 else growth / seconds
+
+
+def _per_second(counter: Callable[[EngineStats], int]) -> Callable[[Sample, Sample], float | None]:
+    return lambda before, after: _rate(counter(before.stats), counter(after.stats), after.time - before.time)
+
+
+def _hit_ratio(before: Sample, after: Sample) -> float | None:
+    first, last = before.stats.lookups, after.stats.lookups
+    queries, hits = _growth(first.query_blocks, last.query_blocks), _growth(first.hit_blocks, last.hit_blocks)
+    return hits / queries if queries and hits is not None else None
+
+
+FIGURES: Mapping[str, Figure] = {
+    "hit_ratio": Figure(_hit_ratio, Curve("hit ratio", "ratio")),
+    "load_bytes_per_second": Figure(
+        _per_second(lambda stats: stats.transfers.load.bytes), Curve("loads", "bytes_per_second")
+    ),
+    "store_bytes_per_second": Figure(
+        _per_second(lambda stats: stats.transfers.store.bytes), Curve("stores", "bytes_per_second")
+    ),
+    "evicted_blocks_per_second": Figure(_per_second(lambda stats: stats.evicted_for_capacity)),
+    "dropped_blocks_per_second": Figure(_per_second(lambda stats: stats.dropped_blocks)),
+}
+"""By the names of `NowView`'s fields, which describe them."""

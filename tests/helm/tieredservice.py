@@ -1,0 +1,11 @@
+"""`kvstow serve --tier redis://...` whose store is in its own process."""
+
+from __future__ import annotations
+
+from kvstow.tier.memorystore import MemoryStore
+from kvstow_service.cli import main
+from kvstow_service.tiers import hostedtiers
+
+if __name__ == "__main__":
+    setattr(hostedtiers, "open_store", lambda url: MemoryStore())  # noqa: B010
+    main()
