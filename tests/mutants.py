@@ -60,6 +60,9 @@ HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 
+LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
+LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
+
 NODE_API = "tests/api/node/test_conditions.py"
 
 MUTANTS = [
@@ -231,6 +234,77 @@ MUTANTS = [
         'entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"',
         "pass",
         f"{CONTROL}/test_ranktable.py::test_a_store_that_a_restarted_rank_had_finished_fails",
+    ),
+    # -- loads by layer --------------------------------------------------------------------------------------
+    Mutant(
+        "a_load_by_layer_ignores_older_writers",
+        LAYERS,
+        "            after.hold_back(stream)\n",
+        "            pass\n",
+        f"{LAYER_TESTS}::test_blocks_are_written_after_the_work_before_the_fence",
+    ),
+    Mutant(
+        "a_layer_waits_for_the_one_before_it",
+        LAYERS,
+        "self.events[self.launches[part]]",
+        "self.events[max(0, self.launches[part] - 1)]",
+        f"{LAYER_TESTS}::test_a_layer_waits_for_its_own_part_and_for_none_behind_it",
+    ),
+    Mutant(
+        "a_load_by_layer_ends_at_its_launch",
+        LAYERS,
+        "            if not twice(partial(self._driver.is_reached, buffers.finished)):\n                return\n",
+        "",
+        f"{LAYER_TESTS}::test_the_load_ends_once_the_last_layer_is_there",
+    ),
+    Mutant(
+        "a_load_by_layer_that_fails_writes_on",
+        LAYERS,
+        "            self._wait()  # what has been submitted must not write once another way has begun\n",
+        "",
+        f"{LAYER_TESTS}::test_a_load_that_fails_has_left_the_device",
+    ),
+    Mutant(
+        "memory_is_given_back_under_a_load_by_layer",
+        "engine/kvstow/layeredloads.py",
+        "        for op, hold in zip(ops, holds, strict=True):\n",
+        "        for op, hold in zip(ops, holds, strict=True):\n            hold.release()\n",
+        "tests/engine/test_layeredloads.py::test_the_memory_of_the_slots_stays_until_the_last_part_was_read",
+    ),
+    Mutant(
+        "a_rank_tries_by_layer_again",
+        "engine/kvstow/layeredloads.py",
+        '                self.failure = f"{type(error).__name__}: {error}"\n',
+        "",
+        "tests/engine/test_layeredloads.py::test_a_rank_that_failed_once_loads_by_layer_no_more",
+    ),
+    Mutant(
+        "a_whole_prompt_goes_by_layer",
+        "service/kvstow_service/connectors/engine_core/loadpolicy.py",
+        "        if is_whole:\n",
+        "        if False:\n",
+        "tests/service/connectors/engine_core/test_loadpolicy.py::test_a_whole_prompt_never_goes_by_layer",
+    ),
+    Mutant(
+        "a_step_ends_before_its_loads_by_layer",
+        "service/kvstow_service/connectors/engine_core/workerside.py",
+        "        if load is not None:\n            load.wait(num_parts - 1)\n",
+        "        pass\n",
+        "tests/service/connectors/engine_core/test_layerwaits.py::test_what_follows_the_step_waits_for_all_of_the_load",
+    ),
+    Mutant(
+        "layers_without_a_hook_do_not_wait",
+        "service/kvstow_service/connectors/engine_core/workerside.py",
+        "        if missing or not self.part_of:\n",
+        "        if False:\n",
+        "tests/service/connectors/engine_core/test_layerwaits.py::test_layers_whose_hook_was_never_called_are_waited_for_first",
+    ),
+    Mutant(
+        "a_step_goes_on_without_its_load",
+        "service/kvstow_service/connectors/engine_core/workerside.py",
+        "        if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):\n",
+        "        if False:\n",
+        "tests/service/connectors/engine_core/test_layerwaits.py::test_a_rank_that_has_lost_the_blocks_does_not_compute",
     ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(

@@ -92,7 +92,7 @@ ORDER = {
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}
 """Of what is forbidden: identities are plain values."""
-ABOVE_DEVICES = {"copythread", "dataplane", "opqueues"}
+ABOVE_DEVICES = {"copythread", "dataplane", "layeredloads", "opqueues"}
 
 
 @cache

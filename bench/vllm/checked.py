@@ -56,6 +56,7 @@ class CheckedKVStowConnector(KVStowConnector):
         self._num_blocks = kv_cache_config.num_blocks
         self._seen = 0
         self._loads: dict[int, tuple[Op, torch.Tensor]] = {}
+        self._checks_due: list[tuple[Op, torch.Tensor]] = []
         self._written_at = 0.0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -81,7 +82,15 @@ class CheckedKVStowConnector(KVStowConnector):
                 self._stored[list(op.slots)] = self._fingerprints(op.blocks).cpu().numpy()
             for op in plan.loads.ops:
                 self._loads[op.op_id] = op, torch.from_numpy(self._stored[list(op.slots)])
+            self._checks_due = [(op, torch.from_numpy(self._stored[list(op.slots)])) for op in plan.layered.ops]
         super()._begin_step(metadata)
+
+    def wait_for_save(self) -> None:
+        """The compute stream waits for loads by layer here, if not before."""
+        super().wait_for_save()
+        layered, self._checks_due = self._checks_due, []
+        for op, stored in layered:
+            self._check(op, stored)
 
     def build_connector_worker_meta(self) -> Any:
         metadata = super().build_connector_worker_meta()

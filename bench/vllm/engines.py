@@ -23,6 +23,7 @@ Graphs = Literal["none", "decode", "full"]
 GRAPHS: tuple[Graphs, ...] = ("none", "decode", "full")
 
 GIB = 1 << 30
+ATTENTION = "TRITON_ATTN"
 _ALL = 0.9  # of a small pool: whole slots in whole pages of 2 MiB
 CONNECTORS = ("none", "simple", "offloading", "kvstow", "attached", "absent")
 """kvstow is embedded; attached has the memory of a node service, and absent looks for one that is not there. Any other
@@ -44,6 +45,7 @@ class Setup:
     without measuring the GPU's memory, which fails while another engine on the same GPU gives memory back.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
+    `attention`: vLLM's backend on a GPU.
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
     normalizes sums in another order for steps of 256 tokens or more. `extra`: more options of KVStow's connector.
     """
@@ -57,6 +59,7 @@ class Setup:
     batch_requests: int = 256
     graphs: Graphs = "none"
     graph_sizes: tuple[int, ...] | None = None
+    attention: str = ATTENTION
     weights: bool = False
     ranks: int = 1
     stages: int = 1
@@ -141,7 +144,7 @@ def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
         "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
     }
     if cuda:
-        arguments["attention_config"] = {"backend": "TRITON_ATTN"}
+        arguments["attention_config"] = {"backend": setup.attention}
         arguments["compilation_config"] = _compilation(setup)
         if setup.invariant:
             arguments["ir_op_priority"] = {name: ["native"] for name in ("rms_norm", "fused_add_rms_norm")}

@@ -1,13 +1,15 @@
 """Time to first token when a prefix lies in host memory only, 16 such hits at once, 16 requests of one such prefix at
 once, and the time to start.
 
-    python3 -m bench.vllm hits [--shapes 8b tp8] [--connectors ...] [--graphs full] [--pool 40] [--out DIR]
+    python3 -m bench.vllm hits [--shapes 8b tp8] [--connectors ...] [--tokens 16007] [--graphs full] [--pool 40]
+        [--attention FLASH_ATTN] [--out DIR]
 
-Prompts of 16,000 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
-but answers after a hit are compared with the first ones. The floor of a hit is the time with the prefix on the GPU plus
-the bytes over the link. A hit of KVStow is split at what its connector sees (`bench.vllm.hitsplit`). The same few
-milliseconds of Python are timed after each hit: eager steps are as fast as their host, and a shared machine changes its
-speed. Writes `hits.jsonl` and `hits.md`.
+Prompts of 16,007 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
+but answers after a hit are compared with the first ones. A prompt is seldom a multiple of a block: of one that is, such
+as 16,000 tokens, a hit computes a single token, as a decode step does, and of any other one the rest of its last block.
+The floor of a hit is the time with the prefix on the GPU plus the bytes over the link. A hit of KVStow is split at what
+its connector sees (`bench.vllm.hitsplit`). The same few milliseconds of Python are timed after each hit: eager steps
+are as fast as their host, and a shared machine changes its speed. Writes `hits.jsonl` and `hits.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from vllm import LLM, SamplingParams
 from bench.report import Table, verdict
 from bench.vllm import admin
 from bench.vllm.captures import Captures, observe_captures
-from bench.vllm.engines import GIB, Setup, block_tokens, start_llm, wait_until_usable
+from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, wait_until_usable
 from bench.vllm.hitsplit import HitLog, Split, observe_hits
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
@@ -50,7 +52,7 @@ _BURSTS = 3  # in the first one vLLM compiles kernels: 0.6 s
 @dataclass(frozen=True, slots=True)
 class Sessions:
     number: int = 16
-    tokens: int = 16000
+    tokens: int = 16007
     on_gpu: int = 4
     few: int = 6  # without a connector: no hits, so prefix on the GPU and start are all there is to know
 
@@ -124,7 +126,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         started = start_llm(setup)
         captures, registration = observed() if observed else None, waited()
     pinned = wait_until_usable(started, setup, _PINNING)
-    client, chance = _Client(started.engine, vocabulary), random.Random(0)
+    client, chance = Client(started.engine, vocabulary), random.Random(0)
     number = sessions.few if setup.connector == "none" else sessions.number
     prompts = [client.prompt(chance, sessions.tokens) for _ in range(number)]
     client.ask([5] * 64)
@@ -139,7 +141,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
     with observe_hits() as log:
         for prompt in prompts:
             hits.append(client.ask(prompt, log=log))
-            host.append(_host_ms())
+            host.append(host_ms())
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
     bursts = [client.ms_of_all(prompts) for _ in range(_BURSTS)]
@@ -175,7 +177,7 @@ class _Answer:
     cached: int
 
 
-class _Client:
+class Client:
     def __init__(self, llm: LLM, vocabulary: int) -> None:
         self._llm, self._vocabulary = llm, vocabulary
         self._params = {
@@ -222,7 +224,7 @@ class _Client:
         return outputs
 
 
-def _host_ms() -> float:
+def host_ms() -> float:
     began, total = time.perf_counter(), 0
     for number in range(_LOOPS):
         total ^= number
@@ -280,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results: Results, link: Link | None) -> None:
     write_model(model, SHAPES[shape], weights=False)
-    sessions = TINY if options.tiny else FULL
+    sessions = TINY if options.tiny else replace(FULL, tokens=options.tokens)
     plain = Setup(
         model,
         "none",
@@ -288,6 +290,7 @@ def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results
         max_tokens=sessions.tokens * 2,
         gpu_blocks=sessions.on_gpu * sessions.tokens // block_tokens() + sessions.tokens * 6 // 1000,
         graphs=options.graphs,
+        attention=options.attention,
         extra=options.extra,
     )
     arguments = sessions, SHAPES[shape].vocabulary
@@ -299,5 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("hits", __doc__)
     shapes = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shapes", nargs="+", default=["8b", "tp8"], choices=shapes)
+    parser.add_argument("--tokens", type=int, default=FULL.tokens, help="of each prompt; default: %(default)s")
+    parser.add_argument("--attention", default=ATTENTION, help="vLLM's attention backend; default: %(default)s")
     add_engines(parser, ["none", "kvstow", "simple", "offloading", "none"], pool=40.0, graphs="none")
     return parser

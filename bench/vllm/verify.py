@@ -27,10 +27,11 @@ from vllm.platforms import current_platform
 from bench.vllm import admin
 from bench.vllm.checked import FOLDER, Checks, read_checks
 from bench.vllm.conversations import Answer, Load, Talk, Turn
-from bench.vllm.engines import CONNECTORS, Setup, block_tokens, start_async
+from bench.vllm.engines import CONNECTORS, GRAPHS, Setup, block_tokens, start_async
 from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.process import Measurement, MeasurementError, run
 from bench.vllm.results import make_parser, open_results
+from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS
 
 _STARTING = 180.0  # seconds
 _PROMPTS = 16  # of the control
@@ -157,6 +158,8 @@ def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -
         stages=options.stages,
         gpu_share=0.2,
         invariant=True,
+        graphs=options.graphs,
+        extra={"load_path": options.load_path},
     )
 
 
@@ -200,5 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine, or of each stage (tensor parallel)")
     parser.add_argument("--stages", type=int, default=1, help="of the pipeline")
     parser.add_argument("--seed", type=int, default=0, help="of what is talked about")
+    parser.add_argument("--load-path", choices=LOAD_PATHS, default="async", help="KVStow's option of that name")
+    parser.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs; full is vLLM's default")
     parser.add_argument("--beside", action="store_true", help="both engines at once, on two GPUs if there are two")
     return parser

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kvstow.devices.base import Device, Fence, TicketState, start_load
+from kvstow.devices.base import Device, Fence, Ticket, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
@@ -70,6 +70,7 @@ class CopyThread:
         self._failure: str | None = None
         self._defect: BaseException | None = None
         self._stop_at: float | None = None
+        self._has_ended = False
         self._driven_at = -_DRIVEN_FOR  # a number, written and read whole
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -85,6 +86,24 @@ class CopyThread:
             now = self._clock()
             self._publish([completion for op in ops if (completion := self._take(op, after, now))])
             self._work.notify()
+
+    def adopt(self, op: Op, ticket: Ticket, hold: SlotHold) -> None:
+        """Follow an op that the caller has started on the device, and release `hold` when it is complete."""
+        copy = PendingOp(op, None, self._clock(), hold, ticket)
+        with self._lock:
+            if self._has_ended:
+                self._publish([_failed(op, DataPlaneFailedError(self._failure or "the data plane is closed"))])
+                copy.drop_memory()
+            else:
+                self._ops.adopt(copy)
+                self._work.notify()
+
+    def failed_of(self, ops: Sequence[Op]) -> list[Op] | None:
+        """Those of `ops` that have failed; None while some of them are not complete. Their completions were not taken
+        yet."""
+        with self._lock:
+            marks = {one.op_id: one.mark for one in self._completions if one.mark != "source_free"}
+        return [op for op in ops if marks[op.op_id] == "failed"] if all(op.op_id in marks for op in ops) else None
 
     def fail(self, op: Op, error: BaseException) -> None:
         """Report an op that never began as failed."""
@@ -252,6 +271,7 @@ class CopyThread:
             for copy in running:
                 copy.drop_memory()
             self._ops.clear_running()
+            self._has_ended = True
         if self._failure is not None:
             self._on_failure()
 

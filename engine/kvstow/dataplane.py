@@ -13,8 +13,9 @@ from contextlib import suppress
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
-from kvstow.devices.base import Device, Fence, Launcher
+from kvstow.devices.base import Device, Fence, Launcher, LayerDevice
 from kvstow.errors import CopyError
+from kvstow.layeredloads import LayeredLoads
 from kvstow.memory.slotpool import PoolStatus, SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
@@ -46,12 +47,14 @@ class DataPlane:
         device: Device,
         *,
         launcher: Launcher | None = None,
+        layers: LayerDevice | None = None,
         reports: ReportSequence | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """If this raises, the caller still owns pool and device. `launcher`: the device's, if it has one; then `submit`
-        belongs to the host's thread. `reports`: of the previous boot in this process."""
+        belongs to the host's thread. `layers`: the same device, if it can load by layer. `reports`: of the previous
+        boot in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -75,6 +78,8 @@ class DataPlane:
             self._listeners.call,
             loads_at_once=_AT_ONCE if launcher is None else _STAGED_AT_ONCE,
         )
+        self.layered = None if layers is None else LayeredLoads(layers, self._copies, pool.hold)
+        """Loads that a computation waits for layer by layer; None if the device has none."""
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool in the background. Idempotent. `at_ease`: pin slowly until called without it, while the host

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from kvstow.errors import ConfigError
 
@@ -24,6 +26,18 @@ class Region:
             raise ConfigError(f"region {self.name}: page_bytes", self.page_bytes, "1 or more")
         if self.num_blocks > 1 and self.stride_bytes < self.page_bytes:
             raise ConfigError(f"region {self.name}: stride_bytes", self.stride_bytes, f"at least {self.page_bytes}")
+
+
+class Span(NamedTuple):
+    """Bytes `start` to `start + size` of each page of region number `region`."""
+
+    region: int
+    start: int
+    size: int
+
+
+Part = tuple[Span, ...]
+"""What one step of a computation reads of each block, such as the KV of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,21 @@ class KVLayout:
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each region's page within a slot."""
         return tuple(accumulate((region.page_bytes for region in self.regions), initial=0))[:-1]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """A part for each region."""
+        return tuple((Span(number, 0, region.page_bytes),) for number, region in enumerate(self.regions))
+
+    def require_parts(self, parts: Sequence[Part]) -> None:
+        """Raises `ConfigError` unless the parts cover each byte of a page once."""
+        ends = [0] * len(self.regions)
+        for region, start, size in sorted(span for part in parts for span in part):
+            if not 0 <= region < len(ends) or start != ends[region] or size < 1:
+                raise ConfigError("parts", Span(region, start, size), "each byte of each region in one part")
+            ends[region] = start + size
+        if ends != [region.page_bytes for region in self.regions]:
+            raise ConfigError("parts", ends, "each byte of each region in one part")
 
     def require(self, slot_bytes: int, num_tensors: int) -> None:
         """Raises `ConfigError` unless slots of so many bytes hold a block, and there is a tensor for each region."""

@@ -44,6 +44,7 @@ class OpQueues:
         self._at_once: dict[Direction, int] = {"load": loads_at_once, "store": _STORES_AT_ONCE}
         self._queued: dict[Direction, deque[PendingOp]] = {"load": deque(), "store": deque()}
         self._running: dict[Direction, list[PendingOp]] = {"load": [], "store": []}
+        self._adopted: list[PendingOp] = []
 
     def put(self, op: Op, after: Fence | None, now: float) -> None:
         """Raises `QueueFullError`."""
@@ -58,22 +59,27 @@ class OpQueues:
                 self._running[direction].append(queue[0])  # first: it may raise, and no op may get lost
                 queue.popleft()
 
+    def adopt(self, running: PendingOp) -> None:
+        """Count an op that runs already, whatever room there is."""
+        self._adopted.append(running)
+
     def running(self) -> list[PendingOp]:
-        """Loads first, each direction in order of its start."""
-        return [*self._running["load"], *self._running["store"]]
+        """Adopted ops, then loads, then stores, each in order of their start."""
+        return [*self._adopted, *self._running["load"], *self._running["store"]]
 
     def queued(self) -> list[PendingOp]:
         return [*self._queued["load"], *self._queued["store"]]
 
     def discard_running(self, running: PendingOp) -> None:
-        self._running[running.op.direction].remove(running)
+        of = self._adopted if running in self._adopted else self._running[running.op.direction]
+        of.remove(running)
 
     def clear_queued(self) -> None:
         for queue in self._queued.values():
             queue.clear()
 
     def clear_running(self) -> None:
-        for running in self._running.values():
+        for running in (self._adopted, *self._running.values()):
             running.clear()
 
     def can_start(self) -> bool:
@@ -85,7 +91,7 @@ class OpQueues:
         return sum(map(len, self._queued.values())) if direction is None else len(self._queued[direction])
 
     def num_running(self) -> int:
-        return sum(map(len, self._running.values()))
+        return len(self._adopted) + sum(map(len, self._running.values()))
 
     def _has_room(self, direction: Direction) -> bool:
         return bool(self._queued[direction]) and len(self._running[direction]) < self._at_once[direction]

@@ -126,7 +126,14 @@ class GpuRank:
         self._ids = iter(range(1 << 40))
 
     def new_device(self) -> CudaDevice:
-        return CudaDevice(self.pool, self.layout, self.tensors, registrar=self.registrar, options=self.options)
+        return CudaDevice(
+            self.pool,
+            self.layout,
+            self.tensors,
+            registrar=self.registrar,
+            options=self.options,
+            parts=self.layout.parts,
+        )
 
     def scramble(self) -> None:
         for memory in self.storage:

@@ -8,8 +8,8 @@ set -eu
 sanitize() {
     echo "== $1"
     compute-sanitizer --tool "$1" --report-api-errors no --print-limit 10 --error-exitcode 9 \
-        python3 -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_round_trips.py -k "$2"
+        python3 -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_round_trips.py tests/gpu/test_layers.py -k "$2"
 }
 
-sanitize memcheck "many_regions or staging_buffer or one_launch"
+sanitize memcheck "many_regions or staging_buffer or one_launch or random_layouts or divide_a_region"
 sanitize initcheck "without_batched_copies"

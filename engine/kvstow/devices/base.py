@@ -95,6 +95,35 @@ class Device(Protocol):
         """Wait for copies under way and free what the device holds. Idempotent. The pool stays open."""
 
 
+class LayeredLoad(Protocol):
+    """A load whose parts a computation waits for one by one (`KVLayout`). May be used by several of the host's
+    threads."""
+
+    @property
+    def ticket(self) -> Ticket:
+        """For the thread that drives the device."""
+
+    def wait(self, part: int) -> None:
+        """What the calling thread gives to its compute stream from now on runs after this part, and all parts before
+        it, are in their blocks. Idempotent."""
+
+
+class LayerDevice(Protocol):
+    """A device that can load under a computation. These calls are made by the host's thread, in between those of the
+    thread that drives the device."""
+
+    @property
+    def num_parts(self) -> int: ...
+
+    def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> LayeredLoad:
+        """Start to copy slot `slots[i]` to block `blocks[i]`, part by part; the blocks are written once `after` has
+        finished. Never waits. After an error nothing is under way, unless the device is lost; then the error is the
+        driver's, and the next call fails as well."""
+
+    def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
+        """Copy the slots to the blocks, and wait for it. For a load that no other way could bring."""
+
+
 class Launcher(Protocol):
     """The part of a device whose programs and transfers must be launched in order with the host's own (JAX). All but
     `stop` and `take_staged` are for the host's thread, which has made the device: on another, `gather` and `expect`

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
 from kvstow.errors import ConfigError, CopyError
-from kvstow.layout import KVLayout, Region
+from kvstow.layout import KVLayout, Part, Region
 from kvstow.memory.slotpool import SlotPool
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
@@ -83,6 +84,33 @@ class CpuLoad:
         """There is nothing to free."""
 
 
+class CpuLayeredLoad:
+    """A `LayeredLoad` that copies a part when it is waited for: a computation that does not wait finds old bytes. It is
+    also its own ticket."""
+
+    def __init__(self, copies: Sequence[Callable[[], None]], after: Fence | None) -> None:
+        self._copies, self._after = list(copies), after
+        self._copied = 0
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+
+    @property
+    def ticket(self) -> CpuLayeredLoad:
+        return self
+
+    def wait(self, part: int) -> None:
+        if self._after is not None and not self._after.query():
+            raise CopyError("the work before the load has not finished")
+        began = time.perf_counter()
+        while self._copied <= part:
+            self._copies[self._copied]()
+            self._copied += 1
+        self.seconds += time.perf_counter() - began
+
+    def poll(self) -> TicketState:
+        return TicketState.DONE if self._copied == len(self._copies) else TicketState.PENDING
+
+
 class CpuDevice:
     """Moves blocks between `tensors` and `pool`.
 
@@ -93,13 +121,20 @@ class CpuDevice:
 
     name, copies_alone = "cpu", False
 
-    def __init__(self, pool: SlotPool, layout: KVLayout, tensors: Sequence[Any]) -> None:
-        """Raises `ConfigError`, which names the region, for tensors that do not match the layout."""
+    def __init__(
+        self, pool: SlotPool, layout: KVLayout, tensors: Sequence[Any], parts: Sequence[Part] | None = None
+    ) -> None:
+        """`parts`: what loads by layer bring one after the other; None: there are no such loads. Raises
+        `ConfigError`, which names the region, for tensors that do not match the layout."""
         layout.require(pool.slot_bytes, len(tensors))
         arrays = [_array_of(region, tensor) for region, tensor in zip(layout.regions, tensors, strict=True)]
         self._pool, self._num_blocks = pool, layout.num_blocks
         self._pages = list(zip(arrays, layout.offsets, strict=True))
         self._closed = False
+        self._parts = tuple(parts or ())
+        if parts is not None:
+            layout.require_parts(parts)
+        self.num_parts = len(self._parts)
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
         return CpuTicket(lambda: self._move(blocks, slots, _store_run), after)
@@ -110,6 +145,26 @@ class CpuDevice:
     def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> CpuTicket:
         assert isinstance(load, CpuLoad)
         return CpuTicket(lambda: self._move(blocks, load.slots, _load_run), after)
+
+    def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuLayeredLoad:
+        self._check(blocks, slots)
+        places: list[int] = self._pool.addresses(np.array(slots, np.int64)).tolist()
+        return CpuLayeredLoad([partial(self._move_part, part, blocks, places) for part in self._parts], after)
+
+    def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
+        if after is not None and not after.query():
+            raise CopyError("the work before the load has not finished")
+        self._move(blocks, slots, _load_run)
+
+    def _move_part(self, part: Part, blocks: Sequence[int], places: Sequence[int]) -> None:
+        if self._closed:
+            raise CopyError("the device is closed")
+        stride = self._pool.slot_stride
+        for run in merge_runs(blocks, places, stride):
+            for number, start, size in part:
+                kv, offset = self._pages[number]
+                pages = kv[run.block : run.block + run.length, start : start + size]
+                pages[:] = rows_at(run.place + offset + start, run.length, stride, pages)
 
     def advance(self) -> None:
         """Copies run in `CpuTicket.poll`."""

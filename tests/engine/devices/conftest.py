@@ -19,6 +19,7 @@ from kvstow.devices.base import Ticket, start_load
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
+from kvstow.devices.cuda.layerloader import PLACE
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
@@ -271,6 +272,8 @@ class FakeCuda:
         return 0, name.decode()
 
     def cuLaunchKernel(self, function: str, pieces: int, blocks: int, *rest: Any) -> Any:
+        if function == "fetch":
+            return self._fetch(rest[5], (ctypes.c_uint64 * 4).from_address(rest[6]))
         stream, pointers = rest[5], (ctypes.c_uint64 * 4).from_address(rest[6])
         table, staging, block_bytes = (ctypes.c_uint64.from_address(pointer).value for pointer in pointers[:3])
         ids = list((ctypes.c_int32 * blocks).from_address(pointers[3]))
@@ -289,6 +292,23 @@ class FakeCuda:
 
         touched = [(start, size) for packed, page, size in moves for start in (packed, page)]
         stream.work.append((function, move, touched))
+        return (0,)
+
+    def _fetch(self, stream: FakeStream, pointers: Any) -> Any:
+        table, places = (ctypes.c_uint64.from_address(pointer).value for pointer in pointers[:2])
+        counts = [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[2:]]
+        rows = np.frombuffer(ctypes.string_at(table, counts[0] * PIECE.itemsize), PIECE).tolist()
+
+        def move() -> bool:
+            where = np.frombuffer(ctypes.string_at(places, counts[1] * PLACE.itemsize), PLACE).tolist()
+            for page, stride, offset, size in rows:
+                for slot, block in where:
+                    ctypes.memmove(page + block * stride, slot + offset, size)
+            return True
+
+        touched = [(page, size) for page, _, _, size in rows] + [(places, counts[1] * PLACE.itemsize)]
+        touched += [(slot, 1) for slot in self._registered]
+        stream.work.append(("fetch", move, touched))
         return (0,)
 
     def _created(self, handle: Any, kind: str) -> Any:
@@ -356,6 +376,7 @@ class CudaRank:
         size = self.layout.slot_bytes
         self.pool = HostPool(PoolConfig(size, size * slots, chunk_bytes=16 << 10, pause=0.0), self.registrar)
         undo.callback(self.pool.close)
+        self.parts = self.layout.parts if options.pop("layers", False) else None
         self.options = options
         self.device = self.new_device()
         undo.callback(self.device.close)
@@ -364,7 +385,7 @@ class CudaRank:
     def new_device(self) -> CudaDevice:
         tensors: list[Any] = [FakeTensor(tensor) for tensor in self.tensors]
         options = CudaOptions(**self.options)
-        return CudaDevice(self.pool, self.layout, tensors, registrar=self.registrar, options=options)
+        return CudaDevice(self.pool, self.layout, tensors, registrar=self.registrar, options=options, parts=self.parts)
 
     def scramble(self) -> None:
         for memory in self.storage:

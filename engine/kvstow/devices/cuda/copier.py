@@ -104,7 +104,7 @@ class Copier(ABC):
         with ExitStack() as attempts:
             attempts.callback(self._reclaim)
             for stream in (self._kv, *(buffer.link for buffer in self._buffers)):
-                attempts.callback(_twice, partial(self._driver.synchronize, stream))
+                attempts.callback(twice, partial(self._driver.synchronize, stream))
 
     # Where the directions differ.
 
@@ -177,7 +177,7 @@ class Copier(ABC):
 
     def _has_finished(self, batch: Batch) -> bool:
         try:
-            return _twice(partial(self._is_past, batch))
+            return twice(partial(self._is_past, batch))
         except DriverError as error:  # the device is lost, and what was under way with it
             batch.transfer.fail(error)
             return True
@@ -304,7 +304,7 @@ def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
         batch.is_marked = False
 
 
-def _twice(call: Callable[[], _Value]) -> _Value:
+def twice(call: Callable[[], _Value]) -> _Value:
     """Calls that wait or query may report errors of earlier work without waiting. If the second attempt fails too, the
     device is lost."""
     try:

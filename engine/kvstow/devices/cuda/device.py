@@ -15,14 +15,15 @@ from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cuda.calibration import CANDIDATES, direct_threshold
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import LoadCopier, StoreCopier
-from kvstow.devices.cuda.driver import Driver, Int64Array
+from kvstow.devices.cuda.driver import Driver, Handle, Int64Array
 from kvstow.devices.cuda.kernels import PageKernels
+from kvstow.devices.cuda.layerloader import CudaLayeredLoad, LayerLoader
 from kvstow.devices.cuda.plan import BatchedCopies, Split
 from kvstow.devices.cuda.registrar import CudaRegistrar
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.devices.tensorchecks import check_tensors
 from kvstow.errors import ConfigError, CopyError
-from kvstow.layout import KVLayout
+from kvstow.layout import KVLayout, Part
 from kvstow.memory.slotpool import SlotPool
 
 logger = logging.getLogger("kvstow.cuda")
@@ -93,9 +94,11 @@ class CudaDevice:
         *,
         registrar: CudaRegistrar,
         options: CudaOptions | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
-        """Allocates up to four staging buffers on the device, and may calibrate (`CudaOptions`). Raises `ConfigError`,
-        `DriverUnavailableError` and `DriverError`, and then leaves nothing behind."""
+        """`parts`: what loads by layer bring one after the other; None: there are no such loads. Allocates up to four
+        staging buffers on the device, and may calibrate (`CudaOptions`). Raises `ConfigError`, `DriverUnavailableError`
+        and `DriverError`, and then leaves nothing behind."""
         check_tensors(pool, layout, tensors, "cuda")
         if pool.status().pin_mode != registrar.mode:
             raise ConfigError("lock", False, "true: CUDA copies from registered memory only")
@@ -103,11 +106,21 @@ class CudaDevice:
         self._context = primary_context(tensors[0].device.index)
         self.name = f"cuda:{self._context.ordinal}"
         self._closed = False
+        if parts is not None:
+            layout.require_parts(parts)
+        self.num_parts = len(parts or ())
         with self._context.current(), ExitStack() as undo:
-            self._build(layout, tensors, options or CudaOptions(), undo)
+            self._build(layout, tensors, options or CudaOptions(), parts, undo)
             self._undo = undo.pop_all()
 
-    def _build(self, layout: KVLayout, tensors: Sequence[torch.Tensor], options: CudaOptions, undo: ExitStack) -> None:
+    def _build(
+        self,
+        layout: KVLayout,
+        tensors: Sequence[torch.Tensor],
+        options: CudaOptions,
+        parts: Sequence[Part] | None,
+        undo: ExitStack,
+    ) -> None:
         driver = self._context.driver
         bases = [tensor.data_ptr() for tensor in tensors]
         self._split = Split(layout, bases, _direct_regions(driver, layout, options), options.staging_bytes)
@@ -126,6 +139,10 @@ class CudaDevice:
             per_advance=options.loads_per_advance,
             undo=undo,
         )
+        self._layers = None
+        if parts is not None:
+            self._layers = LayerLoader(self._context, layout, bases, parts, self._compute_stream, undo)
+        self._bases, self._layout = bases, layout
 
     @property
     def notice(self) -> str | None:
@@ -146,9 +163,32 @@ class CudaDevice:
         self._loads.queue(transfer)
         return transfer
 
+    def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CudaLayeredLoad:
+        assert self._layers is not None
+        places = self._checked_slots(slots)
+        targets, addresses = self._checked_blocks(blocks, len(places)), self._pool.addresses(places)
+        with self._context.current():
+            return self._layers.load(targets, addresses, after)
+
+    def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
+        assert self._layers is not None
+        places = self._checked_slots(slots)
+        targets, addresses = self._checked_blocks(blocks, len(places)), self._pool.addresses(places)
+        rows = list(zip(self._bases, self._layout.regions, self._layout.offsets, strict=True))
+        device = np.concatenate([base + targets * region.stride_bytes for base, region, _ in rows])
+        host = np.concatenate([addresses + offset for _, _, offset in rows])
+        size = np.repeat(np.array([region.page_bytes for _, region, _ in rows], np.int64), len(targets))
+        with self._context.current():
+            self._layers.copy_now(device, host, size, after)
+
+    def _compute_stream(self) -> Handle:
+        return torch.cuda.current_stream(self._context.ordinal).cuda_stream
+
     def advance(self) -> None:
         if not self._closed:
             with self._context.current():
+                if self._layers is not None:
+                    self._layers.advance()
                 self._loads.advance()  # first: a request waits for a load, and nothing waits for a store
                 self._stores.advance()
 
@@ -159,6 +199,8 @@ class CudaDevice:
         self._closed = True
         with ExitStack() as context, ExitStack() as rest:
             rest.push(self._undo)
+            if self._layers is not None:
+                rest.callback(self._layers.drain)
             rest.callback(self._loads.drain)
             rest.callback(self._stores.drain)
             context.enter_context(self._context.current())

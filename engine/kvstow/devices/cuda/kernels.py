@@ -19,7 +19,7 @@ _THREADS = 128
 
 
 @cache
-def _machine_code(driver: Driver, capability: tuple[int, int]) -> bytes:
+def machine_code(driver: Driver, capability: tuple[int, int]) -> bytes:
     """Compiled once per process and kind of GPU."""
     source = files("kvstow.devices.cuda").joinpath("pages.cu").read_text()
     return driver.compile(source, capability)
@@ -42,7 +42,7 @@ class PageKernels:
 
     def __init__(self, context: Context, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
         driver = self._driver = context.driver
-        module = driver.load_module(_machine_code(driver, driver.compute_capability(context.ordinal)))
+        module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
         undo.callback(driver.unload_module, module)
         self._functions = {name: driver.get_function(module, name) for name in ("gather", "scatter")}
         table = driver.allocate(pieces.nbytes)

@@ -63,3 +63,57 @@ extern "C" __global__ void scatter(
     copy_bytes(reinterpret_cast<unsigned char*>(piece.page + blocks.ids[blockIdx.y] * piece.stride),
         staging + blockIdx.y * block_bytes + piece.offset, piece.bytes);
 }
+
+struct Place {                     // where a block's bytes come from and go to
+    unsigned long long slot;       // address, in host memory
+    unsigned long long block;      // number
+};
+
+// One warp copies `bytes`, as `copy_words` does, with up to eight loads of a thread under way: a load over the link takes 2 us.
+template <typename T>
+__device__ void fetch_words(unsigned char* target, const unsigned char* source, unsigned int bytes, unsigned int lane)
+{
+    unsigned int head = (0 - reinterpret_cast<unsigned long long>(target)) & (sizeof(T) - 1);
+    head = head < bytes ? head : bytes;
+    const unsigned int words = (bytes - head) / sizeof(T);
+    T* to = reinterpret_cast<T*>(target + head);
+    const T* from = reinterpret_cast<const T*>(source + head);
+    for (unsigned int start = lane; start < words; start += 256) {
+        T values[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            if (start + 32 * k < words)
+                values[k] = __ldcs(from + start + 32 * k);
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            if (start + 32 * k < words)
+                to[start + 32 * k] = values[k];
+    }
+    for (unsigned int i = lane; i < head; i += 32)
+        target[i] = source[i];
+    for (unsigned int i = head + words * sizeof(T) + lane; i < bytes; i += 32)
+        target[i] = source[i];
+}
+
+// Reads pieces of slots over the link straight into pages: piece `p` of `places[b]` lies at `pieces[p].offset` in the slot.
+// Each warp takes one piece after the other, so that a few thread blocks keep the link busy whatever the size of a page.
+extern "C" __global__ void fetch(const Piece* pieces, const Place* places, unsigned int num_pieces, unsigned int num_places)
+{
+    const unsigned int lane = threadIdx.x % 32;
+    const unsigned long long warps = gridDim.x * (blockDim.x / 32), items = 1ULL * num_pieces * num_places;
+    for (unsigned long long i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < items; i += warps) {
+        const Piece piece = pieces[i % num_pieces];
+        const Place place = places[i / num_pieces];
+        unsigned char* target = reinterpret_cast<unsigned char*>(piece.page + place.block * piece.stride);
+        const unsigned char* source = reinterpret_cast<const unsigned char*>(place.slot + piece.offset);
+        const unsigned int bytes = static_cast<unsigned int>(piece.bytes);
+        const unsigned long long difference =
+            reinterpret_cast<unsigned long long>(target) ^ reinterpret_cast<unsigned long long>(source);
+        if ((difference & 15) == 0)
+            fetch_words<uint4>(target, source, bytes, lane);
+        else if ((difference & 3) == 0)
+            fetch_words<unsigned int>(target, source, bytes, lane);
+        else
+            fetch_words<unsigned char>(target, source, bytes, lane);
+    }
+}

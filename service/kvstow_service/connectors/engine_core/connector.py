@@ -14,6 +14,7 @@ from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
 
+from kvstow.errors import CopyError
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics, KVStowStats
@@ -56,6 +57,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # vLLM understands bad blocks only of plain models
         self._has_sent_hello = False
+        self._told_by_layer: str | None = None  # the request of which vLLM was told that its load goes by layer
+        self._num_layered = 0  # loads by layer that the step being planned has to have
+        self._lost: str | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
         else:
@@ -101,10 +105,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """The loads began with the step."""
+        """Loads that vLLM waits for began with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request is computed before its load has ended."""
+        """No request is computed before a load that vLLM waits for has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are stored whole, after all layers have written them."""
@@ -118,11 +122,19 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank
         hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
-        update = RankUpdate(rank.take_completions(), hello, *rank.news(), timed_step=rank.timed_step)
+        update = RankUpdate(
+            rank.take_completions(),
+            hello,
+            *rank.news(),
+            timed_step=rank.timed_step,
+            layers_off=rank.side.take_layers_off(),
+        )
         return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         rank = self._rank
+        if metadata.lost is not None:
+            raise CopyError(f"this step computes with blocks that cannot be loaded: {metadata.lost}")
         rank.follow(metadata)
         if metadata.plan is not None:
             rank.side.begin_step(metadata.plan)
@@ -152,9 +164,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         def find(offload: Offload) -> int | None:
             return offload.side.find_hit(request, num_computed_tokens)
 
+        def goes_by_layer(offload: Offload) -> bool:
+            return offload.side.loads_by_layer(request)
+
         nothing: int | None = 0
         found = self._host.ask("lookup", find, nothing)
-        return found, bool(found)
+        by_layer = bool(found) and self._host.ask("way of a load", goes_by_layer, otherwise=False)
+        self._told_by_layer = request.request_id if by_layer else None
+        return found, bool(found) and not by_layer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         def admit(offload: Offload) -> bool:
@@ -164,8 +181,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         def fail(offload: Offload) -> None:
             offload.side.fail_admission(request, blocks.get_block_ids(), num_external_tokens)
 
-        if not self._host.ask("admission", admit, otherwise=False) and num_external_tokens:
+        is_admitted = self._host.ask("admission", admit, otherwise=False)
+        if num_external_tokens and self._told_by_layer == request.request_id:
+            self._num_layered += 1
+            if not is_admitted:  # vLLM computes with these blocks in this step, and takes back no part of it
+                self._lost = f"request {request.request_id}: its load by layer could not be planned"
+        elif num_external_tokens and not is_admitted:
             self._host.ask("load", fail, None)
+        self._told_by_layer = None
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -193,7 +216,11 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
         timed = host.time_step(scheduler_output)
-        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, timed)
+        lost, wanted = self._lost, self._num_layered
+        self._lost, self._num_layered = None, 0
+        if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
+            lost = "the plan of the step is incomplete"
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, timed, lost)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

@@ -7,11 +7,13 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from kvstow.errors import LeaseError
 from kvstow.messages import Op
 from kvstow.results import Awaited
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.hits import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
@@ -37,7 +39,8 @@ class Loads:
     local prefix are already on the GPU.
 
     vLLM waits for a promised load until every rank has reported its end. Each `plan_load` therefore ends in exactly one
-    report per rank: of its op, or of its loss.
+    report per rank: of its op, or of its loss. vLLM does not wait for a load by layer (`plan_layered`): the step that
+    admits its request computes with it, so it has to begin at once.
     """
 
     def __init__(
@@ -48,18 +51,22 @@ class Loads:
         null_block: int,
         observe: Observe,
         shared: SharedLoads,
+        policy: LoadPolicy | None = None,
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
-        time of each lookup."""
+        time of each lookup. `policy`: None if no load can go by layer."""
         self._control, self._planner, self._groups = control, planner, groups
         self._null_block, self._observe, self._shared = null_block, observe, shared
         self._finder = control.hit_finder(groups)
         self._asked: deque[_AskedLoad] = deque()
         self._under_way: dict[int, TrackedRequest] = {}  # by op
+        self._policy = policy
+        self._layered: set[int] = set()
+        self._blocks: dict[int, int] = {}  # of the loads under way, by op
 
     @property
     def are_under_way(self) -> bool:
-        return bool(self._under_way or self._asked)
+        return bool(self._under_way or self._asked or self._layered)
 
     @property
     def are_awaited(self) -> bool:
@@ -77,8 +84,8 @@ class Loads:
     def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
         """How many tokens after the first `local` can be loaded; they are held for the request. None: not known yet, or
         the request waits for another one's load. A hit without blocks to load, as at the start of a chunk, counts as no
-        hit, because vLLM waits for the end of each load."""
-        tracked.start = local
+        hit, because vLLM waits for the end of each load. `tracked.choice` says which way the load would go."""
+        tracked.start, tracked.choice = local, None
         hit, end = tracked.hit, self._longest_end(tracked)
         if local % self._groups.alignment or local >= end:
             self.release_hit(tracked)
@@ -91,7 +98,16 @@ class Loads:
             tracked.hit = hit = found
         if hit is None:
             return 0
+        tracked.choice = choice = self._choose(tracked, hit.end)
+        if choice is not None and choice.by_layer:
+            return hit.end - local  # it needs no other request's load, and vLLM keeps it in this step
         return None if self._shared.must_wait(tracked, local, hit.end) else hit.end - local
+
+    def _choose(self, tracked: TrackedRequest, end: int) -> Choice | None:
+        if self._policy is None:
+            return None
+        request, num_blocks = tracked.request, (end - tracked.start) // self._groups.alignment
+        return self._policy.choose(request.request_id, num_blocks, is_whole=end >= request.num_tokens)
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The request is admitted, and uses `num_tokens` of what was found."""
@@ -154,10 +170,28 @@ class Loads:
         if answer is None:
             self.lose_load(tracked, num_tokens)
             return
+        if self._policy is not None and tracked.choice is not None:
+            self._policy.begun(tracked.choice, len(targets))
         self._asked.append(_AskedLoad(tracked, tuple(targets), answer))
         self._shared.begun(tracked, num_tokens)
         if answer.done:
             self.take_begun()
+
+    def plan_layered(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Load the `num_tokens` tokens after `tracked.start` in the step that is being planned, which computes with
+        them. Uses up the hit. Raises `LeaseError` if that is impossible."""
+        hit, tracked.hit = tracked.hit, None
+        end = tracked.start + num_tokens
+        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
+        places = self._groups.places(tracked.start, end)
+        targets = [tracked.tables[group][number] for group, number in places]
+        answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)
+        if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
+            raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
+        self._planner.add_layered(answer.value)
+        self._layered.add(answer.value.op_id)
+        if self._policy is not None and tracked.choice is not None:
+            self._policy.begun(tracked.choice, len(targets))
 
     def take_begun(self, *, wait: bool = False) -> None:
         """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
@@ -170,7 +204,9 @@ class Loads:
             if (op := answer.value) is not None:
                 self._planner.add_load(op, tracked.request.request_id)
                 self._under_way[op.op_id] = tracked
+                self._blocks[op.op_id] = len(targets)
             else:
+                self._end_queued(len(targets))
                 logger.warning("request %s lost its hit and is computed: %s", tracked.request.request_id, answer.error)
                 self._lose(tracked, targets)
 
@@ -179,8 +215,14 @@ class Loads:
         places = self._groups.places(tracked.start, tracked.start + num_tokens)
         self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
+    def has(self, op_id: int) -> bool:
+        """Whether the op is a load under way."""
+        return op_id in self._layered or op_id in self._under_way
+
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
+        self._layered.discard(op_id)
+        self._end_queued(self._blocks.pop(op_id, 0))
         tracked = self._under_way.pop(op_id, None)
         if tracked is None:
             return
@@ -189,6 +231,10 @@ class Loads:
             self._shared.ended(tracked)
         else:
             self._shared.done(tracked)
+
+    def _end_queued(self, num_blocks: int) -> None:
+        if self._policy is not None and num_blocks:
+            self._policy.ended(num_blocks)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True

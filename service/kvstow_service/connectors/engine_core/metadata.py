@@ -41,7 +41,7 @@ class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
     answers ranks that have reported with a step. `ticket` is that of the session with the node service. `timed_step`
     numbers the steps that are timed, from 1; 0 for others. `launches` are for ranks on JAX: they come before the plan.
-    """
+    `lost`: why the step cannot load what it computes with; None if it can."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
@@ -49,13 +49,14 @@ class KVStowMetadata(KVConnectorMetadata):
     ticket: SessionTicket | None = None
     timed_step: int = 0
     launches: tuple[LoadLaunch, ...] = ()
+    lost: str | None = None
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
     not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the
     ranks itself, and `staged` by ranks on JAX. `timed_step` is the number of a step that is timed; rank 0 sends it when
-    the step has ended."""
+    the step has ended. `layers_off`: why this rank loads nothing by layer any more, sent once."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
@@ -64,6 +65,7 @@ class RankUpdate(NamedTuple):
     ended_loads: tuple[LoadId, ...] = ()
     timed_step: int = 0
     staged: tuple[StagedLoad, ...] = ()
+    layers_off: str | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
+from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS, LoadPath
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
@@ -127,6 +128,9 @@ def _check_attach(given: Mapping[str, Any]) -> None:
             raise misuse(
                 key, given[key], "has no effect beside attach: the node service has the pool and its admin API"
             )
+    for key in ("load_path", "load_step_budget"):
+        if key in given:
+            raise misuse(key, given[key], "has no effect beside attach: an attached engine loads before the step")
     if given.get("async_register_cache") is False:
         raise misuse("async_register_cache", False, "contradicts attach: vLLM's start never waits for the node service")
 
@@ -140,6 +144,10 @@ class ConnectorOptions:
     resize may ask for; the default limit is the machine's memory. `lazy_offload` stores blocks when the GPU is about to
     evict them. Without `async_register_cache`, vLLM's start waits until the pool is pinned. `huge_pages`: as in
     `PoolConfig`.
+
+    `load_path`: "layer" loads within the step that computes with it, layer by layer, wherever that is possible; "async"
+    before it; "auto" decides for each load (`LoadPolicy`). `load_step_budget` limits what loads by layer add to a step
+    of other requests.
 
     `attach` is the socket of the node service, whose memory takes the place of a pool. `cpu_bytes_to_use` is then the
     memory that the engine asks for; the default (0) asks for all of it. With `attach_require_sharing`, an engine does
@@ -157,6 +165,8 @@ class ConnectorOptions:
     policy: Annotated[str, _choice(*POLICIES)] = "lru"
     transfer_timeout: Annotated[float, _positive_seconds] = 30.0
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
+    load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "async"
+    load_step_budget: Annotated[float, _seconds] = 0.01
     lock: Annotated[bool, _flag] = True
     huge_pages: Annotated[HugePages, _choice(*HUGE_PAGES)] = "advised"
     pin_chunk: Annotated[int | None, size] = None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvstow.devices.base import Fence
+from kvstow.layeredloads import LayeredLoads
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 
@@ -21,6 +22,8 @@ class RankDataPlane(Protocol):
     def is_pinning(self) -> bool: ...
     @property
     def applied(self) -> DesiredState: ...
+    @property
+    def layered(self) -> LayeredLoads | None: ...
     def start(self, *, at_ease: bool = False) -> None: ...
     def begin_step(self) -> None: ...
     def launched(self, work: Fence | None = None) -> None: ...
@@ -41,6 +44,7 @@ class NoDataPlane:
     """
 
     is_pinning = False
+    layered: LayeredLoads | None = None
 
     def __init__(
         self,

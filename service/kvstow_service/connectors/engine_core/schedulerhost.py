@@ -15,6 +15,7 @@ from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
@@ -133,7 +134,11 @@ class SchedulerHost(ABC):
             desired = self._take_report(update.report)
             if desired is not None:
                 self._desired[rank] = desired
+        policy = self.offload.side.policy
+        if policy is not None and update.layers_off is not None:
+            policy.off = f"rank {rank}: {update.layers_off}"
         for boot_id, completions in update.completions:
+            self.offload.side.measure(completions)
             self.offload.control.complete(rank, boot_id, completions)
         if update.timed_step:
             self._step_ended(update.timed_step)
@@ -173,7 +178,12 @@ class SchedulerHost(ABC):
             step_blocks=self._step_blocks,
             drafts=self._process.drafts,
             adapters=self._make_adapters(),
+            policy=self._make_policy(control),
         )
+
+    def _make_policy(self, control: ControlPlane) -> LoadPolicy | None:
+        """None if no load can go by layer."""
+        return None
 
     def _make_adapters(self) -> Adapters | None:
         if self._process.lora_settings is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.eagerstores import EagerStores
@@ -13,6 +14,7 @@ from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.lazystores import LazyStores
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import Loads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.recurrentstates import RecurrentStates
@@ -49,11 +51,12 @@ class SchedulerSide:
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
         adapters: Adapters | None = None,
+        policy: LoadPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
-        most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter."""
+        most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter. `policy`: see `Loads`."""
         self._control, self._groups, self._adapters = control, groups, adapters
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
@@ -65,7 +68,8 @@ class SchedulerSide:
         self._planner = StepPlanner(control)
         null_block = pool.null_block.block_id
         self._shared_loads = SharedLoads(self._planner, groups, clock, drafts=drafts)
-        self._loads = Loads(control, self._planner, groups, null_block, observe, self._shared_loads)
+        self.policy = policy
+        self._loads = Loads(control, self._planner, groups, null_block, observe, self._shared_loads, policy)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
@@ -94,7 +98,7 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             return 0
         tracked = self._tracked(request)
-        tracked.loading = False
+        tracked.loading, tracked.choice = False, None
         if tracked.adapter is not None and self._adapters is not None:
             tracked.adapter.check()
             if self._adapters.must_wait(tracked.adapter):
@@ -103,6 +107,11 @@ class SchedulerSide:
             tracked.start = local
             return 0
         return self._loads.hold_hit(tracked, local)
+
+    def loads_by_layer(self, request: Request) -> bool:
+        """Whether what `find_hit` has just found is loaded within the step that computes with it."""
+        choice = self._tracked(request).choice
+        return choice is not None and choice.by_layer
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """The request has its GPU blocks. `load_tokens` of what `find_hit` found are to be loaded into them.
@@ -116,6 +125,11 @@ class SchedulerSide:
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
+            if tracked.choice is not None and tracked.choice.by_layer:  # no other call follows
+                tracked.loading = tracked.load_failed = tracked.withheld = False
+                self._loads.plan_layered(tracked, load_tokens)
+                self._finder.admitted(tracked)
+                return
             tracked.loading, tracked.withheld = True, False
             self._loads.plan_load(tracked, load_tokens)
             return
@@ -149,6 +163,8 @@ class SchedulerSide:
             return
         self._loads.release_hit(tracked)
         self._shared_loads.ended(tracked)
+        if self.policy is not None:
+            self.policy.finished(request.request_id)
         if self._gpu.known_hashes is not None:
             self._gpu.known_hashes.add_ended(tracked)
         if tracked.adapter is not None:
@@ -190,12 +206,21 @@ class SchedulerSide:
         self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
+        if self.policy is not None:
+            self.policy.planned(scheduled)
         return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:
         """The step with what was planned for it so far."""
         self._loads.take_begun()
         return self._planner.take_step()
+
+    def measure(self, completions: Iterable[Completion]) -> None:
+        """Ops have ended on some rank: how fast loads are decides which way the next ones go."""
+        if self.policy is not None:
+            for one in completions:
+                if one.mark == "done" and self._loads.has(one.op_id):
+                    self.policy.measured(one.num_bytes, one.seconds)
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -22,13 +22,15 @@ class Step(Protocol):
 
 class PlannedStep(NamedTuple):
     """The ops of one step. `load_requests[i]` is the request of `loads.ops[i]`. `lost_loads` are requests whose load
-    has become impossible although vLLM waits for it, with the GPU blocks that stay unwritten."""
+    has become impossible although vLLM waits for it, with the GPU blocks that stay unwritten. The step itself computes
+    with what `layered` loads."""
 
     number: int
     stores: StepPlan
     loads: StepPlan
     load_requests: tuple[str, ...]
     lost_loads: dict[str, tuple[int, ...]]
+    layered: StepPlan = StepPlan()
 
 
 class StepPlanner:
@@ -40,6 +42,7 @@ class StepPlanner:
         """Steps planned so far."""
         self._stores: list[Op] = []
         self._loads: list[Op] = []
+        self._layered: list[Op] = []
         self._load_requests: list[str] = []
         self._lost_loads: dict[str, tuple[int, ...]] = {}
 
@@ -58,6 +61,10 @@ class StepPlanner:
         self._loads.append(op)
         self._load_requests.append(request_id)
 
+    def add_layered(self, op: Op) -> None:
+        """A load that `begin_load` has answered, for the step that computes with it."""
+        self._layered.append(op)
+
     def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Have each rank report that the load of these blocks has failed."""
         self._lost_loads[request_id] = blocks
@@ -71,6 +78,7 @@ class StepPlanner:
             StepPlan(tuple(self._loads)),
             tuple(self._load_requests),
             self._lost_loads,
+            StepPlan(tuple(self._layered)),
         )
-        self._stores, self._loads, self._load_requests, self._lost_loads = [], [], [], {}
+        self._stores, self._loads, self._load_requests, self._lost_loads, self._layered = [], [], [], {}, []
         return planned

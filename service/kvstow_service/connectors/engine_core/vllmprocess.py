@@ -22,7 +22,8 @@ class VLLMProcess:
     hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
     still writes. `replicated`: all ranks have the same KV (MLA). `drafts`: it has a drafter. With EAGLE or MTP, vLLM
     computes the last block of a prefix that it finds on the GPU again. `lora_settings`: those that decide how an
-    adapter is applied; None if requests have no adapters.
+    adapter is applied; None if requests have no adapters. `may_load_by_layer`: a step may compute with what it loads
+    itself.
     """
 
     engine_id: str
@@ -39,6 +40,7 @@ class VLLMProcess:
     replicated: bool = False
     drafts: bool = False
     lora_settings: str | None = None
+    may_load_by_layer: bool = False
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -75,6 +77,7 @@ class VLLMProcess:
             replicated=_is_replicated(parallel, kv_cache_config),
             drafts=drafts,
             lora_settings=_lora_settings(config.lora_config),
+            may_load_by_layer=not drafts and _has_simple_steps(config, transfer, engine_transfer),
         )
 
 
@@ -85,6 +88,19 @@ _LORA_SETTINGS = (
     "enable_mixed_moe_lora_format",
     "enable_moe_shared_loras",
 )
+
+
+def _has_simple_steps(config: Any, transfer: Any, engine_transfer: Any) -> bool:
+    """A load within a step was tried with one pipeline stage, without micro-batches, as vLLM's only connector. A rank
+    that sleeps loses its memory, and a step that was planned before could not load it."""
+    parallel = config.parallel_config
+    return (
+        parallel.pipeline_parallel_size == 1
+        and parallel.decode_context_parallel_size == 1
+        and not getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False))
+        and not getattr(config.model_config, "enable_sleep_mode", False)
+        and transfer.kv_connector == engine_transfer.kv_connector
+    )
 
 
 def _lora_settings(lora: Any) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstow.devices.base import Fence
-from kvstow.messages import Completion, DesiredState, RankReport
+from kvstow.devices.base import Fence, LayeredLoad
+from kvstow.errors import CopyError
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 if TYPE_CHECKING:
@@ -28,6 +29,43 @@ class FinishedLoads(NamedTuple):
     done: set[str]
     failed: set[str]
     bad_blocks: set[int]
+
+
+class LayerWaits:
+    """The load of a step by layer, as one rank's computation waits for it. `part_of[layer]` is the part of the KV cache
+    that the layer reads last.
+
+    vLLM calls a hook before a layer attends, on the thread that launches it: in data-parallel micro-batches that is
+    more than one, each with a stream of its own. So each wait is made again, whoever has made it before. Layers whose
+    hook was never called (as those in CUDA graphs that hold them, or those that do not attend) are waited for before
+    the computation begins.
+    """
+
+    def __init__(self) -> None:
+        self.part_of: Mapping[str, int] = {}
+        self._hooked: set[str] = set()
+        self._load: LayeredLoad | None = None
+
+    def begin(self, load: LayeredLoad, num_parts: int, *, hooks_run: bool) -> None:
+        """The computation of this load begins. `hooks_run`: whether layers call their hooks in this step."""
+        self._load = load
+        hooked = self._hooked if hooks_run else set()
+        missing = [part for layer, part in self.part_of.items() if layer not in hooked]
+        if missing or not self.part_of:
+            load.wait(max(missing) if missing else num_parts - 1)
+
+    def layer(self, name: str) -> None:
+        """A layer is about to attend."""
+        self._hooked.add(name)
+        if self._load is not None and (part := self.part_of.get(name)) is not None:
+            self._load.wait(part)
+
+    def end(self, num_parts: int) -> None:
+        """The computation has been launched. What follows it waits for all of the load: later requests find the blocks
+        on the GPU, and freed ones are written again."""
+        load, self._load = self._load, None
+        if load is not None:
+            load.wait(num_parts - 1)
 
 
 class BootCompletions(NamedTuple):
@@ -79,6 +117,9 @@ class WorkerSide:
         self._done: list[_Load] = []
         self._failed: list[_Load] = []
         self._completed: list[BootCompletions] = []
+        self._layered = StepPlan()  # to begin before this step computes
+        self._waits = LayerWaits()
+        self._told_off = False
         self._replacing = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -93,7 +134,10 @@ class WorkerSide:
         ]
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
             self._loading[op.op_id] = _Load(LoadId(request_id, step.number), op.blocks)
-        if not (step.stores.ops or step.loads.ops):
+        self._layered = step.layered
+        if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):
+            raise CopyError("this step computes with blocks of host memory that this rank has lost")
+        if not (step.stores.ops or step.loads.ops or step.layered.ops):
             return
         fence = self.fence() if step.stores.ops or self._loads_wait else None
         if step.loads.ops:
@@ -102,8 +146,40 @@ class WorkerSide:
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
 
+    def expect_layers(self, part_of: Mapping[str, int]) -> None:
+        """See `LayerWaits`."""
+        self._waits.part_of = part_of
+
+    def load_layers(self, *, hooks_run: bool) -> None:
+        """Begin the step's loads by layer, before it computes. Raises if there is no way to load."""
+        plan, self._layered = self._layered, StepPlan()
+        if not plan.ops:
+            return
+        layered = self.plane.layered
+        if layered is None:
+            raise CopyError("this step computes with blocks of host memory, and this rank has no data plane")
+        load = layered.load(plan.ops, self.fence())
+        if load is not None:
+            self._waits.begin(load, layered.num_parts, hooks_run=hooks_run)
+
+    def wait_for_layer(self, name: str) -> None:
+        """A layer is about to attend."""
+        if self._layered.ops:  # this version of vLLM begins loads after the computation
+            self.load_layers(hooks_run=False)
+        self._waits.layer(name)
+
+    def take_layers_off(self) -> str | None:
+        """Why this rank loads nothing by layer any more, once."""
+        layered = self.plane.layered
+        if layered is None or layered.failure is None or self._told_off:
+            return None
+        self._told_off = True
+        return layered.failure
+
     def launched(self) -> None:
         """vLLM has launched the forward pass of a step. It does not call this in steps without a forward pass."""
+        if (layered := self.plane.layered) is not None:
+            self._waits.end(layered.num_parts)
         self.plane.launched(self.fence() if self.plane.is_pinning else None)
 
     def take_finished_loads(self) -> FinishedLoads:

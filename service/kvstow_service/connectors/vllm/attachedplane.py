@@ -13,6 +13,7 @@ from kvstow.attach.hello import SessionTicket
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
+from kvstow.layeredloads import LayeredLoads
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.messageorder import ReportSequence
@@ -25,6 +26,8 @@ from kvstow_service.connectors.vllm.rankdataplane import plane_around
 
 class AttachedPlane:
     """A `DataPlane` and the `AttachedWorker` that manages its ops and its memory. Used like a `DataPlane`."""
+
+    layered: LayeredLoads | None = None
 
     def __init__(self, plane: DataPlane, worker: AttachedWorker) -> None:
         self._plane, self._worker = plane, worker

@@ -78,6 +78,15 @@ class KVStowConnector(OffloadConnector):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._begin_step(kv_connector_metadata)
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begins what this step computes with. A CUDA graph that holds the attention calls no hooks when it is
+        replayed; its step has a context without metadata in model runner V2."""
+        mode = getattr(forward_context.cudagraph_runtime_mode, "name", "NONE")
+        self._rank.side.load_layers(hooks_run=bool(forward_context.attn_metadata) and mode != "FULL")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._rank.side.wait_for_layer(layer_name)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         self._finished = self._rank.side.take_finished_loads()
         return None, self._finished.done or None
@@ -124,6 +133,7 @@ def _scheduler_host(
             groups,
             build={"vllm": vllm.__version__, "torch": version("torch")},
             make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
+            by_layer=True,
         )
     from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 

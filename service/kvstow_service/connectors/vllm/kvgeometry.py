@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 import torch
 
 from kvstow.errors import ConfigError
-from kvstow.layout import KVLayout, Region
+from kvstow.layout import KVLayout, Part, Region, Span
 
 
 class KVGeometry(NamedTuple):
     """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory.
-    `contents[i]` is a digest of which layers lie where in its pages, and how."""
+    `contents[i]` is a digest of which layers lie where in its pages, and how. `parts` are what one layer after the
+    other reads; `part_of[layer]` is the last part that it reads: layers that share memory share a part."""
 
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
     contents: tuple[str, ...]
+    parts: tuple[Part, ...]
+    part_of: Mapping[str, int]
 
 
 class _Run(NamedTuple):
@@ -42,6 +45,7 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     """
     storages: dict[int, torch.Tensor] = {}
     runs: dict[int, dict[_Run, list[str]]] = {}
+    of_layers: dict[str, list[tuple[int, _Run]]] = {}
     for layer, value in kv_caches.items():
         for tensor in _tensors_of(value):
             if not tensor.numel():
@@ -51,17 +55,70 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
             for number, run in enumerate(_runs_of(layer, tensor, num_blocks)):
                 arrangement = _arrangement(layer, tensor, num_blocks)
                 runs.setdefault(storage, {}).setdefault(run, []).append(f"{layer} {number} {arrangement}")
+                of_layers.setdefault(layer, []).append((storage, run))
     if not storages:
         raise ConfigError("kv_caches", sorted(kv_caches), "one KV cache tensor or more")
     regions: list[Region] = []
     views: list[torch.Tensor] = []
     contents: list[str] = []
+    places: list[tuple[int, _Run]] = []
     for storage, tensor in storages.items():
         for run in _merged(runs[storage]):
             regions.append(Region(f"{len(regions)}", num_blocks, run.num_bytes, run.stride))
             views.append(_view(tensor, run, num_blocks))
             contents.append(_digest(run, runs[storage]))
-    return KVGeometry(KVLayout(tuple(regions)), tuple(views), tuple(contents))
+            places.append((storage, run))
+    parts, part_of = _parts(of_layers, places)
+    return KVGeometry(KVLayout(tuple(regions)), tuple(views), tuple(contents), parts, part_of)
+
+
+def _parts(
+    of_layers: Mapping[str, Sequence[tuple[int, _Run]]], places: Sequence[tuple[int, _Run]]
+) -> tuple[tuple[Part, ...], dict[str, int]]:
+    """Each byte of a page belongs to the first layer that reads it. `places[i]` is region `i`."""
+    parts: list[Part] = []
+    part_of: dict[str, int] = {}
+    taken: list[list[tuple[int, int, int]]] = [[] for _ in places]  # by region: start, end, part; ascending
+    for layer, runs in of_layers.items():
+        new: list[Span] = []
+        last = -1
+        for storage, run in runs:
+            number = next(number for number, place in enumerate(places) if _holds(place, storage, run))
+            start = run.start - places[number][1].start
+            free, owners = _free(taken[number], start, start + run.num_bytes)
+            last = max(last, *owners, -1)
+            new += [Span(number, first, end - first) for first, end in free]
+            taken[number] = sorted([*taken[number], *((first, end, len(parts)) for first, end in free)])
+        if new:
+            last = len(parts)
+            parts.append(tuple(sorted(new)))
+        part_of[layer] = last
+    return tuple(parts), part_of
+
+
+def _holds(place: tuple[int, _Run], storage: int, run: _Run) -> bool:
+    region = place[1]
+    return (
+        place[0] == storage
+        and region.stride == run.stride
+        and region.start <= run.start
+        and run.start + run.num_bytes <= region.start + region.num_bytes
+    )
+
+
+def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """What of `start` to `end` nobody has taken, and the parts that have the rest."""
+    free, owners = [], []
+    for first, last, part in taken:
+        if last <= start or end <= first:
+            continue
+        if start < first:
+            free.append((start, first))
+        owners.append(part)
+        start = max(start, last)
+    if start < end:
+        free.append((start, end))
+    return free, owners
 
 
 def _tensors_of(value: Any) -> Sequence[torch.Tensor]:

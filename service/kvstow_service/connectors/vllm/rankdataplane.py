@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import Device, Fence
+from kvstow.devices.base import Fence
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
+from kvstow.layout import Part
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import Registrar, cpu_registrar
 from kvstow.memory.slotpool import SlotPool
@@ -23,6 +24,9 @@ from kvstow.messageorder import ReportSequence
 from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
+
+if TYPE_CHECKING:
+    from kvstow.devices.cuda import CudaDevice
 
 MakePool = Callable[[Registrar, int | None], SlotPool]
 """Makes a pool, given the registrar and the NUMA node of the device."""
@@ -43,7 +47,7 @@ def build_plane(
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
         return HostPool(config, registrar, numa_node=numa_node)
 
-    return plane_around(rank, kv, config, options, make_pool, sender)
+    return plane_around(rank, kv, config, options, make_pool, sender, by_layer=options.load_path != "async")
 
 
 def plane_around(
@@ -53,38 +57,45 @@ def plane_around(
     options: ConnectorOptions,
     make_pool: MakePool,
     sender: ReportSequence | None = None,
+    *,
+    by_layer: bool = False,
 ) -> DataPlane:
-    """A rank's data plane around `kv` and the pool that `make_pool` makes. Behaves like `build_plane` if it raises."""
+    """A rank's data plane around `kv` and the pool that `make_pool` makes. `by_layer`: it can also load layer by layer.
+    Behaves like `build_plane` if it raises."""
     device = kv.tensors[0].device
+    parts = kv.parts if by_layer else None
     with ExitStack() as undo:
         if device.type == "cuda":
-            pool, mover = _on_cuda(options, kv, make_pool, undo)
+            mover: CudaDevice | CpuDevice
+            pool, mover = _on_cuda(options, kv, make_pool, parts, undo)
         elif device.type == "cpu":
-            pool, mover = _on_cpu(config, kv, make_pool, undo)
+            pool, mover = _on_cpu(config, kv, make_pool, parts, undo)
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
-        plane = DataPlane(rank, pool, mover, reports=sender)
+        plane = DataPlane(rank, pool, mover, reports=sender, layers=mover if by_layer else None)
         undo.pop_all()
     return plane
 
 
-def _on_cpu(config: PoolConfig, kv: KVGeometry, make_pool: MakePool, undo: ExitStack) -> tuple[SlotPool, Device]:
+def _on_cpu(
+    config: PoolConfig, kv: KVGeometry, make_pool: MakePool, parts: tuple[Part, ...] | None, undo: ExitStack
+) -> tuple[SlotPool, CpuDevice]:
     pool = make_pool(cpu_registrar(config), None)
     undo.callback(pool.close)
-    return pool, CpuDevice(pool, kv.layout, kv.tensors)
+    return pool, CpuDevice(pool, kv.layout, kv.tensors, parts)
 
 
 def _on_cuda(
-    options: ConnectorOptions, kv: KVGeometry, make_pool: MakePool, undo: ExitStack
-) -> tuple[SlotPool, Device]:
+    options: ConnectorOptions, kv: KVGeometry, make_pool: MakePool, parts: tuple[Part, ...] | None, undo: ExitStack
+) -> tuple[SlotPool, CudaDevice]:
     from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 
     registrar = CudaRegistrar(kv.tensors[0].device.index)
     pool = make_pool(registrar, registrar.numa_node)
     undo.callback(pool.close)
     strategy = CudaOptions(strategy=options.copy_strategy)
-    return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy)
+    return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy, parts=parts)
 
 
 def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:

@@ -36,6 +36,7 @@ class _TensorHost(WorkerHost[KVGeometry]):
     def _read_geometry(self, kv_cache: Mapping[str, Any]) -> KVGeometry:
         geometry = kv_geometry(kv_cache, self._num_blocks)
         pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
+        self.side.expect_layers(geometry.part_of)
         self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
         return geometry
 

@@ -27,6 +27,8 @@ def test_everything_given_is_kept() -> None:
         "policy": "arc",
         "transfer_timeout": "1m",
         "copy_strategy": "direct",
+        "load_path": "auto",
+        "load_step_budget": "5ms",
         "lock": False,
         "huge_pages": "reserved",
         "pin_chunk": "2MiB",
@@ -51,6 +53,8 @@ def test_everything_given_is_kept() -> None:
         policy="arc",
         transfer_timeout=60.0,
         copy_strategy="direct",
+        load_path="auto",
+        load_step_budget=0.005,
         lock=False,
         huge_pages="reserved",
         pin_chunk=2 << 20,
@@ -95,6 +99,7 @@ def test_every_other_option_is_refused_beside_attach() -> None:
         "huge_pages": "reserved",
         "readiness_require": ["pool"],
         "allowed_hosts": ["host"],
+        "load_path": "layer",
     }
     for key in {each.name for each in fields(ConnectorOptions)} - MEANT_FOR_ATTACHED:
         with pytest.raises(ConfigError, match=f"{key}.* has no effect beside attach"):

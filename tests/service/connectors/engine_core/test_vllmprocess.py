@@ -20,7 +20,11 @@ def make_config(**changes: Any) -> SimpleNamespace:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         kv_transfer_config=SimpleNamespace(
-            kv_role="kv_both", kv_load_failure_policy="recompute", engine_id="engine", is_kv_consumer=True
+            kv_connector="KVStowConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            engine_id="engine",
+            is_kv_consumer=True,
         ),
         parallel_config=SimpleNamespace(
             rank=1,
@@ -77,6 +81,7 @@ def test_a_process_is_read_from_the_configuration() -> None:
         max_requests=8,
         frees_late=True,
         recomputes=True,
+        may_load_by_layer=True,
     )
 
 
@@ -217,3 +222,20 @@ def test_where_vllm_has_configured_nothing_nothing_changes() -> None:
     THEIRS.handlers = []
     join_vllm_log()
     assert (OURS.handlers, OURS.level, OURS.propagate) == ([], logging.NOTSET, True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_config__pipeline_parallel_size": 2},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"parallel_config__use_ubatching": True},
+        {"parallel_config__enable_dbo": True},
+        {"model_config__enable_sleep_mode": True},
+        {"speculative_config": object()},
+        {"engine": {"kv_connector": "MultiConnector"}},
+    ],
+)
+def test_a_step_that_was_not_tried_loads_nothing_by_layer(changes: dict[str, Any]) -> None:
+    assert process_of(FullAttentionSpec).may_load_by_layer
+    assert not process_of(FullAttentionSpec, **changes).may_load_by_layer

@@ -202,3 +202,23 @@ def test_a_tensor_that_is_not_cut_into_blocks_is_refused(shape: tuple[int, ...])
 def test_a_cache_without_tensors_is_refused(caches: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="one KV cache tensor or more"):
         kv_geometry(caches, BLOCKS)
+
+
+def test_each_byte_belongs_to_the_first_layer_that_reads_it() -> None:
+    """Layers in one storage, whose regions are joined, and a layer that shares the memory of another one."""
+    caches = arena("BLHNC")
+    caches["shares"] = caches["layer.1"]
+    geometry = kv_geometry(caches, BLOCKS)
+    geometry.layout.require_parts(geometry.parts)
+    assert len(geometry.layout.regions) == 1
+    assert geometry.part_of == {"layer.0": 0, "layer.1": 1, "layer.2": 2, "shares": 1}
+    page = HEADS * TOKENS * WIDTH * 2
+    assert [part[0].start for part in geometry.parts] == [0, page, 2 * page]
+
+
+def test_each_layer_with_its_own_tensors_is_a_part() -> None:
+    caches = per_layer(lambda: [zeros(BLOCKS, TOKENS, WIDTH), zeros(BLOCKS, HEADS)])
+    geometry = kv_geometry(caches, BLOCKS)
+    geometry.layout.require_parts(geometry.parts)
+    assert [len(part) for part in geometry.parts] == [2] * LAYERS
+    assert list(geometry.part_of.values()) == [0, 1, 2]

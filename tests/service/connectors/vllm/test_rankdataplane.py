@@ -114,7 +114,7 @@ def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
     monkeypatch.setattr(rankdataplane, path, build)
     monkeypatch.setattr(rankdataplane, "DataPlane", refuse)
     place = SimpleNamespace(device=torch.device(path.removeprefix("_on_")))
-    geometry = KVGeometry(kv[1].layout, (place,), ("",))  # type: ignore[arg-type]
+    geometry = KVGeometry(kv[1].layout, (place,), ("",), (), {})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="can't start new thread"):
         build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), geometry)
     assert closed == ["device", "pool"], "a device copies from the pool until it is closed"

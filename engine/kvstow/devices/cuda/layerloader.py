@@ -1,0 +1,232 @@
+"""Loads by layer: a kernel reads slots over the link straight into the pages of one layer after the other, and the
+host's computation waits for each layer on the device.
+
+There is no staging buffer. Whatever can fail is done before anything is given to the device, or undone: a launch that
+fails leaves no work behind. The kernel's warps take pieces of 4 KiB, so a few thread blocks fill the link for pages of
+any size, and leave the other multiprocessors to the computation (`bench.gpu.layers`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+
+from kvstow.devices.base import Fence, TicketState
+from kvstow.devices.cuda.batchresources import Timer, new_event, new_stream
+from kvstow.devices.cuda.context import Context
+from kvstow.devices.cuda.copier import twice
+from kvstow.devices.cuda.driver import Driver, DriverError, Handle, Int64Array
+from kvstow.devices.cuda.fence import CudaFence
+from kvstow.devices.cuda.kernels import machine_code, pointers_to_fields
+from kvstow.devices.cuda.plan import PIECE
+from kvstow.errors import CopyError
+from kvstow.layout import KVLayout, Part
+
+PIECE_BYTES = 4 << 10  # what one warp copies at a time
+PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])  # pages.cu
+
+_THREAD_BLOCKS, _THREADS = 4, 512
+_WARPS = _THREADS // 32
+_LEAST_BYTES = 1 << 20  # of a launch: 20 us on the link, while one launch costs the host 10 us
+_AT_A_TIME = 4  # loads; a host is two steps ahead of the device at most, with one load in each
+
+
+class _Arguments(ctypes.Structure):
+    """The arguments of `fetch`, in their order (pages.cu)."""
+
+    _fields_ = [
+        ("pieces", ctypes.c_uint64),
+        ("places", ctypes.c_uint64),
+        ("num_pieces", ctypes.c_uint32),
+        ("num_places", ctypes.c_uint32),
+    ]
+
+
+class _Buffers:
+    """The places of one load, in memory of the host and of the device, and what shows that they are no longer read."""
+
+    def __init__(self, driver: Driver, num_blocks: int, undo: ExitStack) -> None:
+        num_bytes = num_blocks * PLACE.itemsize
+        self.host = driver.allocate_host(num_bytes)
+        undo.callback(driver.free_host, self.host)
+        self.device = driver.allocate(num_bytes)
+        undo.callback(driver.free, self.device)
+        self.places = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.host)).view(PLACE)
+        self.timer, self.finished = Timer(driver, undo), new_event(driver, undo, timing=False)
+
+
+class LayerTicket:
+    """A `Ticket`. Its state is written by the thread that drives the device."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.is_done = False
+
+    def poll(self) -> TicketState:
+        if self.error is not None:
+            return TicketState.FAILED
+        return TicketState.DONE if self.is_done else TicketState.PENDING
+
+
+class CudaLayeredLoad:
+    """A `LayeredLoad`: `events[launches[part]]` is reached when the part is in its blocks. Like a fence, it owns its
+    events and gives them back when it is collected."""
+
+    def __init__(self, context: Context, compute: Callable[[], Handle]) -> None:
+        self._context, self._compute = context, compute
+        self.ticket = LayerTicket()
+        self.events: list[Handle] = []
+        self.launches: list[int] = []
+
+    def wait(self, part: int) -> None:
+        with self._context.current():
+            self._context.driver.wait_event(self._compute(), self.events[self.launches[part]])
+
+    def __del__(self) -> None:
+        for event in getattr(self, "events", ()):
+            self._context.events.give_back(event)
+
+
+class LayerLoader:
+    """`load` belongs to the host's thread; `advance` and `drain` to the one that drives the device. `compute` returns
+    the calling thread's compute stream. The caller has made the context current."""
+
+    def __init__(
+        self,
+        context: Context,
+        layout: KVLayout,
+        bases: Sequence[int],
+        parts: Sequence[Part],
+        compute: Callable[[], Handle],
+        undo: ExitStack,
+    ) -> None:
+        driver = self._driver = context.driver
+        self._context, self._compute = context, compute
+        module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
+        undo.callback(driver.unload_module, module)
+        self._fetch = driver.get_function(module, "fetch")
+        rows = [_pieces(layout, bases, part) for part in parts]
+        pieces = np.concatenate(rows)
+        self._table = driver.allocate(pieces.nbytes)
+        undo.callback(driver.free, self._table)
+        driver.write(self._table, pieces)
+        self._starts = [0, *accumulate(len(row) for row in rows)]
+        self._part_bytes = [sum(span.size for span in part) for part in parts]
+        self._stream = new_stream(driver, undo, urgent=True)
+        self._buffers = deque(_Buffers(driver, layout.num_blocks, undo) for _ in range(_AT_A_TIME))
+        self._flying: deque[tuple[_Buffers, CudaLayeredLoad]] = deque()
+        self._arguments = _Arguments()
+        self._pointers = pointers_to_fields(self._arguments)
+        # The driver loads code at its first launch, and waits for all kernels that run by then.
+        driver.launch(self._fetch, (1, 1), _THREADS, self._stream, ctypes.addressof(self._pointers))
+        undo.callback(self._wait)
+
+    def load(self, blocks: Int64Array, addresses: Int64Array, after: Fence | None) -> CudaLayeredLoad:
+        """Load from the slots at these addresses. See `LayerDevice.load_layers`."""
+        if after is not None and not isinstance(after, CudaFence) and not after.query():
+            raise CopyError("the work before the load has not finished, and is none of CUDA's")
+        load = CudaLayeredLoad(self._context, self._compute)
+        ends = self._launch_ends(len(blocks))
+        load.launches = [number for number, (first, end) in enumerate(_pairs(ends)) for _ in range(first, end)]
+        for _ in ends:  # taken one by one, so that none is lost
+            load.events.append(self._context.events.take())
+        try:
+            buffers = self._buffers.popleft()
+        except IndexError:
+            raise CopyError(f"{_AT_A_TIME} loads by layer are under way; no more are taken") from None
+        try:
+            self._submit(buffers, load, blocks, addresses, after, ends)
+        except BaseException:
+            self._wait()  # what has been submitted must not write once another way has begun
+            self._buffers.append(buffers)
+            raise
+        self._flying.append((buffers, load))
+        return load
+
+    def _submit(
+        self,
+        buffers: _Buffers,
+        load: CudaLayeredLoad,
+        blocks: Int64Array,
+        addresses: Int64Array,
+        after: Fence | None,
+        ends: Sequence[int],
+    ) -> None:
+        driver, stream, count = self._driver, self._stream, len(blocks)
+        buffers.places["slot"][:count], buffers.places["block"][:count] = addresses, blocks
+        size = np.array([count * PLACE.itemsize], np.int64)
+        driver.copy(np.array([buffers.device]), np.array([buffers.host]), size, "stream", stream)
+        if isinstance(after, CudaFence):
+            after.hold_back(stream)
+        buffers.timer.start(stream)
+        arguments = self._arguments
+        arguments.places, arguments.num_places = buffers.device, count
+        for event, (first, end) in zip(load.events, _pairs(ends), strict=True):
+            start, stop = self._starts[first], self._starts[end]
+            arguments.pieces, arguments.num_pieces = self._table + start * PIECE.itemsize, stop - start
+            grid = (min(_THREAD_BLOCKS, -(-(stop - start) * count // _WARPS)), 1)
+            driver.launch(self._fetch, grid, _THREADS, stream, ctypes.addressof(self._pointers))
+            driver.record_event(event, stream)
+        buffers.timer.stop(stream)
+        driver.record_event(buffers.finished, stream)
+
+    def _launch_ends(self, num_blocks: int) -> list[int]:
+        """The end of each launch, as a number of parts: each has a megabyte to copy, but for the last one."""
+        ends, size = [], 0
+        for number, part_bytes in enumerate(self._part_bytes):
+            size += part_bytes * num_blocks
+            if size >= _LEAST_BYTES or number == len(self._part_bytes) - 1:
+                ends.append(number + 1)
+                size = 0
+        return ends
+
+    def advance(self) -> None:
+        """Notice which loads have finished."""
+        while self._flying:
+            buffers, load = self._flying[0]
+            if not twice(partial(self._driver.is_reached, buffers.finished)):
+                return
+            self._flying.popleft()
+            with suppress(DriverError):  # a load of unknown length
+                load.ticket.seconds = buffers.timer.take()
+            self._buffers.append(buffers)
+            load.ticket.is_done = True  # last: the slots may be reused from now on
+
+    def copy_now(self, device: Int64Array, host: Int64Array, size: Int64Array, after: Fence | None) -> None:
+        """Copy `size[i]` bytes from `host[i]` to `device[i]`, and wait for it."""
+        if isinstance(after, CudaFence):
+            after.hold_back(self._stream)
+        try:
+            self._driver.copy(device, host, size, "stream", self._stream)
+        finally:
+            self._wait()
+
+    def drain(self) -> None:
+        """Wait for loads under way. Raises `DriverError` if the device is lost; then it accesses no memory."""
+        self._wait()
+        self.advance()
+
+    def _wait(self) -> None:
+        twice(partial(self._driver.synchronize, self._stream))
+
+
+def _pieces(layout: KVLayout, bases: Sequence[int], part: Part) -> np.ndarray:
+    """What warps copy of each block of this part."""
+    rows = []
+    for number, first, size in part:
+        region, place = layout.regions[number], layout.offsets[number] + first
+        for start in range(0, size, PIECE_BYTES):
+            length = min(PIECE_BYTES, size - start)
+            rows.append((bases[number] + first + start, region.stride_bytes, place + start, length))
+    return np.array(rows, PIECE)
+
+
+def _pairs(ends: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,193 @@
+"""Loads by layer: bytes, and the order against the computation that reads them and against older work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstow.dataplane import DataPlane
+from kvstow.devices.base import TicketState
+from kvstow.devices.cuda import CudaDevice, CudaFence, DriverError
+from kvstow.layout import Part, Span
+from kvstow.messages import Op
+
+MakeRank = Callable[..., Any]
+Finish = Callable[[Any], TicketState]
+
+_new_stream: Any = torch.cuda.Stream  # untyped in torch
+_ROUNDS = 150
+_PATIENCE = 30.0
+
+
+def _end(rank: Any, load: Any) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while load.ticket.poll() is not TicketState.DONE:
+        assert time.monotonic() < deadline
+        rank.device.advance()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_arrive_in_random_layouts(seed: int, make_rank: MakeRank, finish: Finish) -> None:
+    chance = np.random.default_rng(seed)
+    pages = [int(chance.choice([1, 5, 16, 1000, 4096, 4104, 9000, 65536, 70001])) for _ in range(chance.integers(1, 9))]
+    gaps = [int(chance.choice([0, 3, 16, 512])) for _ in pages]
+    count = int(chance.integers(1, 48))
+    rank = make_rank(pages, gaps=gaps, blocks=64, slots=48, chunk_bytes=1 << 20)
+    sources, targets = chance.permutation(64)[:count].tolist(), chance.permutation(64)[:count].tolist()
+    slots = chance.permutation(48)[:count].tolist()
+    expected = rank.blocks(sources)
+    assert finish(rank.store(sources, slots)) is TicketState.DONE
+    rank.scramble()
+    others = [block for block in range(64) if block not in targets]
+    untouched, storage = rank.blocks(others), [memory.clone() for memory in rank.storage]
+    load = rank.device.load_layers(targets, slots, None)
+    for part in range(len(pages)):
+        load.wait(part)
+        seen = rank.tensors[part][torch.tensor(targets, device="cuda")]  # on the stream that has waited
+        start = sum(pages[:part])
+        assert np.array_equal(seen.cpu().numpy(), expected[:, start : start + pages[part]])
+    _end(rank, load)
+    assert load.ticket.seconds > 0
+    assert np.array_equal(rank.blocks(targets), expected)
+    assert np.array_equal(rank.blocks(others), untouched)
+    for before, memory, page in zip(storage, rank.storage, pages, strict=True):
+        assert torch.equal(before[:, page:], memory[:, page:])
+
+
+def test_parts_may_divide_a_region(make_rank: MakeRank, finish: Finish) -> None:
+    rank = make_rank([1 << 16, 4096], blocks=8, slots=8, chunk_bytes=1 << 20)
+    parts: list[Part] = [(Span(0, 0, 1000), Span(1, 96, 4000)), (Span(0, 1000, 64536), Span(1, 0, 96))]
+    device = CudaDevice(rank.pool, rank.layout, rank.tensors, registrar=rank.registrar, parts=parts)
+    try:
+        expected = rank.blocks(range(8))
+        assert finish(rank.store(range(8), range(8))) is TicketState.DONE
+        rank.scramble()
+        device.load_layers(range(8), range(8), None).wait(1)
+        assert np.array_equal(rank.blocks(range(8)), expected)
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["waits", "control"])
+def test_a_layer_attends_after_its_pages_came(
+    waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A latch holds the load back, so that a computation that does not wait is always too early."""
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    rank = make_rank([8192] * 4)
+    expected = rank.blocks(range(4))
+    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    compute: Any = _new_stream()
+    found = 0
+    for _ in range(_ROUNDS):
+        rank.scramble()
+        latch.close()
+        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
+        with torch.cuda.stream(compute):
+            seen = []
+            for part in range(4):
+                if waits:
+                    load.wait(part)
+                seen.append(rank.tensors[part][:4].clone())
+        if not waits:
+            compute.synchronize()
+        latch.open()
+        torch.cuda.synchronize()
+        found += not np.array_equal(torch.cat(seen, dim=1).cpu().numpy(), expected)
+        _end(rank, load)
+    assert found == wrong
+
+
+@pytest.mark.parametrize(("fenced", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["fenced", "control"])
+def test_pages_land_after_the_older_work_that_writes_them(
+    fenced: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+) -> None:
+    rank = make_rank([8192] * 4)
+    rank.tensors[3].fill_(7)  # the driver loads the kernel now, which it could not beside the latch's
+    expected = rank.blocks(range(4))
+    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    found = 0
+    for number in range(_ROUNDS):
+        latch.close()
+        with torch.cuda.stream(latch.stream):
+            for tensor in rank.tensors:
+                tensor.fill_(number % 256)
+        fence = CudaFence.record(latch.stream)
+        load = rank.device.load_layers(range(4), range(4), fence if fenced else None)
+        if not fenced:
+            _end(rank, load)
+        assert load.ticket.poll() is (TicketState.PENDING if fenced else TicketState.DONE)
+        latch.open()
+        torch.cuda.synchronize()
+        found += not np.array_equal(rank.blocks(range(4)), expected)
+        _end(rank, load)
+    assert found == wrong
+
+
+def test_a_pool_that_shrinks_keeps_what_a_load_reads(make_rank: MakeRank, latch: Any, finish: Finish) -> None:
+    rank = make_rank([1 << 16] * 4, blocks=16, slots=16, chunk_bytes=1 << 18)
+    expected = rank.blocks(range(16))
+    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+    rank.scramble()
+    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
+    try:
+        latch.close()
+        assert plane.layered is not None
+        op = Op(1, "load", tuple(range(16)), tuple(range(16)))
+        load = plane.layered.load((op,), CudaFence.record(latch.stream))
+        rank.pool.set_target(2)
+        threading.Event().wait(0.1)
+        latch.open()
+        assert load is not None
+        load.wait(3)
+        assert np.array_equal(rank.blocks(range(16)), expected)
+        assert plane.wait_completions(_PATIENCE)
+        assert [one.mark for one in plane.take_completions()] == ["done"]
+    finally:
+        latch.open()
+        plane.close()
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
+    number: int, make_rank: MakeRank, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    rank = make_rank([8192] * 4)
+    expected = rank.blocks(range(8))
+    assert finish(rank.store(range(8), range(8))) is TicketState.DONE
+    rank.scramble()
+    loader, left = rank.device._layers, [number]
+    launch = loader._driver.launch
+
+    def launch_once_less(function: Any, *arguments: Any) -> None:
+        if function is loader._fetch:
+            left[0] -= 1
+            if left[0] == -1:
+                raise DriverError("cuLaunchKernel", 701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "injected")
+        launch(function, *arguments)
+
+    monkeypatch.setattr(loader._driver, "launch", launch_once_less)
+    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
+    try:
+        assert plane.layered is not None
+        assert plane.layered.load((Op(1, "load", tuple(range(8)), tuple(range(8))),), None) is None
+        assert np.array_equal(rank.blocks(range(8)), expected)
+        assert plane.layered.failure is not None
+    finally:
+        plane.close()
+
+
+def test_a_blocking_copy(make_rank: MakeRank, finish: Finish) -> None:
+    rank = make_rank([8192, 1000], gaps=[0, 8])
+    expected = rank.blocks(range(4))
+    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    rank.scramble()
+    rank.device.load_now([4, 5, 6, 7], range(4), None)
+    assert np.array_equal(rank.blocks([4, 5, 6, 7]), expected)

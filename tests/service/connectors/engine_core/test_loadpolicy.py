@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPath, LoadPolicy
+
+MIB = 1 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make(clock: Clock, path: LoadPath = "auto", budget: float = 0.01) -> LoadPolicy:
+    """Slots of 1 MiB, on a link that brings one in 1 ms."""
+    policy = LoadPolicy(path, budget, MIB, clock)
+    for _ in range(100):
+        policy.measured(1000 * MIB, 1.0)
+    return policy
+
+
+def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, *running: str) -> None:
+    for _ in range(50):
+        policy.planned(running)
+        clock.now += seconds
+    policy.planned(running)
+
+
+def choose(policy: LoadPolicy, num_blocks: int, *, is_whole: bool = False) -> Choice:
+    return policy.choose("new", num_blocks, is_whole=is_whole)
+
+
+def test_a_load_beside_nothing_goes_by_layer_however_long_it_is(clock: Clock) -> None:
+    assert choose(make(clock), 100_000) == (True, "alone")
+
+
+@pytest.mark.parametrize("path", ["auto", "layer"])
+def test_a_whole_prompt_never_goes_by_layer(path: LoadPath, clock: Clock) -> None:
+    assert choose(make(clock, path), 10, is_whole=True) == (False, "whole_prompt")
+
+
+def test_beside_others_a_load_may_add_the_budget_to_their_step(clock: Clock) -> None:
+    policy = make(clock)
+    run_steps(policy, clock, 0.02, "other")
+    assert choose(policy, 29) == (True, "budget")
+    assert choose(policy, 32) == (False, "budget")
+
+
+def test_without_a_budget_no_load_goes_by_layer_beside_others(clock: Clock) -> None:
+    policy = make(clock, budget=0.0)
+    run_steps(policy, clock, 1.0, "other")
+    assert choose(policy, 1) == (False, "budget")
+    policy.finished("other")
+    assert choose(policy, 1) == (True, "alone")
+
+
+def test_a_request_that_comes_back_is_no_other_one(clock: Clock) -> None:
+    policy = make(clock, budget=0.0)
+    run_steps(policy, clock, 1.0, "new")
+    assert choose(policy, 1) == (True, "alone")
+
+
+def test_of_a_burst_the_first_load_goes_by_layer(clock: Clock) -> None:
+    policy = make(clock)
+    for expected in (Choice(True, "alone"), Choice(False, "burst"), Choice(False, "burst")):
+        assert choose(policy, 100) == expected
+        policy.begun(expected, 100)
+    policy.planned(["new"])
+    assert policy.counts == {(True, "alone"): 1, (False, "burst"): 2}
+
+
+def test_what_is_queued_on_the_link_counts(clock: Clock) -> None:
+    policy = make(clock)
+    policy.begun(Choice(False, "burst"), 100)
+    assert choose(policy, 1) == (False, "burst")
+    policy.ended(100)
+    assert choose(policy, 1) == (True, "alone")
+
+
+def test_small_loads_of_one_step_share_the_budget(clock: Clock) -> None:
+    policy = make(clock)
+    run_steps(policy, clock, 0.0, "other")
+    for _ in range(2):
+        assert choose(policy, 4) == (True, "budget")
+        policy.begun(Choice(True, "budget"), 4)
+    assert choose(policy, 4) == (False, "burst")
+    policy.planned(["other"])
+    assert choose(policy, 4) == (True, "budget")
+
+
+@pytest.mark.parametrize("path", ["auto", "layer"])
+def test_a_rank_that_failed_ends_loads_by_layer(path: LoadPath, clock: Clock) -> None:
+    policy = make(clock, path)
+    policy.off = "rank 1: CopyError"
+    assert choose(policy, 1) == (False, "rank")
+
+
+def test_the_setting_decides(clock: Clock) -> None:
+    assert choose(make(clock, "async"), 1) == (False, "setting")
+    policy = make(clock, "layer")
+    run_steps(policy, clock, 0.001, "other")
+    assert choose(policy, 100_000) == (True, "setting")
+
+
+def test_short_loads_do_not_count_as_a_measurement(clock: Clock) -> None:
+    policy = make(clock)
+    rate = policy._rate
+    policy.measured(MIB, 1.0)
+    policy.measured(1000 * MIB, 0.0)
+    assert policy._rate == rate
