@@ -352,13 +352,26 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step(
-    no_grace: None, engine: AttachedEngine, rank: Rank, node: Node
+    no_grace: None, engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = rank.submit(unique_id(1, 1))
+    asked, said = list[bool](), list[str]()
+    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._say_settled
+
+    def note_question() -> bool:
+        asked.append(is_quiet())
+        return asked[-1]
+
+    def note_word() -> None:
+        said.append("said")
+        say()
+
+    monkeypatch.setattr(rank.worker._gate, "is_quiet", note_question)
+    monkeypatch.setattr(rank.worker, "_say_settled", note_word)
     engine.close()
-    wait_until(lambda: rank.worker._gate._number == 0)
-    assert str(rank.ended(rank.submit(unique_id(1, 2)))).startswith("failed")
-    assert node.events("let go") == [], "a copy is under way"
+    wait_until(lambda: len(asked) > 1 or said)
+    assert said == [], "a copy is under way"
+    assert str(rank.ended(rank.submit(unique_id(1, 2)))).startswith("failed"), "the gate is shut"
     rank.device.ticket(load).finish()
     wait_until(lambda: node.events("over"))
     assert rank.worker.faults == 0
