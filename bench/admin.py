@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from bench.admin_host import ADMIN_TOKEN
 from bench.machine import wait_until_quiet
 from bench.report import Table, verdict
 
@@ -176,7 +177,8 @@ def _paced(
 def _ask(client: http.client.HTTPConnection, method: str, path: str, body: Any) -> float:
     asked = time.perf_counter()
     payload = None if body is None else json.dumps(body)
-    client.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_TOKEN}"} if payload else {}
+    client.request(method, path, payload, headers)
     answer = client.getresponse()
     answer.read()
     took = time.perf_counter() - asked

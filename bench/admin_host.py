@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.hashes import Hashes
@@ -34,6 +36,7 @@ from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _AGENT_TOKEN = "bench"
+ADMIN_TOKEN = "of-the-benchmark"
 _STEP_SECONDS = 0.02  # a step of the inference engine: it waits for the GPU meanwhile
 
 
@@ -55,10 +58,18 @@ class Host:
         for start in range(0, slots, STORE_BLOCKS):
             self.subject.store(self.subject.keys(self.hashes.run(start, min(STORE_BLOCKS, slots - start))))
         engine = self.subject.engine
-        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         running.callback(listeners.close)
+        folder = Path(running.enter_context(TemporaryDirectory()))
+        tokens = folder / "token"
+        tokens.touch(0o600)
+        tokens.write_text(ADMIN_TOKEN)
         context = ApiHost(
-            directory=EmbeddedDirectory(engine, slots), version="bench", mode="bench", agent_token=_AGENT_TOKEN
+            directory=EmbeddedDirectory(engine, slots),
+            version="bench",
+            mode="bench",
+            agent_token=_AGENT_TOKEN,
+            token_file=tokens,
         )
         server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
         server.start()

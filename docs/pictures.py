@@ -43,8 +43,10 @@ def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
         subprocess.run(
             [*KVSTOW, "trace", "generate", "--sessions=1000", f"--output={trace}"], env=environ(), check=True
         )
-        start("serve", "serve", *memory, *pace, f"--port={port}", f"--attach-socket={attach}", "--shutdown-delay=0")
-        kvstow = stack.enter_context(Client(url))
+        admin = Path(scratch) / "admin" / "admin.sock"
+        sockets = (f"--port={port}", f"--attach-socket={attach}", f"--admin-socket={admin}")
+        start("serve", "serve", *memory, *pace, *sockets, "--shutdown-delay=0")
+        kvstow = stack.enter_context(Client(f"unix:{admin}"))
         until(attach.is_socket, "the socket at which engines attach")
         first, second = _REPLAYS
         start("first", "replay", trace, f"--attach=unix:{attach}", *first)

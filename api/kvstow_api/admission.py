@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow_api.auth import READING_METHODS
 from kvstow_api.hostsettings import is_loopback, normal_host
-from kvstow_api.problems import problem
+from kvstow_api.problems import method_not_allowed, problem
 
 _PORT = re.compile(r":\d+$")
 _CLOSE = {"Connection": "close"}
@@ -39,6 +39,9 @@ class AdmissionMiddleware:
             detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might obey the other one
             return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
         if scope["method"] in READING_METHODS and (chunked or length not in (None, b"0")):
+            if (refusal := method_not_allowed(scope)) is not None:
+                refusal.headers["Connection"] = "close"
+                return refusal
             detail = f"{scope['method']} requests take no body"
             return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
         if self._allowed is None or not _is_tcp(scope):

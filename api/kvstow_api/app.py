@@ -54,7 +54,7 @@ def create_app(host: ApiHost) -> FastAPI:
         middleware=[
             Middleware(RequestMiddleware, counters=http, journal=state.journal),
             Middleware(AdmissionMiddleware, allowed_hosts=host.allowed_hosts),
-            Middleware(AuthMiddleware, credentials=credentials),
+            Middleware(AuthMiddleware, credentials=credentials, addresses=host.addresses),
             Middleware(BodyMiddleware),
             Middleware(HeadMiddleware),
         ],

@@ -1,9 +1,10 @@
-"""Authentication: bearer tokens and client certificates.
+"""Authentication: the callers of the Unix socket, bearer tokens and client certificates.
 
 - Probes and metrics are open.
 - Other reads are open unless viewer tokens are configured. Then they need a viewer token, an admin token or a client
   certificate.
-- Changes need an admin token or a client certificate if either is configured.
+- Changes need the Unix socket, an admin token or a client certificate. Whoever can open the socket may make them: the
+  server's user, root, and a group if its host has one for it.
 - The report of a rank always needs a credential: the agents' token, or an admin's. The agents' token allows nothing
   else.
 
@@ -28,6 +29,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api.limitedlog import LimitedLog
 from kvstow_api.problems import problem
@@ -36,7 +38,7 @@ from kvstow_api.tokens import TokenFile
 logger = logging.getLogger("kvstow.api")
 
 ACTOR = "kvstow.actor"
-"""ASGI scope key of the actor: admin, certificate:SUBJECT, viewer, agent, or anonymous."""
+"""ASGI scope key of the actor: uid:UID, admin, certificate:SUBJECT, viewer, agent, or anonymous."""
 
 _UNKNOWN = frozenset({None, "anonymous", "-"})
 
@@ -45,9 +47,13 @@ READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 CERTIFICATE = "client_certificate"
 """Key in the `state` of an ASGI scope: the subject of the client's certificate, which the TLS layer has verified."""
 
+CALLER = "caller_uid"
+"""Key in the `state` of an ASGI scope: the uid of the process at the other end of the Unix socket."""
+
 _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
 _PROBE_PATH = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?")
 _CERTIFICATE_ACTOR = "certificate:"
+_CALLER_ACTOR = "uid:"
 _MAX_RENEWAL_SECONDS = 2.0
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
@@ -71,7 +77,7 @@ def is_stranger(scope: Scope) -> bool:
 
 def is_admin(actor: str) -> bool:
     """Whether this actor, as named in a scope, may make every change."""
-    return actor == "admin" or actor.startswith(_CERTIFICATE_ACTOR)
+    return actor == "admin" or actor.startswith((_CERTIFICATE_ACTOR, _CALLER_ACTOR))
 
 
 def is_known(actor: object) -> bool:
@@ -103,8 +109,11 @@ class Credentials(NamedTuple):
 class AuthMiddleware:
     """Puts the actor of a request into its scope, or answers 401, 403 or 503 (token file not usable)."""
 
-    def __init__(self, app: ASGIApp, *, credentials: Credentials) -> None:
+    def __init__(self, app: ASGIApp, *, credentials: Credentials, addresses: Sequence[str] = ()) -> None:
+        """`addresses`: where the server listens; refusals name the Unix socket among them."""
         self._app = app
+        self._socket = next((address for address in addresses if address.startswith("unix:")), None)
+        self._nobody = overflow_uid()
         self._credentials = credentials
         self._agent_token = credentials.agent.encode() if credentials.agent else None
         self._unusable = LimitedLog(logger)
@@ -137,7 +146,7 @@ class AuthMiddleware:
             return problem(scope, 503, "the token file is not usable; see the log", headers={"Retry-After": "5"})
         scope[ACTOR] = actor or "-"
         if actor is None:
-            return _unauthorized(scope, reading, token is not None)
+            return self._refusal(scope, reading, token is not None)
         if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
             return problem(scope, 403, "an agent's token allows only the report of a rank")
         if actor == "viewer" and not reading:
@@ -145,22 +154,41 @@ class AuthMiddleware:
         return None
 
     def _actor(self, scope: Scope, token: bytes | None) -> str | None:
-        """The actor of the request; None if it lacks a valid credential. Raises `ConfigError` if a token file is not
+        """The actor of the request; None if it has no valid credential. Raises `ConfigError` if a token file is not
         usable."""
         known = self._credentials
         certificate = scope.get("state", {}).get(CERTIFICATE) if known.certificates else None
         if certificate is not None:
             return f"{_CERTIFICATE_ACTOR}{certificate}"
+        if token is not None and self._is_agent(token):
+            return "agent"
+        caller = scope.get("state", {}).get(CALLER)
+        is_report = _REPORT_PATH.fullmatch(scope["path"]) is not None
+        if caller is not None and caller != self._nobody and not is_report:
+            return f"{_CALLER_ACTOR}{caller}"
         if token is not None:
-            if self._is_agent(token):
-                return "agent"
             if known.admins is not None and known.admins.accepts(token):
                 return "admin"
             if known.viewers is not None and known.viewers.accepts(token):
                 return "viewer"
-        if known.guard_changes or _REPORT_PATH.fullmatch(scope["path"]):
-            return None
-        return "anonymous"
+        return None
+
+    def _refusal(self, scope: Scope, reading: bool, has_token: bool) -> Response:
+        """401 where a credential would help, otherwise 403. Both name the socket that needs none."""
+        if _REPORT_PATH.fullmatch(scope["path"]):
+            return _unauthorized(scope, reading, has_token, "")
+        caller = scope.get("state", {}).get(CALLER)
+        if caller is not None:
+            way = (
+                f"uid {caller} stands for every user that the kernel cannot name here: call as a user that has a number"
+            )
+        elif self._socket is not None:
+            way = f"the server's user and root need none on its machine, through {self._socket}"
+        else:
+            way = "the server has no Unix socket; its log says why"
+        if self._credentials.guard_changes:
+            return _unauthorized(scope, reading, has_token, f"; {way}")
+        return problem(scope, 403, f"over TCP this server only reads, because it has no token for changes; {way}")
 
     def _is_agent(self, token: bytes) -> bool:
         return self._agent_token is not None and hmac.compare_digest(token, self._agent_token)
@@ -202,11 +230,16 @@ def _is_cross_site(scope: Scope) -> bool:
     return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
-def _unauthorized(scope: Scope, reading: bool, has_token: bool) -> Response:
-    challenge = 'Bearer realm="kvstow"' + (', error="invalid_token"' if has_token else "")
-    challenge += ', Basic realm="kvstow"' if reading else ""
+def _unauthorized(scope: Scope, reading: bool, has_token: bool, way: str) -> Response:
     detail = "invalid token" if has_token else "a token is needed: `Authorization: Bearer TOKEN`"
-    return problem(scope, 401, detail, headers={"WWW-Authenticate": challenge})
+    answer = problem(scope, 401, detail + way)
+    # A line for each, and Basic first: Chromium looks at the first challenge of a line, and knows no Bearer.
+    if reading:
+        answer.headers.append("WWW-Authenticate", 'Basic realm="kvstow"')
+    answer.headers.append(
+        "WWW-Authenticate", 'Bearer realm="kvstow"' + (', error="invalid_token"' if has_token else "")
+    )
+    return answer
 
 
 def _token(scope: Scope, reading: bool) -> bytes | None:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from kvstow_api.problems import MEDIA_TYPE
+from kvstow_api.views.events import EventView
 from kvstow_api.views.problems import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
@@ -19,13 +20,14 @@ Responses = dict[int | str, dict[str, Any]]
 EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text())
 """An example of each body and answer, by the name of its type."""
 
-_STRICT = (401, 403, 422, 500, 503)  # 422: also for a query or a body that the route does not take
+_ANY = (431, 500)  # before a request has a route
+_STRICT = (401, 403, 422, 503, *_ANY)  # 422: also for a query or a body that the route does not take
 _ANY_BODY = (408, 413, 415)  # also of a body that the route does not take
 
 
 def reading(*codes: int, guarded: bool = True) -> Responses:
     """Problems of a GET: `codes`, and those common to all. `guarded`: it may need a token."""
-    return _described(*codes, *(_STRICT if guarded else (500,)))
+    return _described(*codes, *(_STRICT if guarded else _ANY))
 
 
 def changing(*codes: int, body: bool = True) -> Responses:
@@ -71,9 +73,10 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    description = TypeAdapter(ProblemView).json_schema(ref_template="#/components/schemas/{model}")
-    schemas.update(description.pop("$defs"))
-    schemas["ProblemView"] = description
+    for view in (ProblemView, EventView):
+        description = TypeAdapter(view).json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(description.pop("$defs", {}))
+        schemas[view.__name__] = description
     for name, described in schemas.items():
         if name in EXAMPLES:
             described["examples"] = [EXAMPLES[name]]

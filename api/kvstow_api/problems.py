@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from kvstow.errors import (
@@ -63,6 +64,7 @@ _CODE_OF: dict[int, str] = {
     415: "unsupported_media_type",
     422: "invalid_request",
     429: "too_many_requests",
+    431: "head_too_large",
     500: "internal",
     503: "unavailable",
     507: "insufficient_memory",
@@ -103,6 +105,23 @@ def internal_problem(scope: Scope) -> Response:
     return problem(scope, 500, "internal error; see the log for this request id")
 
 
+def method_not_allowed(scope: Scope) -> Response | None:
+    """405 with every method that the path allows; None if it allows this one, or does not exist."""
+    asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+    allowed: set[str] = set()
+    for route in scope["app"].router.routes:
+        match, _ = route.matches(asked)
+        if match is Match.FULL:
+            return None
+        if match is Match.PARTIAL:
+            allowed |= route.methods
+    if not allowed:
+        return None
+    methods = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+    detail = f"{scope['method'][:_MAX_ECHO]} is not allowed here; allowed: {methods}"
+    return problem(scope, 405, detail, headers={"Allow": methods})
+
+
 def install(app: FastAPI) -> None:
     """Answer errors that the routes of `app` raise with problems."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -115,8 +134,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     detail = error.detail
     if error.status_code == 404 and detail == HTTPStatus.NOT_FOUND.phrase:
         detail = f"{request.url.path[:_MAX_ECHO]} does not exist"
-    if error.status_code == 405:
-        detail = f"{request.method} is not allowed here; allowed: {(error.headers or {}).get('Allow', '')}"
+    if error.status_code == 405 and (answer := method_not_allowed(request.scope)) is not None:
+        return answer
     return problem(request.scope, error.status_code, detail, headers=error.headers)
 
 

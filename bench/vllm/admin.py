@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
 import time
 import urllib.request
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +30,17 @@ def purge(port: int, pool: str) -> Any:
 
 
 def _send(port: int, method: str, path: str, body: dict[str, Any], kind: str) -> Any:
-    headers = {"content-type": kind}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", method=method, data=json.dumps(body).encode(), headers=headers
-    )
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    """Through the server's Unix socket: over TCP it only reads."""
+    (address,) = (one for one in ask(port, "/v1/info")["addresses"] if one.startswith("unix:"))
+    connection = http.client.HTTPConnection("kvstow", timeout=5)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    with closing(connection), connection.sock:
+        connection.sock.settimeout(5)
+        connection.sock.connect(address.removeprefix("unix:"))
+        connection.request(method, path, json.dumps(body), {"content-type": kind})
+        answer = connection.getresponse()
+        if answer.status >= http.client.BAD_REQUEST:
+            raise OSError(f"{method} {path}: {answer.status} {answer.read()!r}")
         return json.load(answer)
 
 

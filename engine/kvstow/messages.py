@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvstow.errors import InvalidRequestError
+from kvstow.plaintext import MOST_TEXT, is_plain, plain
 
 Direction = Literal["store", "load"]
 TierDirection = Literal["put", "fetch"]
@@ -224,7 +225,12 @@ class RankReport(RankFigures):
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The sentences are made printable, because a receiver refuses what is not: messages of exceptions may have
+        several lines."""
+        value = asdict(self)
+        for name in ("error", "notice"):
+            value[name] = None if value[name] is None else plain(value[name])
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> RankReport:
@@ -291,7 +297,7 @@ def _from_json(cls: type[_Message], value: Any) -> _Message:
             if known.is_required:
                 raise InvalidRequestError(f"{cls.__name__}.{name} is missing")
         elif not known.kind.accepts(value[name]):
-            raise InvalidRequestError(f"{cls.__name__}.{name} is {value[name]!r}; allowed: {known.kind.allowed}")
+            raise InvalidRequestError(f"{cls.__name__}.{name} is {value[name]!a:.200}; allowed: {known.kind.allowed}")
     return cls(**value)
 
 
@@ -317,7 +323,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _are_counts(value: Any) -> bool:
-    return type(value) is dict and all(map(_is_count, value.values())) and len(value) <= _MAX_ENTRIES
+    return (
+        type(value) is dict
+        and len(value) <= _MAX_ENTRIES
+        and all(map(_is_count, value.values()))
+        and all(map(is_plain, value))
+    )
 
 
 # The JSON values of a field by its type. Negative numbers never make sense in a message; NaN is not 0 or more either.
@@ -325,7 +336,7 @@ _KINDS: Mapping[Any, _Kind] = {
     int: _Kind(_is_count, "a whole number, 0 or more"),
     float: _Kind(lambda value: type(value) in (int, float) and value >= 0, "a number, 0 or more"),
     bool: _Kind(lambda value: type(value) is bool, "true or false"),
-    str: _Kind(lambda value: type(value) is str, "a text"),
+    str: _Kind(is_plain, f"a text of at most {MOST_TEXT} printable characters"),
     Mapping[str, int]: _Kind(_are_counts, f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more"),
     RankState: _Kind(lambda value: type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES)),
 }

@@ -17,7 +17,7 @@ SLOT_STATES: tuple[SlotState, ...] = get_args(SlotState)
 
 DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 LOOKUP_RESULTS = ("full", "partial", "miss")
-MISS_REASONS = ("absent", "not_ready", "bypassed", "draining", "load_failed")
+MISS_REASONS = ("absent", "not_ready", "bypassed", "draining", "load_failed", "too_many_leases")
 FALLBACK_REASONS = MISS_REASONS[1:]
 STORE_OUTCOMES = (
     "stored",

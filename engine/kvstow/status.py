@@ -13,6 +13,7 @@ from kvstow.stats import EngineState, SlotState
 
 DrainMode = Literal["stop_stores", "all"]
 Refusal = Literal["not_ready", "draining", "bypassed"]
+LoadRefusal = Refusal | Literal["too_many_leases"]
 SessionState = Literal["attaching", "attached", "stuck", "lost"]
 TransferState = Literal["queued", "running", "stuck", "quarantined"]
 KeeperState = Literal["connected", "gone"]

@@ -35,6 +35,9 @@ class Browser:
         os.close(theirs_in)
         os.close(theirs_out)
         self._buffer, self._number = b"", 0
+        self._password = ""
+        self.num_questions = 0
+        """How often the browser has asked for a password."""
         self.complaints: list[str] = []
         """What the page's console has said of errors, broken policies included."""
         target = self._ask("Target.createTarget", {"url": "about:blank"})["targetId"]
@@ -48,6 +51,11 @@ class Browser:
 
     def open(self, url: str) -> None:
         self.ask("Page.navigate", url=url)
+
+    def log_in(self, password: str) -> None:
+        """Answer the browser's question for a password, from now on."""
+        self._password = password
+        self.ask("Fetch.enable", handleAuthRequests=True)
 
     def evaluate(self, expression: str) -> Any:
         """The value of some JavaScript, which works even where the page's policy or wish allows none."""
@@ -74,11 +82,15 @@ class Browser:
         self.ask("Emulation.setDeviceMetricsOverride", **size)
         path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
 
-    def _ask(self, method: str, parameters: Any, **more: str) -> Any:
+    def _send(self, method: str, parameters: Any, **more: str) -> int:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters, **more}
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        while (answer := self._read()).get("id") != self._number:
+        return self._number
+
+    def _ask(self, method: str, parameters: Any, **more: str) -> Any:
+        number = self._send(method, parameters, **more)
+        while (answer := self._read()).get("id") != number:
             self._note(answer)
         assert "error" not in answer, answer["error"]
         return answer["result"]
@@ -97,6 +109,13 @@ class Browser:
         given = event.get("params", {})
         if event.get("method") == "Log.entryAdded" and given["entry"]["level"] == "error":
             self.complaints.append(given["entry"]["text"])
+        if event.get("method") == "Fetch.requestPaused":
+            self._send("Fetch.continueRequest", {"requestId": given["requestId"]}, sessionId=self._session)
+        if event.get("method") == "Fetch.authRequired":
+            self.num_questions += 1
+            answer = {"response": "ProvideCredentials", "username": "me", "password": self._password}
+            parameters = {"requestId": given["requestId"], "authChallengeResponse": answer}
+            self._send("Fetch.continueWithAuth", parameters, sessionId=self._session)
         if event.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(given["exceptionDetails"]["text"])
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.api.tieredhost import TieredHost
 from tests.quickstop import servers_stop_at_once
 
@@ -25,6 +26,7 @@ from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
 from kvstow_api import appstate, loglevels
 from kvstow_api.app import create_app
+from kvstow_api.auth import CALLER
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_api.looplag import LoopMonitor
@@ -39,6 +41,8 @@ RANKS = 2
 AGENT_TOKEN = "agent-token"
 AGENT = {"Authorization": f"Bearer {AGENT_TOKEN}"}
 """Headers of a rank's agent."""
+CALLER_UID = 1234
+"""The user at the other end of the Unix socket."""
 
 
 _numbers = count(1)
@@ -141,19 +145,31 @@ def keys() -> list[bytes]:
     return [b"\x00\x00" + bytes([n]) * 4 for n in range(CAPACITY)]
 
 
+def called_by(uid: int | None, app: ASGIApp) -> ASGIApp:
+    """The application as a client of this uid sees it through the Unix socket. None: as one sees it over TCP."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        state = {} if uid is None else {CALLER: uid}
+        await app({**scope, "state": {**scope.get("state", {}), **state}}, receive, send)
+
+    return call
+
+
 @pytest.fixture
 async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launch]:
     """Makes an application, with a context that differs by what is given, and a client of it. `prepare` may
-    change the application before it starts."""
+    change the application before it starts. `caller`: the uid of a client of the Unix socket; None for one over TCP."""
     async with AsyncExitStack() as stack:
 
-        async def start(prepare: Callable[[FastAPI], object] | None = None, **changes: Any) -> httpx.AsyncClient:
+        async def start(
+            prepare: Callable[[FastAPI], object] | None = None, *, caller: int | None = CALLER_UID, **changes: Any
+        ) -> httpx.AsyncClient:
             given = {"directory": EmbeddedDirectory(engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
             app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, "clock": clock, **changes}))
             if prepare:
                 prepare(app)
             await stack.enter_async_context(app.router.lifespan_context(app))
-            client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvstow")
+            client = httpx.AsyncClient(transport=httpx.ASGITransport(called_by(caller, app)), base_url="http://kvstow")
             return await stack.enter_async_context(client)
 
         yield start
@@ -164,8 +180,10 @@ def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -
     """An application on real sockets, with a context that differs by what is given."""
     given = {"directory": EmbeddedDirectory(engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
     with ExitStack() as stack:
-        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), uds)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         stack.callback(listeners.close)
+        if uds is not None:
+            listeners.listen_unix(uds)
         app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, **changes}))
         server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
         server.start()

@@ -88,7 +88,7 @@ def test_bodies_of_ten_megabytes_are_refused_without_reading_them(service: Admin
     for declared in (f"Content-Length: {BODY_BYTES}", "Transfer-Encoding: chunked"):
         for _ in range(10):
             with connect(service) as client:
-                client.sendall(head("/v1/pools/host/evict", declared))
+                client.sendall(head("/v1/lookup", declared))
                 try:
                     if "chunked" in declared:
                         for _ in range(BODY_BYTES >> 16):
@@ -105,7 +105,7 @@ def test_bodies_of_ten_megabytes_are_refused_without_reading_them(service: Admin
 
 def test_a_body_declared_too_large_is_answered_immediately(service: AdminSockets) -> None:
     with connect(service) as client:
-        client.sendall(head("/v1/pools/host/evict", f"Content-Length: {BODY_BYTES}"))
+        client.sendall(head("/v1/lookup", f"Content-Length: {BODY_BYTES}"))
         answer = read_to_end(client)
     assert status_of(answer) == 413
     assert b"application/problem+json" in answer
@@ -134,7 +134,7 @@ def test_a_slow_body_times_out_while_others_are_served(serve: Any, ranks: Any, m
     monkeypatch.setattr(BodyMiddleware, "__init__", in_a_hurry)
     service: AdminSockets = serve()
     with connect(service) as slow:
-        slow.sendall(head("/v1/pools/host/evict", "Content-Length: 100") + b'{"slo')
+        slow.sendall(head("/v1/lookup", "Content-Length: 100") + b'{"slo')
         check_alive(service)
         answer = read_to_end(slow)
     assert status_of(answer) == 408

@@ -174,3 +174,12 @@ async def test_head_is_counted_by_its_route(client: httpx.AsyncClient, ranks: An
         if line.startswith("kvstow_http_requests_total{") and 'method="HEAD"' in line
     )
     assert 'route="/v1/pools/{pool}"' in line
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_a_method_that_is_not_allowed_comes_before_a_body_that_is_not(
+    client: httpx.AsyncClient, method: str
+) -> None:
+    refused = await client.request(method, "/v1/pools/host/evict", content=b"{}")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert (await client.request(method, "/v1/drain", content=b"{}")).status_code == 400

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import AGENT, AGENT_TOKEN
+from tests.api.conftest import AGENT, AGENT_TOKEN, CALLER_UID
 
+from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api import auth
 from kvstow_api.hostsettings import require_token
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.anyio
 
 ADMIN = {"Authorization": "Bearer admin-token"}
 VIEWER = {"Authorization": "Bearer viewer-token"}
+
+ADDRESSES = ("http://127.0.0.1:9595", "unix:/run/kvstow-admin/admin.sock")
 
 REPORT: tuple[str, str, Any] = ("POST", "/v1/ranks/{rank}/report", {})
 CHANGES: list[tuple[str, str, Any]] = [
@@ -83,8 +86,8 @@ def viewer_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClient:
-    """A client of an application that has an admin's and an agent's token."""
-    client: httpx.AsyncClient = await launch(token_file=token_file, agent_token=AGENT_TOKEN)
+    """A client, over TCP, of an application that has an admin's and an agent's token."""
+    client: httpx.AsyncClient = await launch(token_file=token_file, caller=None, addresses=ADDRESSES)
     return client
 
 
@@ -92,7 +95,7 @@ async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClien
 async def private(launch: Any, token_file: Path, viewer_file: Path, ranks: Any) -> httpx.AsyncClient:
     """As `guarded`, with a viewer's token."""
     files = {"token_file": token_file, "viewer_token_file": viewer_file}
-    client: httpx.AsyncClient = await launch(**files, agent_token=AGENT_TOKEN)
+    client: httpx.AsyncClient = await launch(**files, caller=None)
     return client
 
 
@@ -145,6 +148,7 @@ async def test_a_change_without_a_valid_token_is_refused(guarded: httpx.AsyncCli
         assert answer.status_code == 401, change
         assert answer.headers["www-authenticate"].startswith("Bearer"), change
         assert answer.json()["code"] == "unauthorized", change
+        assert (ADDRESSES[1] in answer.json()["detail"]) is (change is not REPORT), change
 
 
 async def test_the_admin_token_allows_every_change(guarded: httpx.AsyncClient) -> None:
@@ -235,7 +239,7 @@ async def test_a_verified_certificate_counts_as_an_admin(launch: Any, ranks: Any
         await app(scope | {"state": {"client_certificate": "ops"}}, receive, send)
 
     apps: list[Any] = []
-    client: httpx.AsyncClient = await launch(apps.append, client_certificates=True)
+    client: httpx.AsyncClient = await launch(apps.append, client_certificates=True, caller=None)
     assert (await client.delete("/v1/drain")).status_code == 401
     transport = httpx.ASGITransport(partial(with_certificate, apps[0]))
     async with httpx.AsyncClient(transport=transport, base_url="http://kvstow") as known:
@@ -262,9 +266,49 @@ async def test_reading_is_open(guarded: httpx.AsyncClient, path: str) -> None:
     assert (await guarded.get(path)).status_code == 200
 
 
-async def test_without_a_token_file_changes_are_open(client: httpx.AsyncClient, ranks: Any) -> None:
-    changes = [change for change in CHANGES if change is not REPORT]
-    assert refused(await statuses(client, changes, {}), (200, 202, 404, 409, 422)) == {}
+CHANGES_OF_PEOPLE = [change for change in CHANGES if change is not REPORT]
+
+
+@pytest.mark.parametrize("headers", [{}, ADMIN, basic("anybody:admin-token")])
+async def test_over_tcp_a_server_without_a_credential_only_reads(
+    launch: Any, ranks: Any, keys: list[bytes], headers: dict[str, str]
+) -> None:
+    ranks.store(keys[:4])
+    client: httpx.AsyncClient = await launch(caller=None, addresses=ADDRESSES)
+    assert refused(await statuses(client, READING, headers), (200, 404)) == {}
+    for change in CHANGES_OF_PEOPLE:
+        answer = await ask(client, change, headers)
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), change
+        assert ADDRESSES[1] in answer.json()["detail"], change
+    assert all(ranks.engine.contains(keys[:4]))
+
+
+async def test_a_server_without_a_socket_says_so(launch: Any, ranks: Any) -> None:
+    client: httpx.AsyncClient = await launch(caller=None, addresses=ADDRESSES[:1])
+    assert "the server has no Unix socket; its log says why" in (await client.delete("/v1/drain")).json()["detail"]
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+async def test_the_caller_of_the_socket_makes_every_change(
+    launch: Any, ranks: Any, token_file: Path, viewer_file: Path, has_tokens: bool
+) -> None:
+    """Even with a token file that is gone: nothing but the kernel says who it is."""
+    files = {"token_file": token_file, "viewer_token_file": viewer_file} if has_tokens else {}
+    apps: list[Any] = []
+    client: httpx.AsyncClient = await launch(apps.append, **files)
+    token_file.unlink()
+    for headers in ({}, VIEWER, ADMIN):
+        assert refused(await statuses(client, CHANGES_OF_PEOPLE, headers), (200, 202, 404, 409, 422)) == {}
+    entries, _ = apps[0].state.kvstow.journal.after(0)
+    assert {entry.data["actor"] for entry in entries if entry.type == "change"} == {f"uid:{CALLER_UID}"}
+
+
+async def test_the_overflow_uid_is_nobodys(launch: Any, ranks: Any) -> None:
+    """All users whom the kernel cannot name here have this number, also where the server's user has it, too."""
+    client: httpx.AsyncClient = await launch(caller=overflow_uid(), addresses=ADDRESSES)
+    assert set((await statuses(client, CHANGES_OF_PEOPLE, {})).values()) == {403}
+    assert (await client.get("/v1/pools/host")).status_code == 200
+    assert f"uid {overflow_uid()} stands for every user" in (await client.delete("/v1/drain")).json()["detail"]
 
 
 @pytest.mark.parametrize("headers", REFUSED)
@@ -489,3 +533,9 @@ async def test_requests_marked_as_cross_site_cannot_make_changes(launch: Any, ra
     for own in ("same-origin", "none"):
         assert (await client.post("/v1/pools/host/retry", headers={"Sec-Fetch-Site": own})).status_code == 202
     assert (await client.get("/v1/info", headers={"Sec-Fetch-Site": site})).status_code == 200
+
+
+async def test_each_challenge_has_a_line_of_its_own_and_basic_is_first(private: httpx.AsyncClient) -> None:
+    """Chromium asks for a password only if the first challenge of a line is one that it knows."""
+    answer = await private.get("/")
+    assert answer.headers.get_list("www-authenticate") == ['Basic realm="kvstow"', 'Bearer realm="kvstow"']

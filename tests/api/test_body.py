@@ -8,7 +8,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Scope
-from tests.api.conftest import AGENT
+from tests.api.conftest import AGENT, CALLER_UID
+
+from kvstow_api.auth import CALLER
 
 pytestmark = pytest.mark.anyio
 
@@ -93,7 +95,8 @@ async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ran
     assert (await client.post(EVICT, content=content, headers=JSON)).status_code == 200
 
 
-async def test_unauthenticated_reads_have_a_lower_limit(client: httpx.AsyncClient) -> None:
+async def test_unauthenticated_reads_have_a_lower_limit(launch: Any) -> None:
+    client: httpx.AsyncClient = await launch(caller=None)
     content = b'{"keys": ["00aa"]}'.ljust(1 << 16)
     assert (await client.post(LOOKUP, content=content, headers=JSON)).status_code == 200
     answer = await client.post(LOOKUP, content=content + b" ", headers=JSON)
@@ -142,6 +145,7 @@ async def test_an_incomplete_body_does_not_reach_the_route(ranks: Any, launch: A
         "type": "http",
         "method": "POST",
         "path": EVICT,
+        "state": {CALLER: CALLER_UID},
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"100")],
     }
     await apps[0](scope, receive, send)

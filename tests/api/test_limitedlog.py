@@ -38,7 +38,7 @@ async def test_unauthenticated_clients_cannot_flood_the_audit_log(
     caplog.set_level(logging.INFO, logger="kvstow.audit")
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o600)
-    client = await launch(token_file=tmp_path / "token")
+    client = await launch(token_file=tmp_path / "token", caller=None)
     for _ in range(200):
         assert (await client.post("/v1/pools/host/retry")).status_code == 401
     assert len(audited(caplog)) == 60

@@ -201,3 +201,16 @@ async def test_every_parameter_is_described(schema: dict[str, Any]) -> None:
 async def test_settings_come_with_their_etag(schema: dict[str, Any]) -> None:
     for path, method in (("/v1/config", "get"), ("/v1/pools/{pool}", "get"), ("/v1/pools/{pool}", "patch")):
         assert "ETag" in schema["paths"][path][method]["responses"]["200"]["headers"]
+
+
+async def test_a_head_that_is_too_large_is_described_everywhere(schema: dict[str, Any]) -> None:
+    for item in schema["paths"].values():
+        for operation in item.values():
+            assert "431" in operation["responses"]
+
+
+async def test_the_stream_of_events_is_typed(schema: dict[str, Any]) -> None:
+    content = schema["paths"]["/v1/events"]["get"]["responses"]["200"]["content"]
+    stream = content["text/event-stream"]["schema"]
+    assert stream["contentSchema"]["items"] == {"$ref": "#/components/schemas/EventView"}
+    assert set(schema["components"]["schemas"]["EventView"]["properties"]) == {"id", "type", "data"}

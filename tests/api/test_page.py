@@ -190,7 +190,7 @@ async def test_the_latest_events_are_shown_as_text(launch: Any, ranks: Any) -> N
     await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
     told = ["state ready: all slots are pinned", "rank 1 is ready", "operation evict succeeded"]
-    told += ["change PUT /v1/bypass by anonymous"]
+    told += ["change PUT /v1/bypass by uid:1234"]
     assert [words for words in told if words not in text] == []
 
 
@@ -227,7 +227,7 @@ async def test_values_are_escaped(launch: Any, ranks: Any, hostile: str) -> None
 async def test_the_page_needs_the_credentials_of_reads(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("a")
     (tmp_path / "viewer").write_text("v")
-    client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
+    client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer", caller=None)
     assert (await client.get("/")).status_code == 401
     assert (await client.get("/page/live")).status_code == 401
     assert (await client.get("/", headers={"Authorization": "Bearer v"})).status_code == 200

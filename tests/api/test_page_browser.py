@@ -277,3 +277,18 @@ def test_the_fleet_tier_is_shown_and_changes(
     width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert browser.evaluate(width), "the page scrolls sideways"
     assert browser.complaints == []
+
+
+def test_a_protected_page_asks_for_the_password_and_opens(
+    browser: Browser, serve: Any, ranks: Any, tmp_path: Path
+) -> None:
+    """Its live part, too."""
+    files = {"token_file": tmp_path / "admin", "viewer_token_file": tmp_path / "viewer"}
+    for path in files.values():
+        path.write_text(f"{path.name}-token")
+        path.chmod(0o600)
+    browser.log_in("viewer-token")
+    browser.ask("Page.navigate", url=serve(**files).url)
+    browser.until("document.title === 'kvstow: ready'")
+    browser.until(f"{LIVE} === 'live'")
+    assert browser.num_questions == 1

@@ -109,8 +109,10 @@ async def test_unknown_paths_and_methods_are_problems(client: httpx.AsyncClient)
     assert (absent.status_code, absent.json()["detail"]) == (404, "/v1/nothing does not exist")
     wrong = await client.post("/v1/info")
     assert wrong.status_code == 405
-    assert wrong.headers["allow"] == "GET"
-    assert "allowed: GET" in wrong.json()["detail"]
+    assert wrong.headers["allow"] == "GET, HEAD"
+    assert "allowed: GET, HEAD" in wrong.json()["detail"]
+    assert (await client.post("/v1/drain")).headers["allow"] == "DELETE, GET, HEAD, PUT"
+    assert (await client.get("/v1/pools/host/evict")).headers["allow"] == "POST"
     for path in ("/docs", "/redoc", "/v1/info/"):
         assert (await client.get(path)).status_code == 404
 

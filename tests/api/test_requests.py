@@ -84,7 +84,7 @@ async def test_changes_are_audited_and_reads_are_not(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret")
-    client = await launch(token_file=token)
+    client = await launch(token_file=token, caller=None)
     with caplog.at_level(logging.INFO, "kvstow.audit"):
         await client.get("/v1/drain")
         await client.put("/v1/drain")
@@ -138,4 +138,4 @@ async def test_a_path_cannot_forge_a_line_of_the_audit_log(
         await client.post("/v1/a%0aactor=admin%20status=200")
     (record,) = [record for record in caplog.records if record.name == "kvstow.audit"]
     assert "\n" not in record.getMessage()
-    assert "actor=anonymous" in record.getMessage()
+    assert "actor=uid:1234" in record.getMessage()

@@ -183,7 +183,7 @@ def test_forwarded_headers_do_not_change_the_client(serve: Any, ranks: Any) -> N
 
 async def test_a_refusal_has_retry_after(streams: Streams, launch: Any) -> None:
     apps: list[FastAPI] = []
-    client: httpx.AsyncClient = await launch(apps.append)
+    client: httpx.AsyncClient = await launch(apps.append, caller=None)
     apps[0].state.kvstow.streams.limit._public_most = 0
     answer = await client.get("/v1/events")
     assert (answer.status_code, answer.headers["retry-after"], answer.json()["code"]) == (503, "1", "queue_full")

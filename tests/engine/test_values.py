@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -153,7 +154,7 @@ def test_messages_survive_json() -> None:
         ({"boot_id": None}, "RankReport.boot_id is None; allowed: a text"),
         ({"state": "fine"}, "RankReport.state is 'fine'; allowed: starting, pinning, ready, degraded, failed, stopped"),
         ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan; allowed: a number, 0 or more"),
-        ({"error": 5}, "RankReport.error is 5; allowed: a text, or null"),
+        ({"error": 5}, "RankReport.error is 5; allowed: a text of at most 4096 printable characters, or null"),
         ({"numa_bytes": [1]}, r"RankReport.numa_bytes is \[1\]; allowed: up to 64 names with whole numbers, 0 or more"),
         ({"pin_failures": {"driver": -1}}, "RankReport.pin_failures is {'driver': -1}"),
         ({"pin_failures": {str(n): 1 for n in range(65)}}, "RankReport.pin_failures is "),
@@ -186,3 +187,16 @@ def test_reading_a_message_resolves_no_type_hints_again(monkeypatch: pytest.Monk
     RankReport.from_json(REPORT.to_json())
     monkeypatch.setattr("kvstow.messages.get_type_hints", lambda _: pytest.fail("resolved again"))
     assert RankReport.from_json(REPORT.to_json()) == REPORT
+
+
+@pytest.mark.parametrize("change", [{"host": "a\ud800"}, {"boot_id": "a\nb"}, {"numa_bytes": {"\x1b[2J": 1}}])
+def test_text_in_a_report_is_printable(change: dict[str, Any]) -> None:
+    """A lone surrogate cannot be encoded in an answer, and the end of a line would forge one of the log."""
+    with pytest.raises(InvalidRequestError, match=f"RankReport.{next(iter(change))} is ") as refused:
+        RankReport.from_json({**REPORT.to_json(), **change})
+    assert str(refused.value).isprintable()
+
+
+def test_the_error_in_a_report_may_have_several_lines() -> None:
+    value = replace(REPORT, error="the driver says:\nout of memory").to_json()
+    assert RankReport.from_json(value).error == "the driver says: out of memory"

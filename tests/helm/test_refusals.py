@@ -77,6 +77,13 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             "service.args: --attach-socket=/run/x/attach.sock would contradict a flag that the chart sets; use the "
             "value socket.folder",
         ),
+        ([*NODE, "socket.folder=/var/lib"], "at '/socket/folder': '/var/lib' does not match pattern"),
+        ([*NODE, "socket.folder=/run/../etc/kvstow"], "at '/socket/folder': '/run/../etc/kvstow' does not match"),
+        ([*NODE, "service.args={--admin-group,users}"], "service.args: --admin-group would let others in"),
+        ([*NODE, "service.args={--config=/x}"], "service.args: --config=/x would let others in"),
+        ([*ENGINE, "sidecar=true", "engine.model=m", "service.args={--attach-group=9}"], "use the value socket.group"),
+        ([*NODE, "service.args={--token-file=/x}"], "use the value admin.tokenSecret"),
+        ([*NODE, "service.args={--pin-pause=0}"], "use the value pool.pinning.pause"),
         ([*NODE, "service.args={--no-keep-on-stop}"], "use the value service.keeper.keepOnStop"),
         (
             [*NODE, "service.args={--log-level debug}"],

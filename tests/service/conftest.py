@@ -17,15 +17,18 @@ from tests.quickstop import servers_stop_at_once
 
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+from kvstow_service.process.logwriter import LogWriter
 
 __all__ = ["servers_stop_at_once"]
 
 
 @pytest.fixture
 def process_state() -> Iterator[None]:
-    """Puts back what the service's process owns: signal handlers and the two loggers that it configures."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    loggers = [logging.getLogger(name) for name in ("kvstow", "uvicorn")]
+    """Puts back what the service's process owns: signal handlers and the loggers that it configures."""
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    }
+    loggers = [logging.getLogger(name) for name in ("kvstow", "uvicorn", "asyncio")]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     yield
     for number, handler in handlers.items():
@@ -68,7 +71,7 @@ class Serving(Protocol):
         uds: Path | None = ...,
         tls: ssl.SSLContext | None = ...,
         clock: Callable[[], float] = ...,
-        on_lost_line: Callable[[], None] = ...,
+        log: LogWriter | None = ...,
     ) -> tuple[AdminServer, AdminSockets]: ...
 
 
@@ -84,16 +87,18 @@ def serving() -> Iterator[Serving]:
             uds: Path | None = None,
             tls: ssl.SSLContext | None = None,
             clock: Callable[[], float] = time.monotonic,
-            on_lost_line: Callable[[], None] = lambda: None,
+            log: LogWriter | None = None,
         ) -> tuple[AdminServer, AdminSockets]:
-            listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
+            listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", port), secure=tls is not None)
             running.callback(listeners.close)
+            if uds is not None:
+                listeners.listen_unix(uds)
             server = AdminServer(
                 app,
                 listeners.sockets,
                 lambda reason: pytest.fail(reason),
                 tls=tls,
-                on_lost_line=on_lost_line,
+                log=log,
                 clock=clock,
             )
             server.start()

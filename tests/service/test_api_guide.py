@@ -23,6 +23,7 @@ from kvstow_api.host import ApiHost
 
 GUIDE = Path(__file__).parents[2] / "docs" / "api.md"
 TOKEN = "a-token-of-an-admin"
+SOCKET = "unix:/run/kvstow-admin/admin.sock"
 MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 _BLOCK = re.compile(r"^```(console|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -87,7 +88,9 @@ def server(serving: Any, tmp_path: Path) -> str:
     tokens.write_text(TOKEN)
     engine = OffloadEngine(EngineConfig(slot_bytes=2 << 20, capacity_slots=4096, num_ranks=2))
     store_keys(engine, make_ranks(engine), [bytes((0, 0, number)) for number in range(100)])
-    context = ApiHost(directory=EmbeddedDirectory(engine, 8192), version="0", mode="node", token_file=tokens)
+    context = ApiHost(
+        directory=EmbeddedDirectory(engine, 8192), version="0", mode="node", token_file=tokens, addresses=(SOCKET,)
+    )
     _, listeners = serving(create_app(context))
     return str(listeners.url)
 

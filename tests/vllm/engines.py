@@ -258,15 +258,15 @@ def running(setup: Setup) -> Iterator[Engine]:
         patch.setattr(gc, "collect", lambda generation=2: 0)  # vLLM does it nine times for each engine: half its time
         patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other cost more than so small a model
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstow-"))
-        socket = Path(folder) / "admin"
+        patch.setenv("XDG_RUNTIME_DIR", folder)  # where the admin server of an engine opens its socket
         stack.callback(_end_connector)
-        llm = _llm(setup, socket)
+        llm = _llm(setup)
         stack.callback(_close, llm)
         admin = None
         if setup.extra is not None and not setup.is_attached:
-            admin = stack.enter_context(
-                httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://kvstow", timeout=30)
-            )
+            eventually(lambda: admin_socket(Path(folder)), "an admin server")
+            transport = httpx.HTTPTransport(uds=str(admin_socket(Path(folder))))
+            admin = stack.enter_context(httpx.Client(transport=transport, base_url="http://kvstow", timeout=30))
         engine = Engine(llm, setup, admin)
         if admin is not None:
             paced = "pin_pause" in (setup.extra or {})
@@ -293,7 +293,12 @@ class Reference:
         return [self._answers[model][each] for each in prompts]
 
 
-def _llm(setup: Setup, socket: Path) -> Any:
+def admin_socket(folder: Path) -> Path | None:
+    """The socket of the admin server that an engine with this runtime folder has opened."""
+    return next(folder.glob("kvstow-*/*.sock"), None)
+
+
+def _llm(setup: Setup) -> Any:
     import torch
     from vllm import LLM
 
@@ -311,16 +316,16 @@ def _llm(setup: Setup, socket: Path) -> Any:
         "tensor_parallel_size": setup.tp,
         "seed": 0,
         "disable_log_stats": False,
-        "kv_transfer_config": None if setup.extra is None else transfer_config(setup, socket),
+        "kv_transfer_config": None if setup.extra is None else transfer_config(setup),
     }
     return LLM(model=str(setup.model), **(settings | dict(setup.settings)))
 
 
-def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:
-    """What a user writes into --kv-transfer-config; the admin server of an engine that has one listens on `socket`."""
+def transfer_config(setup: Setup, admin_port: int = 0) -> dict[str, Any]:
+    """What a user writes into --kv-transfer-config."""
     place: dict[str, Any] = {"cpu_bytes_to_use": setup.pool_bytes}
     if not setup.is_attached:
-        place |= {"admin_uds": str(socket), "admin_port": 0, "transfer_timeout": SECONDS}
+        place |= {"admin_port": admin_port, "transfer_timeout": SECONDS}
     common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     ours = {"kv_connector": "KVStowConnector", "kv_connector_extra_config": {**place, **(setup.extra or {})}, **common}
     if setup.beside is None:

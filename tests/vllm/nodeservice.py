@@ -22,7 +22,7 @@ class NodeService:
 
     def __init__(self, folder: Path, memory: str = "64MiB", *options: str, module: str = "kvstow_service") -> None:
         """`module`: what is run as `kvstow`."""
-        self.socket, self._admin, self._folder = folder / "attach.sock", folder / "admin.sock", folder
+        self.socket, self._admin, self._folder = folder / "run" / "attach.sock", folder / "admin.sock", folder
         self._arguments = ["--memory", memory, "--extent-size", "16MiB", *options]
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +34,7 @@ class NodeService:
 
     def start(self) -> None:
         command = [sys.executable, "-m", self._module, "serve", "--attach-socket", str(self.socket)]
-        command += ["--uds", str(self._admin), "--port", "0", *self._arguments]
+        command += ["--admin-socket", str(self._admin), "--port", "0", *self._arguments]
         environ = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)

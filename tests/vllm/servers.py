@@ -23,11 +23,10 @@ STEP_SECONDS = 120.0
 class Server:
     """A running server; `admin` talks to the admin server in its engine's process, if there is one."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, admin: Path, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, admin_port: int, log: Path) -> None:
         self.process, self._log = process, log
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=STEP_SECONDS)
-        transport = httpx.HTTPTransport(uds=str(admin))
-        self.admin = httpx.Client(base_url="http://kvstow", transport=transport, timeout=STEP_SECONDS)
+        self.admin = httpx.Client(base_url=f"http://127.0.0.1:{admin_port}", timeout=STEP_SECONDS)
 
     def close(self) -> None:
         self.client.close()
@@ -78,10 +77,11 @@ def _token(name: str) -> int:
 
 @contextmanager
 def running_server(setup: Setup, folder: Path, *options: str) -> Iterator[Server]:
-    """Returns while it starts. Its log and sockets are in `folder`."""
-    with closing(socket.socket()) as free:
+    """Returns while it starts. Its log is in `folder`."""
+    with closing(socket.socket()) as free, closing(socket.socket()) as other:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        other.bind(("127.0.0.1", 0))
+        port, admin_port = free.getsockname()[1], other.getsockname()[1]
     log = folder / "log"
     environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -91,11 +91,11 @@ def running_server(setup: Setup, folder: Path, *options: str) -> Iterator[Server
         *("--model", str(setup.model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--block-size", str(BLOCK), "--max-model-len", "1024", "--max-num-seqs", "8"),
         *("--num-gpu-blocks-override", "96", "--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details"),
-        *("--kv-transfer-config", json.dumps(transfer_config(setup, folder / "admin")), *options),
+        *("--kv-transfer-config", json.dumps(transfer_config(setup, admin_port)), *options),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
-    server = Server(process, port, folder / "admin", log)
+    server = Server(process, port, admin_port, log)
     try:
         yield server
     finally:

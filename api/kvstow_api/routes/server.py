@@ -115,6 +115,11 @@ async def set_log_level(body: LogLevelBody) -> LogLevelView:
 LastEventId = Annotated[str | None, Header(description="Continue after the event with this id")]
 
 _MEDIA_TYPE = "text/event-stream"
+_STREAM = {
+    "type": "string",
+    "contentMediaType": _MEDIA_TYPE,
+    "contentSchema": {"type": "array", "items": {"$ref": "#/components/schemas/EventView"}},
+}
 _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
 
 
@@ -124,7 +129,7 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
     responses={
         200: {
             "description": "Server-sent events; the stream does not end",
-            "content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}},
+            "content": {_MEDIA_TYPE: {"schema": _STREAM, "example": _EXAMPLE}},
         },
         **reading(404, 409),
     },

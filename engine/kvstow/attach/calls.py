@@ -15,6 +15,7 @@ from typing import ClassVar, Final, Literal, NamedTuple, Self
 
 from kvstow.attach.payloads import Kind, PayloadReader, pack_keys, pack_rows, pack_text, pack_u32s, pack_u64s
 from kvstow.messages import Completion, Direction, Mark
+from kvstow.plaintext import plain
 
 _MARKS: Final[tuple[Mark, ...]] = ("source_free", "done", "failed")
 _DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "load")
@@ -419,7 +420,7 @@ def _pack_error(error: str | None) -> bytes:
 
 
 def _take_error(reader: PayloadReader) -> str | None:
-    return reader.text() or None
+    return plain(reader.text()) or None
 
 
 _KINDS: Final[tuple[Literal["stored", "removed"], ...]] = ("stored", "removed")

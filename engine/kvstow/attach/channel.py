@@ -106,6 +106,8 @@ class FrameDecoder:
 
 MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES + (1 << 20)
 """How much may wait for a peer that does not read: one frame of the largest kind and some small ones."""
+MAX_UNSENT_FDS = 4096
+"""How many copies of descriptors may wait with them: those of 4 TiB in extents of 1 GiB."""
 
 SCRATCH_BYTES = 256 << 10
 _SOCKET_BUFFER_BYTES = 1 << 20
@@ -145,6 +147,7 @@ class Channel:
         """Received, but not assigned to a frame yet."""
         self._unsent: deque[_Unsent] = deque()
         self.unsent_bytes = 0
+        self._unsent_fds = 0
         self.accepts_fds = accepts_fds
         """If False, the kernel discards descriptors, and `receive` raises `ProtocolError`."""
         self.bytes_received = 0
@@ -216,6 +219,8 @@ class Channel:
             size = HEADER_BYTES + len(payload)
             if self.unsent_bytes + size > self._max_unsent:
                 raise ProtocolError("slow_reader", f"the other end has left {self.unsent_bytes} bytes unread")
+            if self._unsent_fds + len(fds) > MAX_UNSENT_FDS:
+                raise ProtocolError("slow_reader", f"the other end has left {self._unsent_fds} descriptors unread")
             self._queue(_Unsent(header, _duplicates(fds)), _Unsent(payload))
             self.flush()
             return
@@ -247,9 +252,11 @@ class Channel:
             if part.data:
                 self._unsent.append(part)
                 self.unsent_bytes += len(part.data)
+                self._unsent_fds += len(part.fds)
 
     def _drop_sent(self, sent: int) -> None:
         self.unsent_bytes -= sent
+        self._unsent_fds -= len(self._unsent[0].fds)
         close_fds(self._unsent[0].fds)
         while sent:
             first = self._unsent.popleft()
@@ -277,7 +284,7 @@ class Channel:
         for part in self._unsent:
             close_fds(part.fds)
         self._unsent.clear()
-        self.unsent_bytes = 0
+        self.unsent_bytes = self._unsent_fds = 0
 
 
 class _Unsent:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.payloads import VERSION, JsonObject, Kind, Role, parse_object
 from kvstow.errors import AttachRefusedError, InvalidRequestError, ProtocolError
+from kvstow.plaintext import MOST_NAME
 
 _COUNT_BITS = 40
 
@@ -110,10 +111,10 @@ class Hello:
             raise InvalidRequestError("hello of a scheduler needs hello.pool and hello.namespace")
         return cls(
             role=role,
-            engine=value.text("engine"),
-            host=value.text("host"),
+            engine=value.text("engine", most=MOST_NAME),
+            host=value.text("host", most=MOST_NAME),
             pid=value.whole("pid"),
-            engine_version=value.text("engine_version", ""),
+            engine_version=value.text("engine_version", "", most=MOST_NAME),
             pool=None if pool is None else PoolIdentity.from_json(pool),
             namespace=None if namespace is None else NamespaceIdentity.from_json(namespace),
             fleet_weights=UNNAMED_WEIGHTS if weights is None else FleetWeights.from_json(weights),
@@ -121,7 +122,7 @@ class Hello:
             require_sharing=value.flag("require_sharing", False),
             token=value.text("token", ""),
             rank=value.whole("rank", 0),
-            device=value.text("device", ""),
+            device=value.text("device", "", most=MOST_NAME),
             numa_node=value.optional_whole("numa_node"),
             settled_tokens=value.texts("settled_tokens"),
         )
@@ -213,6 +214,6 @@ def _dump(value: dict[str, Any]) -> bytes:
 def _two_texts(payload: bytes, what: str, first: str) -> tuple[str, str]:
     try:
         value = parse_object(payload, what)
-        return value.text(first), value.text("message", "")
+        return value.text(first), value.sentence("message")
     except InvalidRequestError as error:
         raise ProtocolError("malformed", str(error)) from error

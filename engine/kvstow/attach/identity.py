@@ -145,7 +145,8 @@ class NamespaceIdentity(Identity):
     unshared: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value_settings", tuple(sorted(self.value_settings)))
+        written = ((name, value if value.isprintable() else ascii(value)) for name, value in self.value_settings)
+        object.__setattr__(self, "value_settings", tuple(sorted(written)))
 
     def to_json(self) -> dict[str, Any]:
         value = super().to_json() | {"value_settings": dict(self.value_settings)}
@@ -163,7 +164,7 @@ class NamespaceIdentity(Identity):
             hash_probe=value.text("hash_probe"),
             value_settings=value.text_pairs("value_settings"),
             epoch=value.whole("epoch", 0),
-            unshared=value.text("unshared", ""),
+            unshared=value.sentence("unshared"),
         )
 
 
@@ -178,7 +179,7 @@ class FleetWeights(NamedTuple):
     @classmethod
     def from_json(cls, value: JsonObject) -> Self:
         """Raises `InvalidRequestError`, which names the field."""
-        return cls(value.text("weights_id", ""), value.text("reason", ""))
+        return cls(value.text("weights_id", ""), value.sentence("reason"))
 
 
 UNNAMED_WEIGHTS: Final = FleetWeights()

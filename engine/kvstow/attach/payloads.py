@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from kvstow.errors import InvalidRequestError, ProtocolError
+from kvstow.plaintext import MOST_TEXT, is_plain, plain
 
 Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
@@ -245,7 +246,6 @@ class PayloadReader:
         return begin
 
 
-_MAX_TEXT = 4096
 _MAX_ITEMS = 4096
 _MAX_NUMBER = 1 << 62
 
@@ -270,13 +270,23 @@ class JsonObject:
         self._values: dict[str, Any] = value
         self._what = what
 
-    def text(self, name: str, default: str | None = None, *, allowed: tuple[str, ...] = ()) -> str:
+    def text(
+        self, name: str, default: str | None = None, *, most: int = MOST_TEXT, allowed: tuple[str, ...] = ()
+    ) -> str:
+        """At most `most` characters, all of them printable."""
         value = self._value(name, default)
-        if type(value) is not str or len(value) > _MAX_TEXT:
-            raise self._error(name, value, f"a text of at most {_MAX_TEXT} characters")
+        if not is_plain(value, most):
+            raise self._error(name, value, f"a text of at most {most} printable characters")
         if allowed and value not in allowed:
             raise self._error(name, value, ", ".join(allowed))
         return value
+
+    def sentence(self, name: str) -> str:
+        """A text for people, empty if it is missing; what cannot be printed in it becomes a space."""
+        value = self._value(name, "")
+        if type(value) is not str:
+            raise self._error(name, value, "a text")
+        return plain(value)
 
     def whole(self, name: str, default: int | None = None) -> int:
         value = self._value(name, default)
@@ -296,8 +306,8 @@ class JsonObject:
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of texts; empty if it is missing."""
         values = self._list(name)
-        if not all(type(value) is str and len(value) <= _MAX_TEXT for value in values):
-            raise self._error(name, values, "a list of texts")
+        if not all(is_plain(value) for value in values):
+            raise self._error(name, values, f"a list of texts of at most {MOST_TEXT} printable characters")
         return tuple(values)
 
     def wholes(self, name: str) -> tuple[int, ...]:
@@ -314,8 +324,8 @@ class JsonObject:
             return ()
         if type(values) is not dict or len(values) > _MAX_ITEMS:
             raise self._error(name, values, "an object of texts")
-        if not all(type(value) is str and len(key) + len(value) <= _MAX_TEXT for key, value in values.items()):
-            raise self._error(name, values, "an object of texts")
+        if not all(is_plain(value) and is_plain(key, MOST_TEXT - len(value)) for key, value in values.items()):
+            raise self._error(name, values, "an object of printable texts")
         return tuple(sorted(values.items()))
 
     def child(self, name: str) -> JsonObject:
@@ -350,5 +360,5 @@ class JsonObject:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = ascii(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -19,7 +19,23 @@ _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 _EFFECTIVE_UID = re.compile(r"^Uid:\s*\d+\s+(\d+)", re.MULTILINE)
+_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 _NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP})
+
+
+def overflow_uid() -> int:
+    """The uid under which the kernel shows all users that have no number in this process's user namespace."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return 65534
+
+
+def credentials_of(connected: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket, as they were when it connected."""
+    size = _CREDENTIALS.size
+    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid, gid
 
 
 class Peer:
@@ -82,12 +98,20 @@ class Peer:
 def peer_of(
     connected: socket.socket, *, needs_pidfd: bool = True, open_pidfd: Callable[[int], int] = os.pidfd_open
 ) -> Peer:
-    """The process that connected this socket. Raises `AttachRefusedError` if it has already ended, or if `needs_pidfd`
-    is set and its pidfd is not available."""
-    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    """The process that connected this socket. Raises `AttachRefusedError` if its user has no number here, if it has
+    already ended, or if `needs_pidfd` is set and its pidfd is not available."""
+    pid, uid, gid = credentials_of(connected)
+    if uid == overflow_uid():
+        raise AttachRefusedError(
+            "uid",
+            f"uid {uid} stands for every user that the kernel cannot name in the service's user namespace: run the "
+            "engine as a user that has a number there",
+        )
     try:
         pidfd: int | None = _peer_pidfd(connected)
     except OSError as error:
+        if error.errno in _NO_DESCRIPTOR_ERRNOS:
+            raise _no_descriptor(error) from error
         if error.errno not in _NO_PIDFD_ERRNOS:
             raise _ended() from error
         pidfd = _open_visible(connected, pid, open_pidfd)
@@ -118,7 +142,9 @@ def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int]
         pidfd = open_pidfd(pid)
     except ProcessLookupError as error:
         raise _ended() from error
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR_ERRNOS:
+            raise _no_descriptor(error) from error
         return None
     poll = select.poll()
     poll.register(connected, select.POLLHUP | select.POLLRDHUP)
@@ -155,6 +181,13 @@ def _shared_inode() -> tuple[int, int]:
         return _inode(fd)
     finally:
         os.close(fd)
+
+
+def _no_descriptor(error: OSError) -> AttachRefusedError:
+    return AttachRefusedError(
+        "no_descriptors",
+        f"the service can open no more files ({errno.errorcode[error.errno or 0]}: {error.strerror}): raise its limit",
+    )
 
 
 def _ended() -> AttachRefusedError:

@@ -87,6 +87,8 @@ class OpsInFlight:
         """Loads and stores, in order of their start."""
         self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_blocks: dict[Direction, int] = {"store": 0, "load": 0}
+        self.held_slots = 0
+        """The slots that loads keep; a slot counts once for each of them."""
         self.num_stuck = 0
         """Loads and stores; a tier that hangs stops neither."""
         self.num_abandoned = 0
@@ -131,6 +133,7 @@ class OpsInFlight:
         self._open[op.op_id] = self._moving[op.op_id] = self._copies[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
+        self.held_slots += len(held)
         return op
 
     def start_tier(
@@ -236,6 +239,7 @@ class OpsInFlight:
             self.num_ops[op.direction] -= 1
             self.num_blocks[op.direction] -= len(op.blocks)
             self.num_stuck -= entry.stuck
+            self.held_slots -= len(entry.held)
 
     def _end_load(self, entry: OpenOp) -> None:
         self.pool.unhold(entry.held)

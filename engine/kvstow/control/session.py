@@ -15,9 +15,15 @@ from kvstow.control.ranktable import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.status import LoadRefusal
 
 _NOTHING = Lease(0, (), ())
 """The lease of a miss; it holds nothing."""
+
+MOST_HELD = 65_536
+"""Leases and loads under way of one session: more than requests wait in any inference engine. 36 MiB."""
+MOST_HELD_SLOTS = 4 << 20
+"""Slots of all of them, a slot once for each: 64 MiB. 4,096 requests may wait for 16,384 tokens of 16-token blocks."""
 
 
 class Session:
@@ -105,14 +111,14 @@ class Session:
         """Count one lookup of `queried` blocks with `hits` hits."""
         pool = self.pool
         with pool.lock:
-            pool.counters.count_lookup(queried, hits, self.acceptance.load_refusal(pool.clock()))
+            pool.counters.count_lookup(queried, hits, self._lease_refusal(pool.clock()))
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
         """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
         pool = self.pool
         with pool.lock:
             now = pool.clock()
-            if self.acceptance.load_refusal(now):
+            if self._lease_refusal(now):
                 return None
             runs = self._leading_runs(keys)
             slots = list(chain.from_iterable(runs))
@@ -132,7 +138,7 @@ class Session:
         begun = time.perf_counter()
         with pool.lock:
             now = pool.clock()
-            refusal = self.acceptance.load_refusal(now)
+            refusal = self._lease_refusal(now)
             runs, found = ([], []) if refusal else find(keys)
             slots = list(chain.from_iterable(runs))
             if len(slots) > self.leases.max_slots:
@@ -146,6 +152,15 @@ class Session:
                 counters.count_lookup(len(keys), len(slots), refusal)
             counters.lookups.seconds.observe(time.perf_counter() - begun)
         return lease, found
+
+    def _lease_refusal(self, now: float) -> LoadRefusal | None:
+        """Why a look-up finds nothing that it may keep. A client that begins loads and never ends them, or releases no
+        lease, holds a bounded amount of this process's memory."""
+        refusal = self.acceptance.load_refusal(now)
+        if refusal:
+            return refusal
+        num_held, slots = len(self.leases) + self.ops.num_ops["load"], self.leases.num_slots + self.ops.held_slots
+        return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS else None
 
     def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""

@@ -22,6 +22,7 @@ from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
+from kvstow_service.process.logwriter import LogWriter
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CHOSEN = re.compile(r"\[(\w+)\]")
@@ -32,14 +33,15 @@ def make_server(
     sockets: AdminSockets,
     tls: ServerTls | None,
     on_failure: Callable[[str], None],
+    log: LogWriter | None = None,
 ) -> AdminServer:
-    """The server of `host` on `sockets`; lost log lines are counted as errors of the host."""
+    """The server of `host` on `sockets`."""
     return AdminServer(
         create_app(host),
         sockets.sockets,
         on_failure,
         tls=None if tls is None else tls.context,
-        on_lost_line=partial(host.directory.count_error, "log_line_dropped"),
+        log=log,
     )
 
 

@@ -15,8 +15,8 @@ from kvstow_service.admin.tls import TlsFiles
 class AdminOptions:
     """Where the server listens and which credentials it accepts. Reads the files, but does not touch the network.
 
-    `port`: 0 takes any free one. `uds`: also listen on this Unix socket. `token_file`: tokens for requests that change
-    anything; required unless `host` is a loopback address or `tls` verifies client certificates. `viewer_token_file`:
+    `port`: 0 takes any free one. `token_file`: tokens for requests over TCP that change anything; without it or client
+    certificates such requests are refused, and `host` must be a loopback address. `viewer_token_file`:
     tokens for reading; without it reading is open. `tls`: TCP connections use TLS. `readiness_require`: the
     informational checks that fail `/readyz`. `allowed_hosts`: host names, besides those of loopback, that a server on
     loopback accepts.
@@ -26,7 +26,6 @@ class AdminOptions:
 
     host: str = "127.0.0.1"
     port: int = 9595
-    uds: Path | None = None
     token_file: Path | None = None
     viewer_token_file: Path | None = None
     tls: TlsFiles | None = None

@@ -26,6 +26,7 @@ from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.admin.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
+from kvstow_service.process.logwriter import LogWriter
 from kvstow_service.process.switchinterval import short_switch_interval
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ class EmbeddedAdmin:
             tls=self._tls,
             **self._description,
         )
-        return make_server(host, self._sockets, self._tls, self._fail)
+        log = LogWriter(partial(self._engine.count_error, "log_line_dropped"))
+        return make_server(host, self._sockets, self._tls, self._fail, log)
 
     def _renew_tls(self) -> None:
         if self._tls is not None:
@@ -193,11 +195,10 @@ class EmbeddedAdmin:
 
     def _listen(self) -> None:
         """Open every socket that can be opened. Raises `ConflictError` if none can."""
-        options, sockets = self._options, self._sockets
+        sockets = self._sockets
         self._try(self._listen_on_tcp, "has no TCP socket")
-        self._try(lambda: self._rendezvous.publish(sockets, self._token), "cannot be reached by this machine's ranks")
-        if options.uds is not None:
-            self._try(partial(sockets.listen_unix, options.uds), "does not listen on admin_uds")
+        without = "has no Unix socket: this machine's ranks cannot reach it, and changes need a token"
+        self._try(lambda: self._rendezvous.publish(sockets, self._token), without)
         if not sockets.sockets:
             raise ConflictError("no socket can be opened; the log says why")
 

@@ -12,13 +12,15 @@ import logging
 import re
 import sys
 from http import HTTPStatus
+from socket import AF_UNIX
 from typing import Any
 
 import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstow_api.auth import ACTOR, CERTIFICATE, is_known, is_probe
+from kvstow.attach.peer import credentials_of
+from kvstow_api.auth import ACTOR, CALLER, CERTIFICATE, is_known, is_probe
 from kvstow_api.problems import problem
 from kvstow_service.admin.certificate import subject_of
 from kvstow_service.admin.connections import Connection, Connections, Wait
@@ -31,7 +33,6 @@ MAX_HEADERS = 100
 _READ_BYTES, _TRUSTED_READ_BYTES = 4 << 10, 64 << 10
 _MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after a response that did not need it
 
-_CODE_OF = {431: "head_too_large"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _logger = logging.getLogger("kvstow.server.requests")
@@ -41,7 +42,8 @@ _logger.setLevel(logging.ERROR)  # uvicorn logs a warning for each malformed req
 class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
     """One connection. It sets what the server waits for on its `Connection`, which has the deadlines.
 
-    The application state contains the subject of the client's certificate. Requests are not logged: uvicorn's option
+    The application state contains the subject of the client's certificate, and the uid at the other end of a Unix
+    socket. Requests are not logged: uvicorn's option
     for that removes the handlers of a logger that the host's own server may use.
     """
 
@@ -66,6 +68,9 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         # TLS 1.2 may resume a session, and then does not check whether the authority is still trusted.
         if certificate and not transport.get_extra_info("ssl_object").session_reused:
             self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
+        connected = transport.get_extra_info("socket")
+        if connected.family == AF_UNIX:
+            self.app_state = {**self.app_state, CALLER: credentials_of(connected)[1]}
         self._update_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -156,7 +161,7 @@ def _refusal(status: int, reason: str) -> bytes:
     """A complete response to malformed input."""
     allowed = f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes with {MAX_HEADERS} headers"
     detail = allowed if status == 431 else f"not HTTP/1.1: {reason}"
-    answer = problem({}, status, detail, code=_CODE_OF.get(status, "malformed_request"))
+    answer = problem({}, status, detail, code=None if status == 431 else "malformed_request")
     answer.headers["Connection"] = "close"
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",

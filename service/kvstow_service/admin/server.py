@@ -46,14 +46,14 @@ class AdminServer:
         on_failure: Callable[[str], None],
         *,
         tls: ssl.SSLContext | None = None,
-        on_lost_line: Callable[[], None] = lambda: None,
+        log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost_line` is called on the server's thread for each dropped log line (`LogWriter`)."""
+        """`log` writes what the server's thread logs; None in a process whose log blocks no thread (`QueuedLog`)."""
         self.connections = Connections(connection_limit(), clock)
         self._sockets = list(sockets)
         self._on_failure = on_failure
-        self._log = LogWriter(on_lost_line)
+        self._log = log
         self._server = _EmbeddedUvicorn(
             uvicorn.Config(
                 app,
@@ -88,13 +88,15 @@ class AdminServer:
 
     def _run(self) -> None:
         reason = "it returned"
-        self._log.start()
+        if self._log is not None:
+            self._log.start()
         try:
             self._server.run(self._sockets)
         except (Exception, SystemExit) as error:  # uvicorn ends a failed start with SystemExit
             reason = repr(error)
             logger.exception("the admin server failed")
-        self._log.stop()
+        if self._log is not None:
+            self._log.stop()
         self._server.answering.set()
         if not self._server.should_exit:
             self._on_failure(f"the admin server ended: {reason}")

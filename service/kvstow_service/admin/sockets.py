@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import socket
 import stat
+import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,6 @@ from typing import NamedTuple
 from kvstow.errors import ConfigError, ConflictError
 
 _BACKLOG = 1024
-_UDS_MODE = 0o600
 
 
 class PortTakenError(ConflictError):
@@ -48,8 +50,8 @@ class AdminSockets:
     clients use TLS.
     """
 
-    def __init__(self, address: TcpAddress | None = None, uds: Path | None = None, *, secure: bool = False) -> None:
-        """Raises `ConflictError` if the port or the path is taken or not permitted."""
+    def __init__(self, address: TcpAddress | None = None, *, secure: bool = False) -> None:
+        """Raises `ConflictError` if the port is taken or not permitted."""
         self.sockets: list[socket.socket] = []
         self._tcp: _Bound | None = None
         self._scheme = "https" if secure else "http"
@@ -58,8 +60,6 @@ class AdminSockets:
             undo.callback(self.close)
             if address is not None:
                 self.listen_tcp(address)
-            if uds is not None:
-                self.listen_unix(uds)
             undo.pop_all()
 
     def listen_tcp(self, address: TcpAddress) -> None:
@@ -68,9 +68,10 @@ class AdminSockets:
         self._tcp = _Bound(*listener.getsockname()[:2])
         self.sockets.append(listener)
 
-    def listen_unix(self, path: Path) -> None:
-        """Open a Unix socket of mode 0600. Replaces a file that a dead process left. Raises `ConflictError`."""
-        self.sockets.append(bind_unix(path))
+    def listen_unix(self, path: Path, group: int | None = None) -> None:
+        """Open a Unix socket of mode 0600, or 0660 for `group`. Replaces a file that a dead process left. Raises
+        `ConflictError`."""
+        self.sockets.append(bind_unix(path, mode=0o600 if group is None else 0o660, group=group))
         self._files[path] = file_id(path)
 
     @property
@@ -147,7 +148,7 @@ def _bind_tcp(address: TcpAddress) -> socket.socket:
     return listener
 
 
-def bind_unix(path: Path, *, mode: int = _UDS_MODE, group: int | None = None) -> socket.socket:
+def bind_unix(path: Path, *, mode: int, group: int | None = None) -> socket.socket:
     """A listening Unix socket with this mode, and of this group. Replaces a file that a dead process left. Raises
     `ConflictError`."""
     with ExitStack() as undo:
@@ -164,6 +165,49 @@ def bind_unix(path: Path, *, mode: int = _UDS_MODE, group: int | None = None) ->
             raise ConflictError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
         undo.pop_all()
     return listener
+
+
+def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
+    """Create the folder with this mode and of this group, or check that no other user may replace files in it. Raises
+    `ConflictError`."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(0o700)  # nobody else may enter it before it belongs to the group
+        except FileExistsError:
+            found = folder.stat()
+        else:
+            if group is not None:
+                os.chown(folder, -1, group)
+            folder.chmod(mode)
+            return
+    except OSError as error:
+        raise ConflictError(f"cannot use the folder {folder}: {error.strerror or error}") from error
+    whose = f"the folder {folder} belongs to uid {found.st_uid}"
+    if found.st_uid in (0, os.geteuid()):
+        if not found.st_mode & stat.S_IWOTH or found.st_mode & stat.S_ISVTX:
+            return
+        whose = f"the folder {folder} can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"
+    raise ConflictError(f"{whose}, who could replace the socket in it: use a folder of its own, with mode {mode:o}")
+
+
+def runtime_folder(name: str, shared_name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """A folder for sockets: `/run/NAME` as root. For other users it is in a folder of their own:
+    `$XDG_RUNTIME_DIR/NAME` or, without that variable, `SHARED_NAME-UID` in the folder for temporary files."""
+    if os.geteuid() == 0:
+        return Path("/run") / name
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / name if runtime else Path(tempfile.gettempdir()) / f"{shared_name}-{os.geteuid()}"
+
+
+def group_id(setting: str, name: str) -> int:
+    """The id of a group, which may be given as a number. Raises `ConfigError` for an unknown name."""
+    if name.isdecimal():
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise ConfigError(setting, name, "the name or the number of a group of this machine") from error
 
 
 def _remove_stale(path: Path) -> None:

@@ -52,12 +52,15 @@ class Connection:
         )
 
     def client(self) -> Client:
-        """Raises `ConfigError` for a server or a file that cannot be used."""
+        """Without a credential, changes go through the Unix socket of a server on this machine: over TCP it refuses
+        them. Raises `ConfigError` for a server or a file that cannot be used."""
         from kvstow_api.client import Client, Endpoint
+        from kvstow_service.cli.localserver import LocalServerClient
 
         token_file = Path(self.token_file) if self.token_file else None
         endpoint = Endpoint.parse(self.server, token_file=token_file, tls=self._tls())
-        return Client(endpoint, timeout=self.timeout)
+        needs_socket = endpoint.uds is None and not (self.token_file or self.cert_file)
+        return (LocalServerClient if needs_socket else Client)(endpoint, timeout=self.timeout)
 
     def _tls(self) -> ssl.SSLContext | None:
         """None: the system's certificates."""

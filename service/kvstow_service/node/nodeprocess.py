@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from kvstow.attach.peer import overflow_uid
 from kvstow.bytesize import format_size
-from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow_api.directory import Directory
 from kvstow_api.measurements import OrphanedMemory
 from kvstow_service.admin.adminhost import make_api_host, make_server
 from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
-from kvstow_service.node.attach.attachsocket import default_path, group_id
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.nodedirectory import NodeDirectory
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
 from kvstow_service.process.logformat import configure_logs
+from kvstow_service.process.logwriter import QueuedLog
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
 from kvstow_service.tiers.hostedtiers import TierChoice
@@ -41,16 +45,27 @@ def run_service(settings: Settings) -> int:
     Owns the process's signals and its loggers; call it on the main thread. Raises `ConfigError` or another
     `KvstowError` if it cannot start. It has then given back everything that it had taken.
     """
-    configure_logs(settings.log_format, settings.log_level)
+    log = configure_logs(settings.log_format, settings.log_level)
+    try:
+        return _serve(settings, log)
+    finally:
+        log.stop()
+
+
+def _serve(settings: Settings, log: QueuedLog) -> int:
     with ExitStack() as running:
         stops = running.enter_context(StopRequests())
         plan = _check(settings)
+        if plan.tls is not None:
+            stops.on_reload = plan.tls.renew
 
-        sockets = AdminSockets(plan.address, settings.uds, secure=plan.tls is not None)
+        sockets = AdminSockets(plan.address, secure=plan.tls is not None)
         running.callback(sockets.close)
         node = Node(plan.node, on_failure=lambda reason: stops.request(reason, 1))
         running.callback(node.close)
         directory = NodeDirectory(node)
+        log.queue.on_drop = partial(directory.count_error, "log_line_dropped")
+        _listen_for_changes(sockets, settings.admin_path, plan.admin_group, directory)
         ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
 
         start = _Start(node)
@@ -110,6 +125,7 @@ class _Plan:
     address: TcpAddress
     admin: AdminOptions
     tls: ServerTls | None
+    admin_group: int | None
     node: NodeSettings
 
 
@@ -118,21 +134,19 @@ def _check(settings: Settings) -> _Plan:
     address = TcpAddress.resolve(settings.host, settings.port)
     admin = settings.admin_options(address.host)
     tls = None if admin.tls is None else ServerTls(admin.tls)
-    group = None
-    if settings.attach_group is not None:
-        try:
-            group = group_id(settings.attach_group)
-        except ConfigError as error:
-            raise error.renamed("attach_group") from None
+    attach_group, admin_group = (
+        None if name is None else group_id(setting, name)
+        for setting, name in (("attach_group", settings.attach_group), ("admin_group", settings.admin_group))
+    )
     tier = None if settings.tier is None else TierChoice.of(settings.tier)
     require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
-    return _Plan(address, admin, tls, node_settings(settings, group, tier))
+    return _Plan(address, admin, tls, admin_group, node_settings(settings, attach_group, tier))
 
 
 def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice | None = None) -> NodeSettings:
     return NodeSettings(
         memory_bytes=settings.budget_bytes,
-        attach_socket=settings.attach_socket or default_path(),
+        attach_socket=settings.attach_path,
         attach_group=attach_group,
         extent_bytes=settings.extent_size,
         huge_pages=settings.huge_pages,
@@ -160,13 +174,38 @@ def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
         logger.warning("memory is short until shared memory in use is handed over or freed: %s", shortage.message)
 
 
-_PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "uds", "attach_socket", "state"}
+_PATHS = {
+    "token_file",
+    "viewer_token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "admin_socket",
+    "attach_socket",
+    "state",
+}
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
     """For every reader of /v1/info, so it leaves out paths of this machine, and who the user of the store is."""
     shown: dict[str, Any] = settings.model_dump(mode="json", exclude=_PATHS)
     return shown if settings.tier is None else {**shown, "tier": shown_url(settings.tier)}
+
+
+def _listen_for_changes(sockets: AdminSockets, path: Path, group: int | None, directory: Directory) -> None:
+    """Open the admin socket. Without it the service still serves its engines, and everything can be read."""
+    if os.geteuid() == overflow_uid():
+        logger.warning(
+            "this service runs as uid %d, which also stands for every user that the kernel cannot name here: the admin "
+            "socket takes changes from root alone, and engines of this user cannot attach",
+            os.geteuid(),
+        )
+    try:
+        require_folder(path.parent, 0o700 if group is None else 0o750, group)
+        sockets.listen_unix(path, group)
+    except ConflictError as error:
+        directory.count_error("admin_server")
+        logger.warning("there is no admin socket, so changes need a token: %s; --admin-socket names another", error)
 
 
 def _orphaned_memory() -> list[OrphanedMemory]:
@@ -177,7 +216,8 @@ def _orphaned_memory() -> list[OrphanedMemory]:
 def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
     logger.info("admin server on %s", " and ".join(sockets.addresses))
     guarded = settings.token_file or settings.tls_client_ca
-    logger.info("changes through it %s", "need a token" if guarded else "need no token: loopback only")
+    over_tcp = "and over TCP with a token" if guarded else "and not over TCP"
+    logger.info("changes are taken through the Unix socket, %s", over_tcp)
     logger.info("engines attach at unix:%s", plan.node.attach_socket)
     pages = "in reserved huge pages" if settings.huge_pages == "reserved" else "populated in the background"
     logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)

@@ -20,6 +20,7 @@ from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
 from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.sockets import runtime_folder
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.node.settingtypes import (
@@ -100,9 +101,17 @@ class Settings(BaseModel):
         description="Address of the admin server; other than loopback, it needs --token-file or --tls-client-ca.",
     )
     port: Port = Field(9595, description="Port of the admin server; 0 picks a free one.")
-    uds: Path | None = Field(None, description="Also listen on this Unix socket (mode 0600).")
+    admin_socket: Path | None = Field(
+        None,
+        description="Unix socket of the admin server, through which the service's user and root may change things; "
+        "over TCP that needs a token. Default: /run/kvstow-admin/admin.sock as root; for other users "
+        "$XDG_RUNTIME_DIR/kvstow-admin/admin.sock or, without that variable, kvstow-admin-UID/admin.sock in /tmp.",
+    )
+    admin_group: str | None = Field(
+        None, description="Group, by name or number, whose members may use the admin socket, too."
+    )
     token_file: Path | None = Field(
-        None, description="File with the bearer token that requests need to change anything."
+        None, description="File with the bearer token that requests over TCP need to change anything."
     )
     viewer_token_file: Path | None = Field(
         None, description="File with a bearer token for reading only; without it, reading needs no token."
@@ -156,6 +165,9 @@ class Settings(BaseModel):
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"
+        shared, own = self.attach_path.parent, self.admin_path.parent
+        if shared == own or (self.admin_socket is not None and own.is_relative_to(shared)):
+            yield "admin_socket", f"is in {shared}, the folder of the attach socket, which engines may enter"
         if self.viewer_token_file is not None and self.token_file is None and self.tls_client_ca is None:
             yield "viewer_token_file", "needs --token-file or --tls-client-ca"
 
@@ -165,13 +177,22 @@ class Settings(BaseModel):
         return AdminOptions(
             host=host,
             port=self.port,
-            uds=self.uds,
             token_file=self.token_file,
             viewer_token_file=self.viewer_token_file,
             tls=tls,
             readiness_require=self.readiness_require,
             allowed_hosts=self.allowed_hosts,
         )
+
+    @property
+    def attach_path(self) -> Path:
+        """Where engines attach."""
+        return self.attach_socket or runtime_folder("kvstow", "kvstow-node") / "attach.sock"
+
+    @property
+    def admin_path(self) -> Path:
+        """Where the service's user makes changes."""
+        return self.admin_socket or runtime_folder("kvstow-admin", "kvstow-admin") / "admin.sock"
 
     @property
     def budget_bytes(self) -> int:

@@ -1,15 +1,16 @@
 """Log format of the process of `kvstow serve`: text, or one JSON object a line.
 
-Only the loggers "kvstow" and "uvicorn" are configured; the root logger is left alone.
+Only the loggers "kvstow", "uvicorn" and "asyncio" are configured; the root logger is left alone.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 from datetime import UTC, datetime
 from typing import Literal
+
+from kvstow_service.process.logwriter import QueuedLog
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -34,12 +35,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Send both loggers to stderr. A second call replaces the first one's handler."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
-    for name, threshold in (("kvstow", level), ("uvicorn", "debug" if level == "debug" else "warning")):
+def configure_logs(log_format: LogFormat, level: LogLevel) -> QueuedLog:
+    """Send these loggers to stderr. A second call replaces the first one's handler. The caller stops what it gets at
+    the end, which writes the last lines."""
+    handler = QueuedLog(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    others = "debug" if level == "debug" else "warning"
+    for name, threshold in (("kvstow", level), ("uvicorn", others), ("asyncio", others)):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(threshold.upper())
         logger.propagate = False
+    return handler

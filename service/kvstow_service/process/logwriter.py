@@ -1,9 +1,10 @@
-"""Writes the event loop's log lines on another thread, so that a blocked log cannot block the loop."""
+"""Writes log lines on a thread of their own, so that a log which nobody reads can stop no other thread."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -15,25 +16,94 @@ _STOP_SECONDS = 1.0
 _LOGGERS = ("kvstow", "uvicorn", "asyncio")
 
 
-class LogWriter:
-    """Between `start` and `stop`, lines logged on the thread that called `start` are written by another thread.
+class LogQueue:
+    """Up to 1000 lines wait for the thread that calls `write` with each; further ones are dropped, and `on_drop` is
+    called for each of them. `put` never waits."""
 
-    A handler may block for as long as a pipe is full. Up to 1000 lines wait; further ones are dropped, and `on_drop` is
-    called for each. The host keeps its handlers and levels: this is a filter on the loggers that the event loop uses,
-    and it lets lines of other threads pass.
+    def __init__(self, write: Callable[[logging.LogRecord], object], on_drop: Callable[[], None]) -> None:
+        self.on_drop = on_drop
+        self._write_line = write
+        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_MOST_LINES)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name="kvstow-log", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write the waiting lines, for at most one second. Idempotent; does nothing without `start`."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=_STOP_SECONDS)
+            self._thread.join(_STOP_SECONDS)
+
+    def put(self, record: logging.LogRecord) -> None:
+        record.msg, record.args = record.getMessage(), None  # the arguments may change before it is written
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+            self.on_drop()
+
+    def _write(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            self._write_line(record)
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                logger.warning("dropped %d log lines: the log is not read fast enough", dropped)
+
+
+class QueuedLog(logging.Handler):
+    """The log of a process that is our own: lines of all threads are written to standard error by one.
+
+    They go to the file itself: the interpreter waits at its end for the lock of a stream in which a thread hangs.
+    """
+
+    def __init__(self, formatter: logging.Formatter, on_drop: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.queue = LogQueue(self._write, on_drop)
+        self.queue.start()
+
+    def createLock(self) -> None:
+        """None is needed, and a thread that is stopped in the middle would keep it."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put(record)
+        except Exception:  # noqa: BLE001 - a line that cannot be formatted
+            self.handleError(record)
+
+    def stop(self) -> None:
+        """Write the waiting lines, for at most one second. Later ones are lost."""
+        self.queue.stop()
+
+    def _write(self, record: logging.LogRecord) -> None:
+        try:
+            line = memoryview((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+            while line:
+                line = line[os.write(2, line) :]
+        except Exception:  # noqa: BLE001 - nothing may end the thread: the reader of a pipe may have gone
+            self.queue.on_drop()
+
+
+class LogWriter:
+    """The log of the admin server's thread in a host's process. Between `start` and `stop`, lines logged on the thread
+    that called `start` are written by another thread.
+
+    The host keeps its handlers and levels: this is a filter on the loggers that the event loop uses, and it lets lines
+    of other threads pass.
     """
 
     def __init__(self, on_drop: Callable[[], None] = lambda: None) -> None:
-        self._on_drop = on_drop
-        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_MOST_LINES)
-        self._dropped = 0
+        self._queue = LogQueue(lambda record: logging.getLogger(record.name).handle(record), on_drop)
         self._guarded: int | None = None
         self._loggers: list[logging.Logger] = []
-        self._thread = threading.Thread(target=self._write, name="kvstow-admin-log", daemon=True)
 
     def start(self) -> None:
         self._guarded = threading.get_ident()
-        self._thread.start()
+        self._queue.start()
         self._loggers = list(_loggers())
         for one in self._loggers:
             one.addFilter(self._take)
@@ -42,29 +112,14 @@ class LogWriter:
         """Write the waiting lines, for at most one second. Idempotent; does nothing without `start`."""
         for one in self._loggers:
             one.removeFilter(self._take)
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=_STOP_SECONDS)
-            self._thread.join(_STOP_SECONDS)
+        self._queue.stop()
 
     def _take(self, record: logging.LogRecord) -> bool:
         """A logging filter: True writes the line at once, on this thread."""
         if threading.get_ident() != self._guarded:
             return True
-        record.msg, record.args = record.getMessage(), None  # the arguments may change before it is written
-        try:
-            self._waiting.put_nowait(record)
-        except queue.Full:
-            self._dropped += 1
-            self._on_drop()
+        self._queue.put(record)
         return False
-
-    def _write(self) -> None:
-        while (record := self._waiting.get()) is not None:
-            logging.getLogger(record.name).handle(record)
-            if self._dropped:
-                dropped, self._dropped = self._dropped, 0
-                logger.warning("dropped %d log lines of the admin server: the log is not read fast enough", dropped)
 
 
 def _loggers() -> Iterator[logging.Logger]:

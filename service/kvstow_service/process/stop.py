@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+logger = logging.getLogger("kvstow.service")
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+_SIGNALS = (*_STOPPING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""All whose default would end the process without its clean-up, and that somebody may send."""
 
 
 class Stop(NamedTuple):
@@ -21,9 +27,11 @@ class Stop(NamedTuple):
 
 
 class StopRequests:
-    """A context manager, for the main thread, that turns SIGTERM and SIGINT into requests with status 0.
+    """A context manager, for the main thread, that turns SIGTERM, SIGINT and SIGQUIT into requests with status 0.
 
-    The first request counts. A second signal ends the process at once, with status 128 + its number.
+    The first request counts. A second such signal ends the process at once, with status 128 + its number. SIGHUP calls
+    `on_reload`, on a thread; SIGUSR1 and SIGUSR2 do nothing. A signal that is ignored, as SIGHUP is under nohup, stays
+    ignored.
 
     No signal is lost or delayed while the main thread waits. A Python handler cannot guarantee that: a signal that
     arrives just before the main thread blocks on a lock is handled only after that wait. So the C handler writes the
@@ -31,6 +39,7 @@ class StopRequests:
     """
 
     def __init__(self) -> None:
+        self.on_reload: Callable[[], object] = lambda: None
         self.requested = threading.Event()
         """Set by the first request, but never in a signal handler, which could interrupt a holder of the lock."""
         self._requests: SimpleQueue[Stop] = SimpleQueue()
@@ -39,7 +48,11 @@ class StopRequests:
         self._thread = threading.Thread(target=self._watch, name="kvstow-signals", daemon=True)
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, _leave_to_watcher) for number in _SIGNALS}
+        self._handlers = {
+            number: signal.signal(number, _leave_to_watcher)
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno())
         self._thread.start()
         return self
@@ -67,12 +80,21 @@ class StopRequests:
         signalled = False
         while numbers := self._receiver.recv(64):
             for number in numbers:
-                if number not in _SIGNALS:
+                if number == signal.SIGHUP:
+                    self._reload()
+                if number not in _STOPPING:
                     continue
                 if signalled:
                     os._exit(128 + number)
                 signalled = True
                 self.request(signal.Signals(number).name, 0)
+
+    def _reload(self) -> None:
+        try:
+            self.on_reload()
+            logger.info("SIGHUP: the TLS files are read again; token files are whenever a token is shown")
+        except Exception:
+            logger.exception("SIGHUP: reloading failed")
 
 
 def _leave_to_watcher(number: int, frame: FrameType | None) -> None:

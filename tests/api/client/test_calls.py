@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -34,10 +35,11 @@ KEY = "000000000000"
 
 
 @pytest.fixture
-def kvstow(serve: Any, ranks: Any, keys: list[bytes]) -> Iterator[Client]:
+def kvstow(serve: Any, ranks: Any, keys: list[bytes], tmp_path: Path) -> Iterator[Client]:
     """A client of the application, whose pool holds four blocks."""
     ranks.store(keys[:4])
-    with Client(serve().url) as made:
+    serve(uds=tmp_path / "admin.sock")
+    with Client(f"unix:{tmp_path}/admin.sock") as made:
         yield made
 
 

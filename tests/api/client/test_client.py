@@ -17,17 +17,19 @@ from kvstow_api.client.eventstream import EventParser, Subscription
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_a_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, transport: str) -> None:
-    uds = tmp_path / "admin.sock"
-    listeners = serve(uds=uds)
-    with Client(f"unix:{uds}" if transport == "unix" else listeners.url) as kvstow:
+    uds, token = tmp_path / "admin.sock", tmp_path / "token"
+    token.write_text("s3cret")
+    listeners = serve(uds=uds, token_file=token)
+    with Client(f"unix:{uds}" if transport == "unix" else Endpoint(listeners.url, token="s3cret")) as kvstow:
         assert kvstow.send(calls.pool()).capacity_slots == 16
         kvstow.send(calls.drain())
         first = next(kvstow.events(Subscription(("change",), recent=10)))
         assert (first.data["method"], first.data["path"]) == ("PUT", "/v1/drain")
 
 
-def test_a_stream_is_taken_up_where_it_broke_off(serve: Any, ranks: Any) -> None:
-    with Client(serve().url) as kvstow:
+def test_a_stream_is_taken_up_where_it_broke_off(serve: Any, ranks: Any, tmp_path: Path) -> None:
+    serve(uds=tmp_path / "admin.sock")
+    with Client(f"unix:{tmp_path}/admin.sock") as kvstow:
         kvstow.send(calls.drain())
         first = next(kvstow.events(Subscription(("change",), recent=10)))
         kvstow.send(calls.undrain())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.attach import channel as channel_module
 from kvstow.attach.channel import MAX_FDS, MAX_PAYLOAD_BYTES, Channel, Frame, encode_header
 from kvstow.errors import DisconnectedError, ProtocolError
 
@@ -260,3 +261,22 @@ def test_sending_costs_the_same_however_much_waits() -> None:
     assert Counted.looked_at <= 64
     channel.close()
     theirs.close()
+
+
+def test_a_reader_that_does_not_read_does_not_take_all_descriptors(
+    sockets: tuple[socket.socket, socket.socket], files: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_UNSENT_FDS", 10)
+    here = Channel(sockets[0])
+    before = len(os.listdir("/proc/self/fd"))
+    here.send(1, bytes(4 << 20))
+
+    def send_on() -> None:
+        for _ in range(30):
+            here.send(1, b"", 0, files[:1])
+
+    with pytest.raises(ProtocolError, match="has left 10 descriptors unread") as caught:
+        send_on()
+    assert caught.value.reason == "slow_reader"
+    assert len(os.listdir("/proc/self/fd")) == before + 10
+    here.close()

@@ -215,6 +215,33 @@ def test_a_wrong_hello_is_refused_with_the_name_of_the_field(change: dict[str, A
         Hello.unpack(json.dumps(value).encode())
 
 
+@pytest.mark.parametrize("text", ["a\nb", "\ud800", "a\u202eb", "\x1b[2J", "a" * 256])
+@pytest.mark.parametrize("name", ["engine", "host", "engine_version", "device"])
+def test_a_name_that_cannot_be_shown_in_a_line_is_refused(name: str, text: str) -> None:
+    """It could forge a line of the log, or could not be encoded in an answer."""
+    with pytest.raises(ProtocolError, match=f"hello.{name} is .*; allowed: a text of at most 255 printable") as refused:
+        Hello.unpack(json.dumps(json.loads(HELLO.pack()) | {name: text}).encode())
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["model", "weights_id", "hash_probe"])
+def test_names_of_a_namespace_are_printable(name: str) -> None:
+    value = json.loads(HELLO.pack())
+    value["namespace"][name] = "a\ud800"
+    with pytest.raises(ProtocolError, match=f"hello.namespace.{name} is .*; allowed: a text of at most 4096 printable"):
+        Hello.unpack(json.dumps(value).encode())
+
+
+def test_settings_and_sentences_may_have_several_lines() -> None:
+    """They come from an engine's configuration, and from exceptions."""
+    assert HELLO.namespace is not None
+    namespace = replace(HELLO.namespace, value_settings=(("scale", "a\nb"),), unshared="one\ntwo")
+    given = Hello.unpack(replace(HELLO, namespace=namespace).pack()).namespace
+    assert given is not None
+    assert (given.value_settings, given.unshared) == ((("scale", "'a\\nb'"),), "one two")
+    assert Refused.unpack(Refused("memory", "one\ntwo").pack()).message == "one two"
+
+
 def test_a_hello_that_is_nested_too_deeply_is_malformed() -> None:
     with pytest.raises(ProtocolError):
         Hello.unpack(b"[" * 100_000)

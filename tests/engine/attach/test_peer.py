@@ -215,3 +215,24 @@ def test_two_connections_of_one_process_are_known_as_such(listener: socket.socke
             found.close()
         other.kill()
         other.connected.close()
+
+
+def test_a_user_whom_the_kernel_cannot_name_is_refused(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users of other namespaces that have no number here all have this one, and must not meet in one pool."""
+    monkeypatch.setattr(peer, "overflow_uid", os.geteuid)
+    with pytest.raises(AttachRefusedError, match="stands for every user that the kernel cannot name") as refused:
+        peer_of(child.connected)
+    assert refused.value.reason == "uid"
+
+
+@pytest.mark.parametrize("way", ["peer", "open"])
+def test_a_service_without_descriptors_says_so(child: Child, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """And not that the process has ended, or that the kernel is too old."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(peer, "_peer_pidfd", full if way == "peer" else without_peer_pidfd)
+    with pytest.raises(AttachRefusedError, match="EMFILE: Too many open files") as refused:
+        peer_of(child.connected, open_pidfd=full)
+    assert refused.value.reason == "no_descriptors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.control.sharedhost import Host
 
+from kvstow.control import session
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
 from kvstow.control.sharedpool import EarlierSession, recover
@@ -427,3 +428,45 @@ def test_readiness_of_a_pool_without_sessions(host: Host) -> None:
     host.pool.add_extent(4)
     readiness = PoolFacade(host.pool).readiness()
     assert (readiness.state, readiness.capacity_slots, readiness.usable_slots) == ("pinning", 12, 8)
+
+
+def misses(host: Host) -> int:
+    return PoolFacade(host.pool).stats().lookups.miss_blocks["too_many_leases"]
+
+
+def test_a_session_that_holds_too_many_leases_and_loads_finds_nothing_more(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs memory of the service, whether or not the client ever releases it or ends it."""
+    monkeypatch.setattr(session, "MOST_HELD", 3)
+    client, other = host.attach(), host.attach()
+    client.store([A, B])
+    first, second = client.session.acquire([A]), client.session.acquire([A])
+    client.session.begin_load(first, [0])  # and never ends it
+    assert client.session.acquire([A, B]).slots
+    assert client.session.acquire([A, B]).slots == ()
+    assert client.session.acquire_runs([A])[1] == []
+    assert client.session.lease([A]) is None
+    assert misses(host) == 3
+    assert other.session.acquire([A, B]).slots
+    client.session.release_lease(second)
+    assert client.session.acquire([A, B]).slots
+
+
+def test_the_slots_of_a_sessions_leases_and_loads_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MOST_HELD_SLOTS", 4)
+    client = host.attach()
+    client.store([A, B])
+    op = client.session.begin_load(client.session.acquire([A, B]), [0, 1])
+    assert len(client.session.acquire([A, B]).slots) == 2
+    assert client.session.acquire([A]).slots == ()
+    assert misses(host) == 1
+    for rank in client.ranks:
+        rank.say(op.op_id, "done")
+    assert client.session.acquire([A]).slots
+
+
+def test_the_bounds_are_above_what_an_engines_queue_holds() -> None:
+    """16,384 waiting requests of 4,096 tokens in blocks of 16, each with a lease."""
+    assert session.MOST_HELD >= 16_384
+    assert session.MOST_HELD_SLOTS >= 16_384 * 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,20 +31,21 @@ def engine() -> Iterator[OffloadEngine]:
 
 
 @pytest.fixture
-def client(engine: OffloadEngine, serving: Any) -> Iterator[httpx.Client]:
+def client(engine: OffloadEngine, serving: Any, tmp_path: Path) -> Iterator[httpx.Client]:
     host = ApiHost(directory=EmbeddedDirectory(engine, 2 * SLOTS), version="1", mode="vllm", agent_token="secret")
-    _, listeners = serving(create_app(host))
-    with httpx.Client(base_url=listeners.url) as client:
+    uds = tmp_path / "admin.sock"
+    serving(create_app(host), uds=uds)
+    with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(uds))) as client:
         yield client
 
 
 @pytest.fixture
-def ranks(client: httpx.Client) -> Iterator[list[LocalRank]]:
+def ranks(client: httpx.Client, tmp_path: Path) -> Iterator[list[LocalRank]]:
     """Ranks that pin and report."""
     ranks = build_ranks(RANKS, POOL, 8)
     agents = []
     for number, rank in enumerate(ranks):
-        agents.append(RankAgent(number, rank.worker, AdminAddress(str(client.base_url), "secret")))
+        agents.append(RankAgent(number, rank.worker, AdminAddress("http://kvstow", "secret", tmp_path / "admin.sock")))
         agents[-1].start()
         rank.start_pinning()
     yield ranks

@@ -141,7 +141,7 @@ def test_an_app_that_does_not_start_is_an_error() -> None:
         await receive()
         await send({"type": "lifespan.startup.failed", "message": "no"})
 
-    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     reasons: SimpleQueue[str] = SimpleQueue()
     with pytest.raises(ConflictError, match="the admin server did not start"):
         AdminServer(broken, listeners.sockets, reasons.put).start()
@@ -149,7 +149,7 @@ def test_an_app_that_does_not_start_is_an_error() -> None:
 
 
 def test_an_unexpected_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     reasons: SimpleQueue[str] = SimpleQueue()
     server = AdminServer(APP, listeners.sockets, reasons.put)
 
@@ -163,7 +163,7 @@ def test_an_unexpected_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sockets_are_closed_even_if_it_never_started() -> None:
-    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     AdminServer(APP, listeners.sockets, pytest.fail).stop()
     with pytest.raises(OSError, match=r"refused|Bad file"), socket.create_connection(("127.0.0.1", listeners.port)):
         pass

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ ANY_PORT = TcpAddress.resolve("127.0.0.1", 0)
 
 
 def listeners_on(uds: Path) -> AdminSockets:
-    return AdminSockets(ANY_PORT, uds)
+    sockets = AdminSockets(ANY_PORT)
+    with ExitStack() as undo:
+        undo.callback(sockets.close)
+        sockets.listen_unix(uds)
+        undo.pop_all()
+    return sockets
 
 
 def connect(path: Path) -> None:
@@ -22,7 +28,7 @@ def connect(path: Path) -> None:
 
 
 def test_port_zero_takes_a_free_port_that_listens_at_once() -> None:
-    listeners = AdminSockets(ANY_PORT, None)
+    listeners = AdminSockets(ANY_PORT)
     with socket.create_connection(("127.0.0.1", listeners.port)):
         pass
     assert listeners.url == f"http://127.0.0.1:{listeners.port}"
@@ -40,16 +46,16 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_a_taken_port_is_named() -> None:
-    first = AdminSockets(ANY_PORT, None)
+    first = AdminSockets(ANY_PORT)
     try:
         with pytest.raises(ConflictError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use"):
-            AdminSockets(TcpAddress.resolve("127.0.0.1", first.port), None)
+            AdminSockets(TcpAddress.resolve("127.0.0.1", first.port))
     finally:
         first.close()
 
 
 def test_a_bind_to_all_addresses_is_reached_over_loopback() -> None:
-    listeners = AdminSockets(TcpAddress.resolve("0.0.0.0", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("0.0.0.0", 0))
     assert listeners.url == f"http://127.0.0.1:{listeners.port}"
     assert listeners.addresses == (f"http://0.0.0.0:{listeners.port}",)
     listeners.close()
@@ -57,7 +63,7 @@ def test_a_bind_to_all_addresses_is_reached_over_loopback() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_ipv6_addresses_are_written_in_brackets() -> None:
-    listeners = AdminSockets(TcpAddress.resolve("::1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("::1", 0))
     assert listeners.url == f"http://[::1]:{listeners.port}"
     assert listeners.addresses == (listeners.url,)
     listeners.close()

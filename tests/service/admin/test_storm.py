@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,18 +36,22 @@ SLOTS = 200
 RANKS = 2
 CLIENTS = 4
 
+TOKEN = "of-people"
+
 
 class Storm:
     """A whole service in this process, without its signals: engine, two ranks with agents, admin server."""
 
-    def __init__(self, running: ExitStack) -> None:
+    def __init__(self, running: ExitStack, token_file: Path) -> None:
         self.requests = generate_trace(TraceShape(sessions=12, turns=3, seed=5), limit=30)
         self.kv_blocks = blocks_needed(self.requests, 4)
         pool = PoolConfig(SLOT_BYTES, SLOTS * SLOT_BYTES, 2 * SLOTS * SLOT_BYTES, chunk_bytes=1 << 18, pause=0.0)
         self.engine = OffloadEngine(EngineConfig(SLOT_BYTES, SLOTS, num_ranks=RANKS))
         self.ranks: list[LocalRank] = build_ranks(RANKS, pool, self.kv_blocks)
-        context = ApiHost(EmbeddedDirectory(self.engine, 2 * SLOTS), "test", "node", agent_token="agent")
-        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+        context = ApiHost(
+            EmbeddedDirectory(self.engine, 2 * SLOTS), "test", "node", agent_token="agent", token_file=token_file
+        )
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
         ticker = Ticker(self.engine, interval=0.05)
         self.url = listeners.url
@@ -95,7 +100,7 @@ def send_requests(url: str, seed: int, count: int) -> Counter[str]:
     """What was answered, by status; books that do not add up count as "unbalanced"."""
     rng = random.Random(seed)
     answers: Counter[str] = Counter()
-    with httpx.Client(base_url=url, timeout=30.0) as client:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30.0) as client:
         for _ in range(count):
             method, path, body = random_request(rng)
             response = client.request(method, path, json=body)
@@ -111,9 +116,11 @@ def send_requests(url: str, seed: int, count: int) -> Counter[str]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_a_storm_of_changes_under_a_replay_corrupts_no_byte(requests: int) -> None:
+def test_a_storm_of_changes_under_a_replay_corrupts_no_byte(tmp_path: Path, requests: int) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
     with ExitStack() as running:
-        storm = Storm(running)
+        storm = Storm(running, token)
         stop = threading.Event()
         with ThreadPoolExecutor(CLIENTS + 1) as pool:
             replays = pool.submit(lambda: list(storm.replay(stop)))

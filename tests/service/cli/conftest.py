@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -34,12 +36,14 @@ class Host:
         self.engine = OffloadEngine(config)
         self.ranks: list[FakeRank] = make_ranks(self.engine, pinned)
         tls = changes.pop("tls", None)
-        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), secure=tls is not None)
         stack.callback(listeners.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstow-test-"))
+        listeners.listen_unix(changes.pop("uds", Path(folder) / "admin.sock"))
         directory = EmbeddedDirectory(self.engine, 2 * CAPACITY)
         directory.tier = changes.pop("make_tier", lambda engine: None)(self.engine)
         given = {"directory": directory, "version": "1.2.3", "mode": "test"}
-        given["addresses"] = (listeners.url,)
+        given["addresses"] = listeners.addresses
         server = AdminServer(create_app(ApiHost(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)
         server.start()
         stack.callback(server.stop)

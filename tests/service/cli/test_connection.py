@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import trustme
 from kvstow_api.client import ApiError
 from kvstow_api.views.problems import ProblemView
 from kvstow_service.admin.tls import TlsFiles
+from kvstow_service.cli import localserver
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.failures import exit_code_of
 
@@ -67,6 +70,40 @@ def test_changes_need_an_admins_token(run: Any, make_host: Any, tmp_path: Path) 
     assert run("undrain", "--server", url, "--token-file", str(tmp_path / "none")).exit_code == 2
 
 
+def test_without_a_token_changes_go_through_the_socket_that_the_server_names(run: Any, make_host: Any) -> None:
+    assert run("bypass", "--load", "--server", make_host().url).exit_code == 0
+
+
+def test_the_socket_of_another_server_is_not_used(run: Any, make_host: Any, tmp_path: Path) -> None:
+    """A forwarded port leads to a server of another machine, which may name a path that exists here, too."""
+    uds = tmp_path / "admin.sock"
+    here = make_host(uds=uds)
+    elsewhere = make_host(addresses=("http://127.0.0.1:9595", f"unix:{uds}"))
+    outcome = run("bypass", "--load", "--server", elsewhere.url)
+    assert outcome.exit_code == 1
+    assert "Forbidden: over TCP this server only reads, because it has no token for changes; " in outcome.stderr
+    assert "hint: use an admin's token, --token-file or KVSTOW_TOKEN_FILE, or the server's socket" in outcome.stderr
+    assert not here.engine.admin.bypass.load
+
+
+def test_the_socket_of_another_user_is_not_used(run: Any, make_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever listens on a port may name any socket, and pass on what it says."""
+    host = make_host()
+    monkeypatch.setattr(localserver, "_listeners", lambda port: {4711})
+    assert run("bypass", "--load", "--server", host.url).exit_code == 1
+    assert not host.engine.admin.bypass.load
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_users_that_listen_on_a_port_are_found(address: str) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        port = listener.getsockname()[1]
+        assert localserver._listeners(port) == {os.geteuid()}
+    assert localserver._listeners(port) == set()
+
+
 def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path) -> None:
     authority = trustme.CA()
     files = {name: tmp_path / name for name in ("ca", "cert", "key", "client-cert", "client-key")}
@@ -83,7 +120,7 @@ def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path
     stranger = run("undrain", "--server", url, *client)
     assert stranger.exit_code == 1
     assert "CERTIFICATE_VERIFY_FAILED" in stranger.stderr
-    assert run("undrain", "--server", url, "--ca-file", str(files["ca"])).exit_code == 1
+    assert run("undrain", "--server", url, "--ca-file", str(files["ca"])).exit_code == 0, "through the Unix socket"
     assert run("undrain", "--server", url, "--key-file", str(files["key"])).exit_code == 2
     assert run("undrain", "--server", url, "--ca-file", str(files["key"])).exit_code == 2
 

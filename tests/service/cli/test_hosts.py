@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ def node(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Iter
         command = [sys.executable, "-m", "kvstow_service", *arguments]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
 
-    sockets = (f"--uds={tmp_path}/{SOCKET}", f"--attach-socket={attach}")
+    sockets = (f"--admin-socket={tmp_path}/{SOCKET}", f"--attach-socket={attach}")
     service = started("serve", "--memory=64MiB", "--port=0", "--shutdown-delay=0", *sockets)
     replay: subprocess.Popen[bytes] | None = None
     try:
@@ -65,11 +66,11 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=2, report_timeout=3600.0))
     make_ranks(engine)
-    options = AdminOptions(port=0, uds=tmp_path / f"embedded-{SOCKET}")
+    options = AdminOptions(port=0)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     admin = EmbeddedAdmin(engine, options, identity="engine", mode="vllm", max_capacity_slots=16, environ=environ)
     admin.start()
-    yield f"unix:{tmp_path}/embedded-{SOCKET}"
+    yield f"unix:{tmp_path}/kvstow-{os.geteuid()}/engine.sock"
     admin.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +30,13 @@ def node() -> FakeNode:
 
 
 @pytest.fixture
-def ask(node: FakeNode, run: Any) -> Iterator[OneOf]:
+def ask(node: FakeNode, run: Any, tmp_path: Path) -> Iterator[OneOf]:
     """Runs a command against a server of `node`."""
     with ExitStack() as stack:
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         stack.callback(listeners.close)
-        app = create_app(ApiHost(directory=node, version="1.2.3", mode="node"))
+        listeners.listen_unix(tmp_path / "admin.sock")
+        app = create_app(ApiHost(directory=node, version="1.2.3", mode="node", addresses=listeners.addresses))
         server = AdminServer(app, listeners.sockets, pytest.fail)
         server.start()
         stack.callback(server.stop)

@@ -69,7 +69,7 @@ def test_wait_fails_at_once_if_access_is_denied(run: Any, make_host: Any, tmp_pa
     outcome = run("wait", "--server", url, "--for=pinned")
     assert outcome.exit_code == 1
     assert "Unauthorized" in outcome.stderr
-    assert "hint: give a valid token: --token-file" in outcome.stderr
+    assert "hint: give a valid token, --token-file" in outcome.stderr
     assert run("wait", "--server", url, "--for=pinned", "--token-file", str(tmp_path / "viewer")).exit_code == 0
 
 

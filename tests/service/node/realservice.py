@@ -29,7 +29,7 @@ class RealService:
         """A client of its admin API, once engines can attach. `cgroup`: the folder of the one that it belongs to."""
         uds = self._folder / "admin.sock"
         command = [*prefix, sys.executable, "-m", "kvstow_service", "serve", "--attach-socket", str(self.socket)]
-        command += ["--port", "0", "--uds", str(uds), "--shutdown-delay", "0s", *options]
+        command += ["--port", "0", "--admin-socket", str(uds), "--shutdown-delay", "0s", *options]
         if cgroup is not None:
             join = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
             command = ["sh", "-c", join, "sh", *command]

@@ -39,7 +39,7 @@ def base(tmp_path: Path) -> dict[str, Any]:
     return {
         "memory": "4MiB",
         "port": 0,
-        "uds": tmp_path / "admin.sock",
+        "admin_socket": tmp_path / "admin.sock",
         "attach_socket": tmp_path / "node" / "attach.sock",
         "pin_pause": "0",
         "shutdown_delay": "0",
@@ -80,8 +80,7 @@ def _answers(client: httpx.Client) -> bool:
 
 
 def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> int:
-    assert settings.uds is not None
-    watcher = Watcher(settings.uds, visit, eventually)
+    watcher = Watcher(settings.admin_path, visit, eventually)
     watcher.start()
     status = run_service(settings)
     watcher.join()
@@ -126,7 +125,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
     assert extents() == []
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     messages = [line["message"] for line in lines]
-    assert "changes through it need no token: loopback only" in messages
+    assert "changes are taken through the Unix socket, and not over TCP" in messages
     assert f"engines attach at unix:{base['attach_socket']}" in messages
     assert "memory: 4 MiB, populated in the background" in messages
     assert messages[-2:] == ["stopping: SIGTERM", "stopped"]
@@ -156,7 +155,7 @@ def test_tls_and_guarded_reading(
         assert httpx.delete(f"{address}/v1/drain", verify=trusting).status_code == 200
 
     assert run_and_visit(settings, visit, eventually) == 0
-    assert "changes through it need a token" in capfd.readouterr().err
+    assert "changes are taken through the Unix socket, and over TCP with a token" in capfd.readouterr().err
 
 
 def test_a_renewed_certificate_needs_no_restart(base: dict[str, Any], tmp_path: Path, eventually: Any) -> None:
@@ -256,8 +255,7 @@ class _Visitor(Watcher):
     """A watcher that sends no signal: its visit does."""
 
     def __init__(self, settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> None:
-        assert settings.uds is not None
-        super().__init__(settings.uds, visit, eventually)
+        super().__init__(settings.admin_path, visit, eventually)
         self.done = threading.Event()
 
     def run(self) -> None:

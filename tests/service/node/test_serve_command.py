@@ -86,20 +86,22 @@ def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, content: st
 
 
 def test_a_taken_port_is_named_and_exits_1() -> None:
-    taken = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+    taken = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     result = serve(*SMALL[:-1], str(taken.port))
     taken.close()
     assert result.exit_code == 1
     assert result.stderr == f"kvstow serve: cannot listen on 127.0.0.1:{taken.port}: Address already in use\n"
 
 
-def test_a_unix_socket_that_is_taken_exits_1_and_leaves_the_port(tmp_path: Path) -> None:
-    uds = tmp_path / "admin.sock"
-    taken = AdminSockets(uds=uds)
-    result = serve(*SMALL, "--uds", str(uds))
-    taken.close()
-    assert result.exit_code == 1
-    assert result.stderr == f"kvstow serve: cannot listen on unix:{uds}: another process is listening there\n"
+@pytest.mark.parametrize("folder", ["", "admin"])
+def test_an_admin_socket_where_engines_come_is_refused(tmp_path: Path, folder: str) -> None:
+    admin = tmp_path / "run" / folder / "admin.sock"
+    result = serve(*SMALL, f"--attach-socket={tmp_path}/run/attach.sock", f"--admin-socket={admin}")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"kvstow serve: --admin-socket {admin} is in {tmp_path}/run, the folder of the attach socket, which engines "
+        "may enter\n"
+    )
 
 
 def test_an_attach_socket_that_is_taken_exits_1_and_names_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def stops() -> Iterator[StopRequests]:
         yield requests
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
 def test_a_signal_interrupts_the_wait_and_means_success(stops: StopRequests, number: signal.Signals) -> None:
     sender = threading.Thread(target=os.kill, args=(os.getpid(), number))
     sender.start()
@@ -56,12 +56,40 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     assert statuses == [130]
 
 
-def test_other_signals_are_ignored(stops: StopRequests) -> None:
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    signal.raise_signal(signal.SIGUSR1)
+def test_other_signals_do_not_end_the_process(stops: StopRequests) -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.raise_signal(number)
     stops.request("the test", 0)
     assert stops.wait() == Stop("the test", 0)
-    signal.signal(signal.SIGUSR1, before)
+
+
+def test_sighup_reloads_and_does_not_stop(stops: StopRequests) -> None:
+    """Whatever the reloading raises."""
+    calls: list[int] = []
+    both = threading.Event()
+
+    def reload() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            both.set()
+        raise RuntimeError("a defect")
+
+    stops.on_reload = reload
+    for number in (1, 2):
+        signal.raise_signal(signal.SIGHUP)
+        while len(calls) < number and not both.wait(0.01):
+            pass
+    assert both.wait(30.0)
+    assert not stops.requested.is_set()
+
+
+def test_sighup_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_and_wakeup_fd_are_restored() -> None:

@@ -124,7 +124,6 @@ def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOpti
         return AdminOptions(
             host=options.admin_host,
             port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
-            uds=options.admin_uds,
             token_file=options.token_file,
             viewer_token_file=options.viewer_token_file,
             readiness_require=options.readiness_require,

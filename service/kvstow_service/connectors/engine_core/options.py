@@ -103,7 +103,6 @@ _OF_SERVICE = (
     "huge_pages",
     "admin_host",
     "admin_port",
-    "admin_uds",
     "token_file",
     "viewer_token_file",
     "tls_cert",
@@ -165,7 +164,6 @@ class ConnectorOptions:
     pin_latency_target: Annotated[float | None, _positive_seconds] = None
     admin_host: Annotated[str, _text] = "127.0.0.1"
     admin_port: Annotated[int, _port] = 9595
-    admin_uds: Annotated[Path | None, _path] = None
     token_file: Annotated[Path | None, _path] = None
     viewer_token_file: Annotated[Path | None, _path] = None
     tls_cert: Annotated[Path | None, _path] = None

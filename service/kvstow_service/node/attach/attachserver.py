@@ -42,7 +42,8 @@ class AttachServer:
     nothing: the host settles what the sessions hold. Any thread may use `sessions`, `figures`, `detach` and the links
     of sessions; they do not wait.
 
-    No client can stop the thread or fill its memory: see `Clients` for the limits. If the thread itself fails,
+    No client can stop the thread or fill its memory: see `Clients` for the limits of connections, `Channel` for what
+    waits to be sent, and `Session` of the control plane for leases and loads. If the thread itself fails,
     `failure` is set and `on_failure` is called.
     """
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ConfigError, ConflictError
-from kvstow_service.node.attach.attachsocket import AttachSocket, default_path, group_id
+from kvstow_service.admin.sockets import group_id, runtime_folder
+from kvstow_service.node.attach.attachsocket import AttachSocket
 
 
 def mode_of(path: Path) -> int:
@@ -68,12 +69,13 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         AttachSocket(folder / "attach.sock")
 
 
-def test_the_default_path_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert default_path({"XDG_RUNTIME_DIR": "/run/user/0"}) == Path("/run/kvstow/attach.sock")
+    names = ("kvstow", "kvstow-node")
+    assert runtime_folder(*names, {"XDG_RUNTIME_DIR": "/run/user/0"}) == Path("/run/kvstow")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert default_path({"XDG_RUNTIME_DIR": "/run/user/1000"}) == Path("/run/user/1000/kvstow/attach.sock")
-    assert default_path({}) == Path(tempfile.gettempdir()) / "kvstow-node-1000" / "attach.sock"
+    assert runtime_folder(*names, {"XDG_RUNTIME_DIR": "/run/user/1000"}) == Path("/run/user/1000/kvstow")
+    assert runtime_folder(*names, {}) == Path(tempfile.gettempdir()) / "kvstow-node-1000"
 
 
 def test_the_socket_of_a_dead_service_is_replaced_and_a_living_one_refused(tmp_path: Path) -> None:
@@ -104,8 +106,6 @@ def test_a_file_that_is_no_socket_is_kept(tmp_path: Path) -> None:
 
 def test_a_group_is_a_name_or_a_number() -> None:
     known = grp.getgrgid(os.getgid())
-    assert group_id(known.gr_name) == group_id(str(known.gr_gid)) == os.getgid()
-    with pytest.raises(
-        ConfigError, match="attach-group is 'no-such-group'; allowed: the name or the number of a group"
-    ):
-        group_id("no-such-group")
+    assert group_id("admin_group", known.gr_name) == group_id("admin_group", str(known.gr_gid)) == os.getgid()
+    with pytest.raises(ConfigError, match="admin_group is 'no-such-group'; allowed: the name or the number of a group"):
+        group_id("admin_group", "no-such-group")

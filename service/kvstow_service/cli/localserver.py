@@ -1,0 +1,83 @@
+"""The Unix socket of a server that a command knows by its address."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from kvstow_api.client import ApiError, Call, Client, Endpoint, calls
+from kvstow_api.hostsettings import is_loopback
+
+T = TypeVar("T")
+
+_LISTENING = "0A"
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_UNIX = "unix:"
+
+
+class LocalServerClient(Client):
+    """Reads over TCP. Changes go through the Unix socket that the server names, if it is a server of this machine."""
+
+    def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
+        super().__init__(endpoint, timeout=timeout)
+        self._url, self._patience = endpoint.url, timeout
+        self._local: Client | None = None
+
+    def send(self, call: Call[T]) -> T:
+        if call.method == "GET":
+            return super().send(call)
+        if self._local is None:
+            self._local = self._find()
+        return super().send(call) if self._local is None else self._local.send(call)
+
+    def close(self) -> None:
+        super().close()
+        if self._local is not None:
+            self._local.close()
+
+    def _find(self) -> Client | None:
+        """None if there is no such socket, or if it may be another server's. A port may be forwarded from another
+        machine, and any user may listen on one and name the socket of somebody else."""
+        address = urlsplit(self._url)
+        if not is_loopback(address.hostname or ""):
+            return None
+        try:
+            info = super().send(calls.info())
+        except ApiError:
+            return None  # the change itself says why
+        for path in (Path(one.removeprefix(_UNIX)) for one in info.addresses if one.startswith(_UNIX)):
+            if not _may_open(path, address.port or (443 if address.scheme == "https" else 80)):
+                continue
+            local = Client(Endpoint.parse(f"{_UNIX}{path}"), timeout=self._patience)
+            try:
+                if local.send(calls.info()).engine_id == info.engine_id:
+                    return local
+            except ApiError:
+                pass
+            local.close()
+        return None
+
+
+def _may_open(path: Path, port: int) -> bool:
+    """Whether this user may write to the socket, and it belongs to the user who listens on the port."""
+    try:
+        return {path.stat().st_uid} == _listeners(port) and os.access(path, os.W_OK)
+    except OSError:
+        return False
+
+
+def _listeners(port: int) -> set[int]:
+    """The users that listen on a TCP port of this machine."""
+    found = set()
+    for table in _TABLES:
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, _, _, _, uid, *_ = line.split()
+            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                found.add(int(uid))
+    return found
