@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import CALLER_UID, called_by
 from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
 
 from kvstow.memory.limits import MemoryLimits
@@ -54,7 +55,7 @@ async def client(node: Node) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(ApiHost(directory=NodeDirectory(node), version="1", mode="node"))
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvstow") as made,
+        httpx.AsyncClient(transport=httpx.ASGITransport(called_by(CALLER_UID, app)), base_url="http://kvstow") as made,
     ):
         yield made
 
