@@ -289,6 +289,6 @@ def test_a_protected_page_asks_for_the_password_and_opens(
         path.chmod(0o600)
     browser.log_in("viewer-token")
     browser.ask("Page.navigate", url=serve(**files).url)
-    browser.until("document.title === 'kvstow: ready'")
+    browser.until(f"document.title === '{NAME}: ready'")
     browser.until(f"{LIVE} === 'live'")
     assert browser.num_questions == 1
