@@ -49,7 +49,7 @@ VARIABLES = [
 ]
 
 # Nothing to see where no kernel names a node, where there is no TLS, and of an engine to which nobody attaches.
-MAY_BE_EMPTY = {"Memory by NUMA node", "Certificate expires in", "Keeper", "Rejected engines"}
+MAY_BE_EMPTY = {"Conditions", "Memory by NUMA node", "Certificate expires in", "Keeper", "Rejected engines"}
 PROMETHEUS_OWN = {"up", "ALERTS"}
 
 

@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstow.errors import ConfigError
-from kvstow.messages import DesiredState
+from kvstow.messages import DesiredState, StepPlan
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core import connector as shared
 from kvstow_service.connectors.engine_core import embeddedschedulerhost
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
 from kvstow_service.connectors.vllm import connector, workerhost
 
@@ -208,7 +209,7 @@ def test_no_error_in_the_scheduler_reaches_vllm(
 
 
 def test_after_an_error_in_the_plan_of_a_step_its_loads_still_start() -> None:
-    made, loads, failures = make_scheduler(), object(), list[str]()
+    made, loads, failures = make_scheduler(), PlannedStep(1, StepPlan(), StepPlan(), (), {}), list[str]()
     side = SimpleNamespace(plan_step=raise_memory_error, take_planned=lambda: loads, release_gpu_blocks=lambda: None)
     made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=failures.append))
     assert made.build_connector_meta(None).plan is loads, "vLLM waits for them"

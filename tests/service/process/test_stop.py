@@ -12,8 +12,10 @@ from kvstow_service.process.stop import Stop, StopRequests
 
 @pytest.fixture
 def stops() -> Iterator[StopRequests]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     with StopRequests() as requests:
         yield requests
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])

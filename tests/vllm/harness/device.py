@@ -69,6 +69,7 @@ class SimulatedDevice:
         pool: HostPool,
         layout: KVLayout,
         tensors: Sequence[torch.Tensor],
+        parts: object = None,
         *,
         random: Random,
         delay: tuple[int, int],
@@ -76,8 +77,8 @@ class SimulatedDevice:
         failure_rate: float,
         bad_slots: int,
     ) -> None:
-        """A copy reads `delay` ticks after it began; a store writes up to `gap` ticks later. `failure_rate` of the
-        ops fail, and all loads from slots below `bad_slots`."""
+        """`parts` are ignored: nothing loads by layer. A copy reads `delay` ticks after it began; a store writes up to
+        `gap` ticks later. `failure_rate` of the ops fail, and all loads from slots below `bad_slots`."""
         self.is_broken = False
         """Every poll raises from now on."""
         self._pool = pool

@@ -47,7 +47,8 @@ class Host:
         """An `OffloadEngine`, or what shows the pool of the `service`."""
         self._clock = FakeClock()
         self.workers: dict[int, SteppedWorker] = {}
-        patch.setattr("kvstow.opqueues._IN_FLIGHT", 1000)  # so that copies can overtake each other
+        for name in ("kvstow.opqueues._STORES_AT_ONCE", "kvstow.dataplane._AT_ONCE"):  # copies can overtake each other
+            patch.setattr(name, 1000)
         device = partial(
             SimulatedDevice,
             random=random,

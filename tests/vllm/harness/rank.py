@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 from tests.vllm.harness.cache import KVCache
@@ -12,6 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
+
+_CONTEXT: Any = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=None)
+"""Of a step in which no layer calls a hook."""
 
 
 class Rank:
@@ -32,7 +36,7 @@ class Rank:
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
         if self._hooks == "0.26":
-            self.connector.start_load_kv(None)
+            self.connector.start_load_kv(_CONTEXT)
 
     def after(self, output: Any, has_forward: bool) -> KVConnectorOutput:
         """What the rank reports of this step."""
@@ -42,7 +46,7 @@ class Rank:
                 connector.wait_for_save()
             report.finished_sending, report.finished_recving = connector.get_finished(output.finished_req_ids)
         else:
-            connector.start_load_kv(None)
+            connector.start_load_kv(_CONTEXT)
             connector.wait_for_save()
             results = connector.get_transfer_results(output.finished_req_ids)
             report.finished_sending, report.finished_recving = results.finished_sending, results.finished_recving
