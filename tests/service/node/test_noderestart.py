@@ -272,15 +272,16 @@ def test_the_keeper_is_killed_beside_a_service(
 def test_a_service_that_is_killed_while_an_engine_attaches_starts_again(
     start_node: StartNode, attach: Attach, socket: Path, state: Path, eventually: Any
 ) -> None:
-    """Its pool has a worker, and no memory before the other one has attached."""
+    """Its pool has a worker, and no memory before the other one has attached. The keeper has the worker first: killed
+    before the roster has it too, the service comes back without that session."""
     node = start_node()
     engine = RawEngine(socket, ranks=1)
     eventually(lambda: kinds_held(state)["worker"] == 1, "the worker at the keeper")
     node.kill()
     for _ in range(2):
         again = start_node()
-        assert pool_of(again.first)["blocks"] == 0
-        assert [kind for kind, _ in again.first["sessions"].values()] == ["lost"]
+        assert [pool["blocks"] for pool in again.first["pools"].values()] in ([], [0])
+        assert [kind for kind, _ in again.first["sessions"].values()] in ([], ["lost"])
         again.kill()
     again = start_node()
     attach(engine.welcome.token).store_until_found(KEYS)
