@@ -625,6 +625,13 @@ MUTANTS = [
         "        if not len(present):\n",
         f"{CONTROL}/test_indexjournal.py",
     ),
+    Mutant(
+        "each_new_namespace_labels_all",
+        "engine/kvstow/control/sharedpool.py",
+        "self.journal.name_namespaces((one.tag, self.namespace_label(one.name)) for one in named)",
+        "self.journal.name_namespaces([(one.tag, self.namespace_label(one.name)) for one in named])",
+        f"{CONTROL}/test_slotjournal.py::test_a_new_namespace_costs_no_labels_for_which_the_journal_has_no_room",
+    ),
     # -- the fleet tier --------------------------------------------------------------------------------------
     Mutant(
         "changed_bytes_of_an_object_are_loaded",

@@ -155,7 +155,9 @@ class NamespaceIdentity(Identity):
         object.__setattr__(self, "value_settings", tuple(sorted(written)))
 
     def to_json(self) -> dict[str, Any]:
-        value = super().to_json() | {"value_settings": dict(self.value_settings)}
+        # Not `asdict`, which copies each of thousands of settings.
+        value = {one.name: getattr(self, one.name) for one in fields(self)}
+        value["value_settings"] = dict(self.value_settings)
         if not self.unshared:
             del value["unshared"]
         return value

@@ -18,7 +18,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -263,11 +263,11 @@ class IndexJournal:
         header = write_header(self._memory, self._sequence + 1, found)
         self._sequence, self._content = header.sequence, header.found["content"]
 
-    def name_namespaces(self, namespaces: Mapping[int, NamespaceLabel]) -> None:
+    def name_namespaces(self, namespaces: Iterable[tuple[int, NamespaceLabel]]) -> None:
         """See `SlotJournal`. Names the first of them, as many as fit."""
         listed: list[tuple[int, str, Any]] = []
         room = COPY_BYTES - len(json.dumps({**self._content, "namespaces": []})) - _OTHER_BYTES
-        for tag, label in namespaces.items():
+        for tag, label in namespaces:
             room -= len(json.dumps([tag, *label])) + 1
             if room < 0:
                 break

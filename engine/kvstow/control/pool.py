@@ -174,8 +174,9 @@ class SlotJournal(Protocol):
     def clear(self, slots: Sequence[int]) -> None:
         """Nothing uses these slots."""
 
-    def name_namespaces(self, namespaces: Mapping[int, NamespaceLabel]) -> None:
-        """The namespaces by number, the most important first. Blocks of others are not recovered."""
+    def name_namespaces(self, namespaces: Iterable[tuple[int, NamespaceLabel]]) -> None:
+        """The namespaces with their numbers, the most important first. The journal takes as many as it has room for.
+        Blocks of others are not recovered."""
 
 
 def fit(keys: Sequence[bytes], most: int) -> bool:

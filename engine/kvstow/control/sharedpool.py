@@ -132,8 +132,8 @@ class SharedPool(Pool):
         return namespace
 
     def journal_namespaces(self) -> None:
-        """After a namespace was added, before anything is stored in it, or dropped. O(namespaces). The caller holds the
-        lock."""
+        """After a namespace was added, before anything is stored in it, or dropped. O(namespaces), and what
+        the journal has room for. The caller holds the lock."""
         if self.journal is None:
             return
         namespaces = self.index.namespaces
@@ -141,7 +141,8 @@ class SharedPool(Pool):
         unused = [one for one in namespaces.unused() if not one.is_dropped]
         named = (*used, *reversed(unused))
         self._journaled = {one.tag: one.name for one in named}
-        self.journal.name_namespaces({one.tag: self.namespace_label(one.name) for one in named})
+        # One label at a time: a client may have many namespaces with long ones, and the journal has room for a few.
+        self.journal.name_namespaces((one.tag, self.namespace_label(one.name)) for one in named)
 
     def namespace_label(self, name: str) -> NamespaceLabel:
         """What the journal says of a namespace. The caller holds the lock."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -281,12 +281,27 @@ def test_a_dropped_block_that_is_still_read_keeps_its_slot_over_a_restart() -> N
 
 def test_more_names_than_fit_leave_out_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     journal = WatchedJournal.create(8, {"pool": "a" * 1000})
-    journal.name_namespaces({number: NamespaceLabel(f"{number:0100}", {"a": 1}) for number in range(10_000)})
+    journal.name_namespaces((number, NamespaceLabel(f"{number:0100}", {"a": 1})) for number in range(10_000))
     named = journal.namespaces()
     assert named[5] == (f"{5:0100}", {"a": 1})
     assert 1000 < len(named) < 10_000
     assert list(named) == list(range(len(named)))
     assert journal.content["pool"] == "a" * 1000
+
+
+def test_a_new_namespace_costs_no_labels_for_which_the_journal_has_no_room() -> None:
+    asked: list[str] = []
+
+    class LongLabels(SharedPool):
+        def namespace_label(self, name: str) -> NamespaceLabel:
+            asked.append(name)
+            return NamespaceLabel(name, "a" * 250_000)
+
+    pool = LongLabels(Host().pool.config, journal=WatchedJournal.create(8, {}))
+    sessions = [pool.attach("engine", f"namespace-{number}") for number in range(20)]
+    asked.clear()
+    sessions.append(pool.attach("engine", "one-more"))
+    assert 0 < len(asked) <= 5
 
 
 # -- mutants ------------------------------------------------------------------------------------------------------
@@ -343,9 +358,9 @@ def removed_slots_are_cleared_although_they_are_read(patch: pytest.MonkeyPatch) 
 def namespaces_are_named_after_the_first_one(patch: pytest.MonkeyPatch) -> None:
     name = WatchedJournal.name_namespaces
 
-    def all_alike(self: WatchedJournal, names: dict[int, NamespaceLabel]) -> None:
-        first = next(iter(names.values()))
-        name(self, dict.fromkeys(names, first))
+    def all_alike(self: WatchedJournal, names: Iterable[tuple[int, NamespaceLabel]]) -> None:
+        named = list(names)
+        name(self, ((number, named[0][1]) for number, _ in named))
 
     patch.setattr(WatchedJournal, "name_namespaces", all_alike)
 
