@@ -632,6 +632,13 @@ MUTANTS = [
         "self.journal.name_namespaces([(one.tag, self.namespace_label(one.name)) for one in named])",
         f"{CONTROL}/test_slotjournal.py::test_a_new_namespace_costs_no_labels_for_which_the_journal_has_no_room",
     ),
+    Mutant(
+        "a_link_of_another_user_leads_to_the_socket",
+        "service/kvstow_service/admin/sockets.py",
+        "found, link = folder.stat(), folder.lstat()",
+        "found = link = folder.stat()",
+        "tests/service/node/attach/test_attachsocket.py::test_a_link_of_another_user_is_refused",
+    ),
     # -- the fleet tier --------------------------------------------------------------------------------------
     Mutant(
         "changed_bytes_of_an_object_are_loaded",

@@ -188,6 +188,8 @@ class AuthMiddleware:
             way = "the server has no Unix socket; its log says why"
         if self._credentials.guard_changes:
             return _unauthorized(scope, reading, has_token, f"; {way}")
+        if caller is not None:
+            return problem(scope, 403, way)
         return problem(scope, 403, f"over TCP this server only reads, because it has no token for changes; {way}")
 
     def _is_agent(self, token: bytes) -> bool:

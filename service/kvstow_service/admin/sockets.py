@@ -175,7 +175,7 @@ def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
         try:
             folder.mkdir(0o700)  # nobody else may enter it before it belongs to the group
         except FileExistsError:
-            found = folder.stat()
+            found, link = folder.stat(), folder.lstat()
         else:
             if group is not None:
                 os.chown(folder, -1, group)
@@ -183,8 +183,11 @@ def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
             return
     except OSError as error:
         raise ConflictError(f"cannot use the folder {folder}: {error.strerror or error}") from error
+    mine = (0, os.geteuid())
     whose = f"the folder {folder} belongs to uid {found.st_uid}"
-    if found.st_uid in (0, os.geteuid()):
+    if link.st_uid not in mine:  # a symbolic link, which its owner can lead elsewhere
+        whose = f"the folder {folder} belongs to uid {link.st_uid}"
+    elif found.st_uid in mine:
         if not found.st_mode & stat.S_IWOTH or found.st_mode & stat.S_ISVTX:
             return
         whose = f"the folder {folder} can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"

@@ -218,7 +218,8 @@ def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
     logger.info("admin server on %s", " and ".join(sockets.addresses))
     guarded = settings.token_file or settings.tls_client_ca
     over_tcp = "and over TCP with a token" if guarded else "and not over TCP"
-    logger.info("changes are taken through the Unix socket, %s", over_tcp)
+    if any(address.startswith("unix:") for address in sockets.addresses):  # otherwise a warning has said why not
+        logger.info("changes are taken through the Unix socket, %s", over_tcp)
     logger.info("engines attach at unix:%s", plan.node.attach_socket)
     pages = "in reserved huge pages" if settings.huge_pages == "reserved" else "populated in the background"
     logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)

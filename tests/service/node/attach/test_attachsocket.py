@@ -69,6 +69,17 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         AttachSocket(folder / "attach.sock")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder, link = tmp_path / "ours", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    AttachSocket(link / "attach.sock").close()
+    os.chown(link, 4242, -1, follow_symlinks=False)
+    with pytest.raises(ConflictError, match="belongs to uid 4242, who could replace the socket"):
+        AttachSocket(link / "attach.sock")
+
+
 def test_the_default_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     names = ("kvstow", "kvstow-node")
