@@ -1,4 +1,4 @@
-"""`python -m bench`: run the benchmarks that are named, or all, and record their figures: `results/` and the page of them."""
+"""`python -m bench`: run the benchmarks that are named, or all, and record their figures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("benchmarks", nargs="*", choices=[*BENCHMARKS, "page", []], help="default: all; page: write README.md anew")
+    parser.add_argument(
+        "benchmarks", nargs="*", choices=[*BENCHMARKS, "page", []], help="default: all; page: make README.md anew"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure")
     parser.add_argument("--sizes", type=int, nargs="+", default=control.SIZES, metavar="SLOTS")
     parser.add_argument("--trace", type=Path, default=_ROOT.parent / "shared" / "data" / "conversation_trace.jsonl")

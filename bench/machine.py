@@ -14,9 +14,7 @@ def describe() -> str:
     """One sentence for the head of a table."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     kernel = platform.release().partition("-")[0]
-    return (
-        f"{_cpu_model()}, {os.cpu_count()} cores, {gib:.0f} GiB; Linux {kernel}; Python {platform.python_version()}"
-    )
+    return f"{_cpu_model()}, {os.cpu_count()} cores, {gib:.0f} GiB; Linux {kernel}; Python {platform.python_version()}"
 
 
 def wait_until_quiet(patience: float) -> float:

@@ -30,12 +30,15 @@ SECTIONS = {
 _INTRODUCTION = """\
 # Benchmarks
 
-This page shows the newest figures; `python -m bench page` makes it of the files in [results](results), which have all rows, and history is in git.
-`make bench` runs what needs no GPU (12 minutes on two cores) and writes the files; `.venv/bin/python -m bench control` runs one benchmark, `--help` lists
-the options. Programs for GPUs run from a bare checkout, `python3 -m bench.gpu`, `python3 -m bench.vllm` and `python3 -m bench.jax`; what they print is put into the files by hand.
+This page shows the newest figures. `python -m bench page` makes it of the files in [results](results), which have all
+rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes on two cores) and writes the files;
+`.venv/bin/python -m bench control` runs one benchmark, `--help` lists the options. Programs for GPUs run from a bare
+checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the
+files by hand.
 
-The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend on the machine and its other work,
-so compare only within a table. The commit is the one that was measured where the program recorded it, otherwise the one that recorded the figures.
+The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend on
+the machine and its other work, so compare only within a table. The commit is the one that was measured where it was
+recorded, otherwise the one that recorded the figures. Comparing with vLLM's BlockPool needs `make venv-vllm` once.
 """
 
 
@@ -76,7 +79,8 @@ class Result:
     def to_markdown(self) -> str:
         commit = f"; {self.commit}" if self.commit else ""
         command = f"`{self.command}`" if " -m " in self.command else self.command
-        parts = [f"**{self.title}** ({command}; {self.date}; {self.machine}{commit}). {self.what} {self.headline}".strip()]
+        where = f"{command}; {self.date}; {self.machine}{commit}"
+        parts = [f"**{self.title}** ({where}). {self.what} {self.headline}".rstrip()]
         shown = [(table, rows) for table in self.tables if (rows := table.rows_on_the_page())]
         for table, rows in shown:
             parts.append(_grid([table.title if len(shown) > 1 else table.head[0], *table.head[1:]], rows))

@@ -29,7 +29,7 @@ RULES = Path(__file__).parents[1] / "helm" / "kvstow" / "files" / "rules.yaml"
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
 
-_TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:.*/|kubectl .* -- )?kvstow ([^#|>&\n]+)", re.MULTILINE)
+_TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:\S*/|kubectl .* -- )?kvstow ([^#|>&\n]+)", re.MULTILINE)
 
 
 def commands(text: str) -> Iterator[str]:
