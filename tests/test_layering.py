@@ -191,7 +191,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
         ("kvstow.memory.pinning", ["torch"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
-        ("kvstow_service.node.survival.keeperprocess", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
+        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
         ("kvstow_service.tiers.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),

@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keeper import Keeper
-from kvstow_service.node.survival.keeperpeer import KeeperPeer
+from kvstow_service.node.survival import keeper as statefolder
+from kvstow_service.node.survival.keeper import Keeper, KeeperPeer
 
 _LATE_SECONDS = 3.0
 """Longer than a service waits for an answer."""

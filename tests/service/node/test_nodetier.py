@@ -28,10 +28,9 @@ from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.tier.mappedrank import MappedRank
 from kvstow_service.node.tier.namespacetier import NamespaceTier
 from kvstow_service.node.tier.nodetier import NodeTier
-from kvstow_service.node.tier.pooltier import PoolTier
+from kvstow_service.node.tier.pooltier import MappedRank, PoolTier
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 MIB = 1 << 20

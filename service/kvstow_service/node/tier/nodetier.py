@@ -22,11 +22,8 @@ from kvstow_api.hostedtier import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.tier.actionthread import ActionThread
-from kvstow_service.node.tier.askedkeys import groups_of
-from kvstow_service.node.tier.namespacetier import NamespaceTier
-from kvstow_service.node.tier.pooltier import PoolTier
-from kvstow_service.node.tier.sharedclients import SharedLookups, SharedTransfers
+from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
+from kvstow_service.node.tier.pooltier import ActionThread, PoolTier, SharedLookups, SharedTransfers
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 logger = logging.getLogger("kvstow.tier")

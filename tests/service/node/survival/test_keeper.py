@@ -21,10 +21,10 @@ from tests.service.node.keepers import listing_of, look
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.survival import keeperpeer, statefolder
-from kvstow_service.node.survival.keeper import Keeper
+from kvstow_service.node.survival import keeper as keeperpeer
+from kvstow_service.node.survival import keeper as statefolder
+from kvstow_service.node.survival.keeper import MAX_HELD, MAX_LABEL, Keeper, receive, send, take_apart
 from kvstow_service.node.survival.keeperclient import KeeperClient
-from kvstow_service.node.survival.keepermessages import MAX_HELD, MAX_LABEL, receive, send, take_apart
 
 KEEP_TIMEOUT = 600.0
 

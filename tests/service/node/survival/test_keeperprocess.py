@@ -16,9 +16,9 @@ from tests.service.node.keepers import listing_of, look
 from tests.service.node.survival.test_keeper import connect
 
 from kvstow.errors import KeeperBusyError, KeeperError
-from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival import keeper as statefolder
+from kvstow_service.node.survival.keeper import ALREADY_RUNNING, main
 from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
-from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING, main
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ SERVICE = """
     import os, sys, time
     from pathlib import Path
     from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
-    from kvstow_service.node.survival.statefolder import require_state_folder
+    from kvstow_service.node.survival.keeper import require_state_folder
 
     folder = require_state_folder(Path(sys.argv[1]))
     start_keeper(folder, float(sys.argv[2]))
@@ -133,7 +133,7 @@ def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_enviro
 
 def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
     client = start(folder)
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600"]
     result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
     assert result.returncode == ALREADY_RUNNING
     assert "has a keeper already" in result.stderr
@@ -142,7 +142,7 @@ def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]
 
 
 def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600", "--daemon"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600", "--daemon"]
     started = [subprocess.Popen(command, env=child_environ, stderr=subprocess.DEVNULL) for _ in range(6)]
     assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
 
