@@ -148,6 +148,7 @@ def shown(node: Node) -> HostedTiers:
 def tier_of(node: Node) -> NamespaceTier:
     sessions = [one for one in node.host._sessions.values() if not one.control.is_lost]
     (tier,) = [one.tier for one in sessions if one.tier is not None]
+    assert isinstance(tier, NamespaceTier)
     return tier
 
 

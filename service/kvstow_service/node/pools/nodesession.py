@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -34,11 +34,8 @@ from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.survival.roster import WorkerRecord
-
-if TYPE_CHECKING:
-    from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-    from kvstow_service.node.tier.namespacetier import NamespaceTier
 
 
 @dataclass(slots=True)
@@ -207,6 +204,19 @@ _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
 
 
+class SessionTier(Protocol):
+    """The fleet tier of a session's namespace: see `NamespaceTier`."""
+
+    @property
+    def may_have_more(self) -> bool: ...
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
+
+    def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
+
+    def note_prefill(self, tokens: int, seconds: float) -> None: ...
+
+
 class NodeSession:
     """One attached engine. Used only by the attach server's thread, except `view` and what never changes.
 
@@ -215,7 +225,7 @@ class NodeSession:
 
     is_engine = True
     """False for the node's own transfers, which do not keep a pool."""
-    tier: NamespaceTier | None = None
+    tier: SessionTier | None = None
     """The fleet tier for its namespace."""
 
     def __init__(

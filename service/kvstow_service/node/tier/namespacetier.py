@@ -167,7 +167,7 @@ class NamespaceTier:
         """Take results, answer the requests whose wait is over, and start what is due."""
         if self.failed is not None:
             with suppress(Exception):  # its state may be broken
-                self.pool_tier.submit(self, self.failed.take_plans())  # transfers under way end as usual
+                self.pool_tier.submit(self.control, self.failed.take_plans())  # transfers under way end as usual
         fleet = self.fleet
         if fleet is None:
             return
@@ -177,7 +177,7 @@ class NamespaceTier:
             self._requests = [one for one in self._requests if one.wait.state != "over"]
             for one in over:
                 self._post(one.then)
-        self.pool_tier.submit(self, fleet.take_plans())
+        self.pool_tier.submit(self.control, fleet.take_plans())
 
     @property
     def next_deadline(self) -> float | None:

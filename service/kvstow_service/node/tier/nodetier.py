@@ -208,7 +208,7 @@ class NodeTier:
         fleet, tier.fleet, tier.failed = tier.fleet or tier.failed, None, None
         if fleet is not None:
             self.view.remove(fleet)
-            tier.pool_tier.submit(tier, fleet.take_plans())
+            tier.pool_tier.submit(tier.control, fleet.take_plans())
             self._mapper.do(fleet.close)
 
     def _retire_all(self) -> None:
@@ -220,7 +220,7 @@ class NodeTier:
         for tier in list(self._tiers):
             if tier.is_obsolete:
                 self._retire(tier)
-                tier.pool_tier.retire(tier)
+                tier.pool_tier.retire(tier.control)
 
     def close(self) -> None:
         """Waits until nothing touches any slot for the store, and all ops have ended. Idempotent."""

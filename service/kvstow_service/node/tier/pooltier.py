@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -45,10 +45,6 @@ from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
-
-if TYPE_CHECKING:
-    from kvstow_service.node.tier.namespacetier import NamespaceTier
-
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -371,8 +367,8 @@ class PoolTier:
             for rank in ranks
         }
         self._extents: dict[int, _Extent] = {}
-        self._owners: dict[int, NamespaceTier] = {}
-        """Of each op under way."""
+        self._controls: dict[int, TierSession] = {}
+        """The session of each op under way."""
         self._is_closed = False
         self.problem: str | None = None
         """Why some of the pool's memory is not mapped for the transfers: its blocks are neither put nor fetched."""
@@ -449,9 +445,9 @@ class PoolTier:
 
     # -- transfers: the tier's thread -----------------------------------------------------------------------
 
-    def submit(self, owner: NamespaceTier, plans: Iterable[tuple[int, TierOp]]) -> None:
+    def submit(self, control: TierSession, plans: Iterable[tuple[int, TierOp]]) -> None:
         for rank, op in plans:
-            self._owners[op.op_id] = owner
+            self._controls[op.op_id] = control
             self.transfers[rank].submit(op)
 
     def take_completions(self) -> None:
@@ -461,17 +457,16 @@ class PoolTier:
                 self._complete(rank, completion)
 
     def _complete(self, rank: int, completion: TierCompletion) -> None:
-        owner = self._owners[completion.op_id]
-        control = owner.control
+        control = self._controls[completion.op_id]
         control.complete(rank, control.boot_id, (completion,))
         with self.pool.lock:
             if control.ops.get(completion.op_id) is None:
-                del self._owners[completion.op_id]
+                del self._controls[completion.op_id]
 
-    def retire(self, tier: NamespaceTier) -> None:
+    def retire(self, control: TierSession) -> None:
         """Its namespace is gone, and nothing is under way in it."""
-        self.member.discard(tier.control)
-        tier.control.close()
+        self.member.discard(control)
+        control.close()
 
     # -- the end --------------------------------------------------------------------------------------------
 

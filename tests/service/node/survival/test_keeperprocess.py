@@ -16,8 +16,7 @@ from tests.service.node.keepers import listing_of, look
 from tests.service.node.survival.test_keeper import connect
 
 from kvstow.errors import KeeperBusyError, KeeperError
-from kvstow_service.node.survival import keeper as statefolder
-from kvstow_service.node.survival.keeper import ALREADY_RUNNING, main
+from kvstow_service.node.survival.keeper import ALREADY_RUNNING, LOCK, SOCKET, main, require_state_folder
 from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
 
 pytestmark = pytest.mark.process
@@ -83,7 +82,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def start(folder: Path) -> KeeperClient:
     """A service at the keeper that is running, or at a new one."""
-    start_keeper(statefolder.require_state_folder(folder), 600)
+    start_keeper(require_state_folder(folder), 600)
     return connect(folder, str(os.urandom(4)))
 
 
@@ -108,7 +107,7 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     assert first_bytes(client) == {"extent-1": b"kv of the first service"}
     client.end()
     assert wait_for_end(keeper)
-    assert not (folder / statefolder.SOCKET).exists()
+    assert not (folder / SOCKET).exists()
 
 
 def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
@@ -189,7 +188,7 @@ def test_it_leads_a_session_of_its_own_and_holds_no_pipe_of_its_service(folder: 
 
 def test_a_folder_that_it_cannot_use_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
-    (tmp_path / "state" / statefolder.LOCK).mkdir()
+    (tmp_path / "state" / LOCK).mkdir()
     with pytest.raises(KeeperError, match=r"does not start: .*Is a directory"):
         start_keeper(tmp_path / "state", 600)
 
