@@ -37,7 +37,7 @@ from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
 from kvstow_service.cli.tables import LISTS
-from kvstow_service.node.attach.attachtally import REASONS
+from kvstow_service.node.attach.clients import REASONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "runbooks.md").read_text()

@@ -13,7 +13,7 @@ from tests.service.node.rawengine import key_of
 from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending
 from kvstow.attach.connection import Message
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.pools.memorywaits import (
+from kvstow_service.node.pools.nodesession import (
     MOST_SECONDS,
     MOST_WAITING,
     STALLED_SECONDS,
