@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
+from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.nodepool import NodePool
@@ -38,13 +38,13 @@ class NodeDirectory:
     def delete_pool(self, name: str) -> None:
         self._node.host.delete_pool(name)
 
-    def sessions(self) -> list[HostedSession]:
+    def sessions(self) -> list[SessionStatus]:
         return self._node.host.sessions()
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
         return self._node.detach(session_id, kill=kill)
 
-    def namespaces(self) -> list[HostedNamespace]:
+    def namespaces(self) -> list[NamespaceStatus]:
         return self._node.host.namespaces()
 
     @property

@@ -154,12 +154,13 @@ async def test_sessions_have_these_fields(client: httpx.AsyncClient, node: FakeN
         "registered_slots": SLOTS,
         "quarantined_slots": 0,
         "processes": 1,
-        "ranks": [
-            {"rank": rank, "pid": 1001 + rank, "device": f"cuda:{rank}", "registered_slots": SLOTS}
-            for rank in range(RANKS)
-        ],
-        "now": {"seconds": 0.0, "load_bytes_per_second": None, "store_bytes_per_second": None},
+        "load_bytes_per_second": None,
+        "store_bytes_per_second": None,
+        "ranks": (await get(client, "/v1/ranks"))["items"],
     }
+    assert [(one["pid"], one["device"], one["pinned_slots"]) for one in session["ranks"]] == [
+        (1001 + rank, f"cuda:{rank}", SLOTS) for rank in range(RANKS)
+    ]
 
 
 @pytest.mark.parametrize(("query", "killed"), [("", False), ("?kill=false", False), ("?kill=true", True)])
@@ -221,8 +222,8 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
     (session,) = (await get(client, "/v1/sessions"))["items"]
     assert (session["id"], session["pool"], session["namespace"]) == (engine.engine_id, "host", "host")
     assert (session["state"], session["in_flight"], session["processes"]) == ("attached", 1, 2)
-    assert session["ranks"] == [
-        {"rank": rank, "pid": 1000 + rank, "device": f"cuda:{rank}", "registered_slots": 16} for rank in range(2)
+    assert [(one["rank"], one["pid"], one["device"], one["pinned_slots"]) for one in session["ranks"]] == [
+        (rank, 1000 + rank, f"cuda:{rank}", 16) for rank in range(2)
     ]
     (namespace,) = (await get(client, "/v1/namespaces"))["items"]
     assert (namespace["pool"], namespace["sessions"], namespace["blocks"]) == ("host", 1, 4)

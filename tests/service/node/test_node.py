@@ -157,7 +157,7 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
     (pool,) = node.host.pools()
     engine.store_all([key_of(0)])
     for rows in (2, 3, 4):  # stores do not wait for memory, so each row is waited for
-        engine.wait_for(lambda rows=rows: node.host.sessions()[0].status.registered_slots == rows * ROW_SLOTS)  # type: ignore[misc]
+        engine.wait_for(lambda rows=rows: node.host.sessions()[0].registered_slots == rows * ROW_SLOTS)  # type: ignore[misc]
         engine.store_all([key_of(number) for number in range((rows - 1) * ROW_SLOTS + 1)])
     engine.store_all([key_of(number) for number in range(3 * ROW_SLOTS + 1, 6 * ROW_SLOTS)])
     assert len(pool.extents) == 4, "two ranks"
@@ -267,7 +267,7 @@ def test_an_operator_ends_a_session(
     (session,) = directory.sessions()
     assert not directory.detach("unknown", kill=True)
     assert directory.detach(session.session_id, kill=False)
-    eventually(lambda: [one.status.state for one in directory.sessions()] == ["lost"])
+    eventually(lambda: [one.state for one in directory.sessions()] == ["lost"])
     (pool,) = directory.pools()
     assert pool.facade.stats().pool.slots.quarantined == 1
     with pytest.raises(ConflictError, match="detach them first"):

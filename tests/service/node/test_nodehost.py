@@ -26,7 +26,7 @@ def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBe
     bench.run()
     assert bench.memory.figures.failures == ()
     engine.register()
-    assert bench.host.sessions()[0].status.registered_slots == ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == ROW_SLOTS
 
 
 def test_a_session_that_is_lost_before_its_memory_is_sent_leaves_nothing(bench: HostBench) -> None:
@@ -108,7 +108,7 @@ def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> Non
         bench.host.extents_released(engine.session_id, 0, [mine])
     bench.run()
     assert engine.client(0) in bench.budget.mappers(mine)
-    assert bench.host.sessions()[0].status.registered_slots == ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == ROW_SLOTS
 
 
 def test_slots_of_a_lost_session_are_free_when_its_last_worker_has_let_go(bench: HostBench) -> None:

@@ -374,8 +374,8 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     engine.store_until_found(keys_of(0, 4))
     engine.wait_for(lambda: shown(node).tiers())
     (one,) = shown(node).tiers()
-    assert one.status.state == "off"
-    assert reason in one.status.reason
+    assert one.state == "off"
+    assert reason in one.reason
     call = engine.scheduler.call(Lookup(keys_of(50, 2)))
     engine.wait_for(lambda: call.done)
     assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
@@ -398,8 +398,8 @@ def test_a_defect_switches_the_tier_of_its_namespace_off(
     call = engine.scheduler.call(Lookup(keys_of(50, 4)))
     engine.wait_for(lambda: call.done)
     assert call.answer(Found).leading == 0
-    engine.wait_for(lambda: shown(node).tiers()[0].status.state == "off")
-    assert shown(node).tiers()[0].status.reason == TIER_FAILED
+    engine.wait_for(lambda: shown(node).tiers()[0].state == "off")
+    assert shown(node).tiers()[0].reason == TIER_FAILED
     engine.store_until_found(keys_of(0, 4))
     assert tier_of(node)._early is None, "what is stored is kept for nobody"
 
