@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -222,7 +222,7 @@ def test_one_refusal_is_one_condition() -> None:
 
 
 def test_a_condition_says_whom_it_concerns() -> None:
-    silent = RankStatus(**{**asdict(RANK), "rank": 3, "last_report_age_seconds": 12.0}, pool="host", session="s1")
+    silent = replace(RANK, rank=3, last_report_age_seconds=12.0, pool="host", session="s1")
     (one,) = diagnose(evidence(silent)).conditions
     assert (one.pool, one.session, one.rank) == ("host", "s1", 3)
     assert one.what == "rank 3 has been silent for 12 s"

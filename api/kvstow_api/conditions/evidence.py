@@ -100,7 +100,7 @@ def make_condition(
 ) -> ConditionView:
     """`who`: the engine or the rank that it concerns. The table adds the name."""
     rank = who.rank if isinstance(who, RankStatus) else None
-    session = who.id if isinstance(who, SessionStatus) else who and who.session
+    session = who.id if isinstance(who, SessionStatus) else who.session if who else None
     return ConditionView(
         name="", severity=severity, what=what, why=why, fix=fix, session=session, rank=rank, evidence=evidence
     )

@@ -145,7 +145,7 @@ def _section(title: str, view: Any) -> str:
 
         summary = {name: value for name, value in _fields(view) if name != "ranks"}
         return f"{pairs(_entry(title, summary))}\n\n{table(view.ranks, RANKS)}"
-    return pairs(_entry(title, getattr(view, "items", view)))
+    return pairs(_entry(title, view if isinstance(view, Mapping) else getattr(view, "items", view)))
 
 
 def details(view: Any) -> str:

@@ -138,7 +138,7 @@ def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     directory = NodeDirectory(node)
     killed = process(node, 20)
     (session,) = directory.sessions()
-    assert (session.pid, session.status.state, session.status.in_flight) == (killed.pid, "attached", 1)
+    assert (session.pid, session.state, session.in_flight) == (killed.pid, "attached", 1)
     killed.kill()
     eventually(lambda: not directory.sessions())
     (hosted,) = directory.pools()
@@ -245,7 +245,7 @@ def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engin
     engine = engines(node)
     assert engine.lookup([key_of(0)]).runs == ()
     (session,) = directory.sessions()
-    assert session.status.state == "attaching"
+    assert session.state == "attaching"
     assert directory.memory().target_bytes == 8 * EXTENT
     node.populator.set_paused(False)
     engine.store_all([key_of(0)])
@@ -266,7 +266,7 @@ def test_an_operator_ends_a_session(
     running = process(node, 1)
     (session,) = directory.sessions()
     assert not directory.detach("unknown", kill=True)
-    assert directory.detach(session.session_id, kill=False)
+    assert directory.detach(session.id, kill=False)
     eventually(lambda: [one.state for one in directory.sessions()] == ["lost"])
     (pool,) = directory.pools()
     assert pool.facade.stats().pool.slots.quarantined == 1

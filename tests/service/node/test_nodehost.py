@@ -123,7 +123,7 @@ def test_slots_of_a_lost_session_are_free_when_its_last_worker_has_let_go(bench:
     slots = engine.pool.facade.stats().pool.slots
     assert (slots.quarantined, slots.leased) == (1, 1), "the other rank may still write"
     (session,) = bench.host.sessions()
-    assert (session.status.state, session.status.processes) == ("lost", 1)
+    assert (session.state, session.processes) == ("lost", 1)
     engine.let_go(1)
     engine.over()
     slots = engine.pool.facade.stats().pool.slots
@@ -142,7 +142,7 @@ def test_stuck_transfers_are_shown_and_nothing_is_freed_by_time(make_bench: Make
     bench.host.send_settled()
     bench.run()
     assert engine.settled == {op.op_id: ["failed"]}
-    states = {session.session_id: session.status.state for session in bench.host.sessions()}
+    states = {session.id: session.state for session in bench.host.sessions()}
     assert states == {engine.session_id: "stuck", other.session_id: "attached"}
     assert engine.pool.facade.stats().pool.slots.quarantined == 1
     assert other.store(2).op_id

@@ -254,7 +254,7 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     engine.wait_for(is_fetched)
     assert calls[-1].is_pending
     assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
-    engine.wait_for(lambda: [totals.counters.fetched_blocks for totals in shown(node).totals().values()] == [9])
+    engine.wait_for(lambda: [totals.fetched_blocks for totals in shown(node).totals().values()] == [9])
     if len(calls) == 1:  # otherwise the memory was registered late, and an earlier look-up has fetched some
         assert calls[0].answer(Found).fetched == calls[0].answer(Found).runs
     lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
@@ -330,7 +330,7 @@ def test_after_a_reset_nothing_is_put_or_fetched(make_node: MakeNode, engines: E
 
 def put_blocks(node: Node) -> list[int]:
     """What each pool has counted."""
-    return [totals.counters.put_blocks for totals in shown(node).totals().values()]
+    return [totals.put_blocks for totals in shown(node).totals().values()]
 
 
 def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
