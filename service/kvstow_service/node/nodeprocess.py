@@ -15,12 +15,12 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow_api.app import create_app
 from kvstow_api.directory import Directory
 from kvstow_api.measurements import OrphanedMemory
-from kvstow_service.admin.adminhost import make_api_host, make_server
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
+from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.nodedirectory import NodeDirectory
@@ -82,7 +82,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             orphaned_memory=_orphaned_memory,
             attach=f"unix:{plan.node.attach_socket}",
         )
-        server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
+        server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
         server.start()  # first, so that it answers while the node recovers what an earlier service has left
         running.callback(server.stop)
         start.run()

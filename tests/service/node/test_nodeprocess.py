@@ -23,7 +23,7 @@ from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow_service.admin.server import _EmbeddedUvicorn
+from kvstow_service.admin.server import AdminServer
 from kvstow_service.node import nodeprocess
 from kvstow_service.node.node import Node
 from kvstow_service.node.nodeprocess import node_settings, public_settings, require_memory, run_service
@@ -269,10 +269,10 @@ class _Visitor(Watcher):
 def test_a_server_that_ends_by_itself_ends_the_service(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def broken_tick(self: _EmbeddedUvicorn, counter: int) -> bool:
+    async def broken_tick(self: AdminServer, counter: int) -> bool:
         raise RuntimeError("the loop broke")
 
-    monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", broken_tick)
+    monkeypatch.setattr(AdminServer, "on_tick", broken_tick)
     state = tmp_path / "state"
     assert run_service(Settings(**base, state=state)) == 1
     assert "stopping: the admin server ended: RuntimeError" in capfd.readouterr().err
