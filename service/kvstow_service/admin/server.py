@@ -59,12 +59,9 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 class Wait(Enum):
     """What the server waits for on a connection, and for how many seconds."""
 
-    HEAD = 10.0
-    """The client must finish the TLS handshake, and send a whole request head: its first or its next."""
-    READER = 30.0
-    """The client must read what has been written."""
-    CLOSE = 5.0
-    """The client must read the rest before the connection closes."""
+    HEAD = 10.0  # the client must finish the TLS handshake, and send a whole request head: its first or its next
+    READER = 30.0  # the client must read what has been written
+    CLOSE = 5.0  # the client must read the rest before the connection closes
 
 
 class Connections:
@@ -103,9 +100,9 @@ class Connections:
         self.open.add(new)
         return True
 
-    def wait_for(self, connection: AdminProtocol, wait: Wait | None) -> None:
-        """Set what the server waits for; None while it handles a request. Repeating the same `wait` does not extend the
-        deadline."""
+    def look_at(self, connection: AdminProtocol) -> None:
+        """Begin another wait if the server waits for something else than before. The same one is not extended."""
+        wait = connection.waits_for()
         if wait is not connection.wait:
             connection.wait, connection.since = wait, self._clock()
 
@@ -125,9 +122,9 @@ class Connections:
 
     async def expire(self) -> None:
         """Drop connections past their deadline. Called about once a second."""
-        now = self._clock()
         for one in list(self.open):
-            if one.wait is not None and now - one.since > one.wait.value:
+            self.look_at(one)
+            if one.wait is not None and self._clock() - one.since > one.wait.value:
                 self._drop(one)
 
     def _drop(self, connection: AdminProtocol) -> None:
@@ -184,13 +181,10 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
     """
 
     app_state: dict[str, Any]
-    address = ""
-    """The peer's; empty for a Unix socket."""
-    trusted = False
-    """It has shown a credential, or came through a Unix socket, which only this user can open."""
-    wait: Wait | None = Wait.HEAD
-    opened = since = 0.0
-    """When it was accepted, and when the server began to wait, on the clock of `Connections`."""
+    address = ""  # the peer's; empty for a Unix socket
+    trusted = False  # it has shown a credential, or came through a Unix socket, which only this user can open
+    wait: Wait | None = Wait.HEAD  # when `Connections` last looked
+    opened = since = 0.0  # when it was accepted, and when the server began to wait, on the clock of `Connections`
 
     def __init__(self, admitted: Connections, queue: RequestQueue, tls: ServerTls | None, **options: Any) -> None:
         super().__init__(**options)
@@ -215,11 +209,10 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
             transport.pause_reading()
             self.connections.add(self)
             securing = self.loop.create_task(self.loop.start_tls(transport, self, self._tls.context, server_side=True))
-            self.tasks.add(securing)  # type: ignore[arg-type]
             securing.add_done_callback(self._on_secured)
+            self._securing = securing
 
     def _on_secured(self, securing: asyncio.Task[asyncio.Transport | None]) -> None:
-        self.tasks.discard(securing)  # type: ignore[arg-type]
         transport = None if securing.cancelled() or securing.exception() is not None else securing.result()
         if transport is None or self not in self._admitted.open:  # the client has left, or does not speak TLS
             self.drop()
@@ -275,29 +268,22 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         super().data_received(data)
         if self.cycle is not None and not self.trusted and self._admitted.crowded:
             self.cycle.keep_alive = False
-        self._update_wait()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._update_wait()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._update_wait()
+        self._admitted.look_at(self)
 
     def on_response_complete(self) -> None:
         self.trusted = self.trusted or is_known(self.scope.get(ACTOR))
         self._unread_bytes = 0
         super().on_response_complete()
-        self._update_wait()
 
-    def _update_wait(self) -> None:
-        wait: Wait | None = Wait.HEAD if self.cycle is None or self.cycle.response_complete else None
-        if self.flow.write_paused:
-            wait = Wait.READER
+    def waits_for(self) -> Wait | None:
+        """What the server waits for now; None while it handles a request."""
+        if self.flow is None:
+            return Wait.HEAD
         if self.transport.is_closing():
-            wait = Wait.CLOSE
-        self._admitted.wait_for(self, wait)
+            return Wait.CLOSE
+        if self.flow.write_paused:
+            return Wait.READER
+        return Wait.HEAD if self.cycle is None or self.cycle.response_complete else None
 
     async def _run_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
         cycle = self.cycle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
 
         stop = stops.wait()
         logger.info("stopping: %s", stop.reason)
-        _drain(directory, settings)
+        _drain(directory, settings, stops.hurried)
         if not stop.status and not settings.keep_on_stop:  # otherwise the next service finds everything
             node.give_back()
     logger.info("stopped")
@@ -225,12 +226,13 @@ def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
     logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)
 
 
-def _drain(node: Directory, settings: Settings) -> None:
-    """Fail readiness, then let transfers finish while both servers still answer."""
+def _drain(node: Directory, settings: Settings, hurried: threading.Event) -> None:
+    """Fail readiness, then let transfers finish while both servers still answer. Ends early once `hurried` is set."""
     node.switches.drain("all", settings.drain_deadline)
-    time.sleep(settings.shutdown_delay)
+    hurried.wait(settings.shutdown_delay)
     deadline = time.monotonic() + settings.drain_deadline
     while not (status := node.switches.drain_status).drained and time.monotonic() < deadline:
-        time.sleep(_DRAIN_POLL_SECONDS)
+        if hurried.wait(_DRAIN_POLL_SECONDS):
+            break
     if not status.drained:
-        logger.warning("%d transfers did not end in %g s", status.pending_transfers, settings.drain_deadline)
+        logger.warning("%d transfers have not ended", status.pending_transfers)

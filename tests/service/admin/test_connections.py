@@ -32,6 +32,10 @@ class Peer:
         self.drop, self.address, self.trusted = drop, address, trusted
         self.wait: Wait | None = Wait.HEAD
         self.opened = self.since = 0.0
+        self.now: Wait | None = Wait.HEAD
+
+    def waits_for(self) -> Wait | None:
+        return self.now
 
 
 @pytest.fixture
@@ -51,7 +55,8 @@ def admit(clock: FakeClock, dropped: list[str]) -> Callable[..., Peer | None]:
         connection = Peer(lambda: dropped.append(name), client, trusted)
         if not registry.admit(connection):
             return None
-        registry.wait_for(connection, wait)
+        connection.now = wait
+        registry.look_at(connection)
         return connection
 
     return add
@@ -110,9 +115,10 @@ async def test_each_wait_has_a_deadline(wait: Wait, clock: FakeClock) -> None:
     ended: list[str] = []
     connection = Peer(lambda: ended.append("dropped"), trusted=True)
     registry.admit(connection)
-    registry.wait_for(connection, wait)
+    connection.now = wait
+    registry.look_at(connection)
     clock.advance(wait.value)
-    registry.wait_for(connection, wait)  # still the same wait: this extends nothing
+    registry.look_at(connection)  # still the same wait: this extends nothing
     await registry.expire()
     assert (ended, len(registry.open)) == ([], 1)
     clock.advance(0.1)
@@ -125,11 +131,12 @@ async def test_work_has_no_deadline_and_the_next_wait_has_a_new_one(clock: FakeC
     registry: Any = Connections(3, clock)
     connection = Peer(lambda: None)
     registry.admit(connection)
-    registry.wait_for(connection, None)
+    connection.now = None
     clock.advance(3600.0)
     await registry.expire()
     assert len(registry.open) == 1
-    registry.wait_for(connection, Wait.HEAD)
+    connection.now = Wait.HEAD
+    registry.look_at(connection)
     clock.advance(Wait.HEAD.value)
     await registry.expire()
     assert len(registry.open) == 1
