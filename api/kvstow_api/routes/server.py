@@ -17,15 +17,14 @@ from kvstow_api.openapi import ETAG, Description, changing, reading
 from kvstow_api.page.live import StatusPage
 from kvstow_api.poolchoice import choose_pool, pool_if_any
 from kvstow_api.poolview import settings_etag
-from kvstow_api.queries import EventsQuery, PoolQuery
+from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter
 from kvstow_api.streamlimit import LimitedStream
-from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.events import BLOCK_EVENTS, EventView
 from kvstow_api.views.server import InfoView
 from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
 
-router = APIRouter(tags=["server"], route_class=StrictRoute)
+router = StrictRouter(tags=["server"])
 
 
 # -- for people and for generators of clients ----------------------------------------------------------------------
