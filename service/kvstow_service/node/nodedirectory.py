@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
-from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
+from kvstow.status import HostedNamespace, HostedSession, KeptMemory, MemoryStatus, MemoryWait
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.nodepool import NodePool
@@ -53,7 +54,7 @@ class NodeDirectory:
 
     def memory(self) -> MemoryStatus:
         node, memory, records = self._node, self._node.memory, self._node.records
-        pools = self.pools()
+        pools, now = self.pools(), time.monotonic()
         return MemoryStatus(
             target_bytes=memory.total_bytes,
             populated_bytes=node.populator.status().populated_bytes,
@@ -61,7 +62,10 @@ class NodeDirectory:
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=memory.figures.recalled_bytes,
-            waits=memory.figures.waits,
+            waits=tuple(
+                MemoryWait(one.pool, one.session, one.num_bytes, now - one.since) for one in memory.figures.waits
+            ),
+            kept=tuple(KeptMemory(one.sessions, one.num_bytes, now - one.since) for one in memory.figures.kept),
             notices=memory.figures.notices,
             keeper=None if records is None else "connected" if records.notice is None else "gone",
             keeper_restarts=0 if records is None else max(0, records.joins - 1),

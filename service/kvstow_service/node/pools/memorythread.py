@@ -192,7 +192,7 @@ class MemoryThread:
     def _patience(self) -> float | None:
         if self.pools.waits:
             return _RETRY_SECONDS
-        return _CHECK_SECONDS if self.pools.records is not None or self.memory.given_up else None
+        return _CHECK_SECONDS if self.pools.records is not None or self.memory.waits else None
 
     def run_pending(self) -> None:
         """Run the queued actions, then let pools and workers follow."""
