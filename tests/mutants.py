@@ -494,7 +494,7 @@ MUTANTS = [
         "engine/kvstow/memory/nodememory.py",
         "is_unused = not is_open_elsewhere(extent.fd)",
         "is_unused = True",
-        f"{NODE_MEMORY}::test_memory_goes_to_another_owner_only_when_no_process_has_it",
+        f"{NODE_MEMORY}::test_memory_that_is_pinned_while_it_is_given_up_is_not_free",
     ),
     Mutant(
         "memory_is_free_although_it_is_pinned",

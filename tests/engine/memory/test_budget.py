@@ -251,6 +251,8 @@ def test_for_memory_that_a_process_keeps_others_give_up_theirs() -> None:
     budget.free(3)
     assert settle(budget) == [Create(5, GIB, None), Give(5, "b", 0, 0, 0, 512)]
     assert budget.allocated_bytes == 4 * GIB
+    budget.attach("b", "more")
+    assert budget.fair_shares() == {"a": GIB, "b": 2 * GIB}, "the owner of what is kept pays for it"
 
 
 def test_a_removed_pool_is_gone_once_clients_have_let_go() -> None:

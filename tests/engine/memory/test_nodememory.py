@@ -256,6 +256,27 @@ def test_memory_goes_to_another_owner_only_when_no_process_has_it(make: MakeNode
     assert sum(one.num_bytes for one in node.extents().values()) == 2 * EXTENT
 
 
+def test_memory_that_is_pinned_while_it_is_given_up_is_not_free(make: MakeNode) -> None:
+    """A page that is only read can be pinned after the seal, by who has a descriptor still."""
+    node = make(1)
+    extent = Extent.create(EXTENT)
+    os.pwrite(extent.fd, b"x", 0)
+    client = extent.open_for_client()
+    node.give_up(extent.fd)
+    node.close_given_up()
+    reader, writer = os.pipe()
+    assert os.splice(client, writer, 1, offset_src=0) == 1
+    os.close(client)
+    node.close_given_up()
+    node.settle()
+    assert node.budget.closed_bytes == EXTENT
+    os.close(reader)
+    os.close(writer)
+    node.close_given_up()
+    node.settle()
+    assert node.budget.closed_bytes == 0
+
+
 def test_memory_is_made_anew_for_another_owner_before_the_next_decision(make: MakeNode) -> None:
     """And for the same owner it is the same memory."""
     node = make(2)

@@ -14,6 +14,7 @@ from kvstow.attach.calls import Hold
 from kvstow.attach.channel import close_fds
 from kvstow.attach.extentcalls import RevokedExtents
 from kvstow.errors import ConflictError
+from kvstow.memfd import is_open_elsewhere
 
 
 def last_number(engine: Engine) -> int:
@@ -187,6 +188,7 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
         bench.run()
         liar.register()
     assert len(liar.kept) == 4
+    assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents().values())
     honest = bench.attach(ONE_RANK_OTHER, uid=2000)
     honest.join()
     bench.run()
