@@ -7,8 +7,7 @@ from math import lcm
 
 from kvstow.attach.identity import GroupIdentity, PoolIdentity
 from kvstow.keys import group_of
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.longesthit import GroupNeeds
+from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds, KVGroup, KVGroups
 
 
 def groups_of(identity: PoolIdentity) -> KVGroups | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvstow.control.attachedsession import TierSession
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.tier.fingerprint import TIER_FAILED
-from kvstow_service.connectors.engine_core.longesthit import GroupNeeds
+from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds
 from kvstow_service.node.pools.nodepool import KnownNamespace
 from kvstow_service.node.tier.askedkeys import groups_of, needs_of
 from kvstow_service.node.tier.pooltier import PoolTier
