@@ -13,13 +13,7 @@ from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.stepplan import Step
-from kvstow_service.connectors.engine_core.stores import (
-    Backlog,
-    GPUBlocks,
-    Offer,
-    Stores,
-    WrittenBlocks,
-)
+from kvstow_service.connectors.engine_core.stores import Backlog, GPUBlocks, Offer, Stores, WrittenBlocks
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 
