@@ -863,7 +863,7 @@ MUTANTS = [
     # -- what a key means --------------------------------------------------------------------------------------
     Mutant(
         "a_block_of_an_unknown_hash_is_the_models",
-        f"{ENGINE_CORE}/gpublocks.py",
+        f"{ENGINE_CORE}/stores.py",
         "return [self._mix(each) if each in known else None for each in hashes]",
         "return [self._mix(each) if each in known else each for each in hashes]",
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",
@@ -898,7 +898,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights_are_told_by_times_that_can_be_set",
-        "service/kvstow_service/connectors/vllm/weightsid.py",
+        "service/kvstow_service/connectors/vllm/modelweights.py",
         "{stat.st_mtime_ns} {stat.st_ctime_ns}",
         "{stat.st_mtime_ns}",
         "tests/vllm/test_sharing.py::test_weights_that_were_replaced_with_their_old_times_are_others",
