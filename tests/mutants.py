@@ -168,10 +168,10 @@ MUTANTS = [
     ),
     Mutant(
         "silent_ranks_are_ready",
-        "api/kvstow_api/rankrows.py",
+        "api/kvstow_api/columns.py",
         "age > _REPORTS_ARE_FRESH else",
         "False else",
-        "tests/api/test_rankrows.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+        "tests/api/test_columns.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
     ),
     Mutant(
         "ops_of_another_boot_are_copied",

@@ -32,14 +32,6 @@ def rate(per_second: float | None) -> str:
     return ABSENT if per_second is None else f"{format_size(per_second)}/s"
 
 
-def blocks_per_second(number: float | None) -> str:
-    """
-    >>> blocks_per_second(12.34), blocks_per_second(None)
-    ('12.3/s', '-')
-    """
-    return ABSENT if number is None else f"{number:,.1f}/s"
-
-
 def percent(ratio: float | None) -> str:
     """
     >>> percent(0.6123)
@@ -66,6 +58,8 @@ def field_text(name: str, value: object) -> str:
 
     >>> field_text("load_bytes", 2048), field_text("timeout", 2.5), field_text("hit_ratio", 0.5)
     ('2 KiB', '2.5 s', '50.0 %')
+    >>> field_text("load_bytes_per_second", 2048.0), field_text("blocks_per_second", 12.34)
+    ('2 KiB/s', '12.3/s')
     >>> field_text("blocks", 1234), field_text("op_id", 12345), field_text("paused", True), field_text("error", None)
     ('1,234', '12345', 'yes', '-')
     """
@@ -95,6 +89,8 @@ def _number(name: str, value: float) -> str:
         return str(value)
     if name.endswith("bytes_per_second"):
         return rate(value)
+    if name.endswith("per_second"):
+        return f"{value:,.1f}/s"
     if words & _SIZES:
         return format_size(value)
     if words & _TIMES:

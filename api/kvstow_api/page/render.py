@@ -14,8 +14,6 @@ from jinja2 import Environment, PackageLoader
 from kvstow_api.figures import CURVE_POINTS
 from kvstow_api.page.content import Content
 from kvstow_api.page.svg import bar, polylines
-from kvstow_api.poolrows import POOL_COLUMNS
-from kvstow_api.tierrows import TIER_COLUMNS
 
 SECTIONS = (
     "state",
@@ -25,8 +23,7 @@ SECTIONS = (
     "tier",
     "ranks",
     "slots",
-    "hits",
-    "bandwidth",
+    "charts",
     "pending",
     "evictions",
     "events",
@@ -41,9 +38,7 @@ class Renderer:
         environment = Environment(
             loader=PackageLoader("kvstow_api.page", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
-        environment.globals.update(
-            bar=bar, polylines=polylines, num_points=CURVE_POINTS, pool_columns=POOL_COLUMNS, tier_columns=TIER_COLUMNS
-        )
+        environment.globals.update(bar=bar, polylines=polylines, num_points=CURVE_POINTS, zip=zip)
         self._page = environment.get_template("page.html")
         self._macros = environment.get_template("sections.html").module
         self._style, self._script = _asset("page.css"), _asset("page.js")

@@ -141,7 +141,7 @@ def _sections(stats: EngineStats, *names: str) -> dict[str, Any]:
 
 def _section(title: str, view: Any) -> str:
     if isinstance(view, Readiness):
-        from kvstow_service.cli.tables import RANKS
+        from kvstow_api.columns import RANKS
 
         summary = {name: value for name, value in _fields(view) if name != "ranks"}
         return f"{pairs(_entry(title, summary))}\n\n{table(view.ranks, RANKS)}"

@@ -82,7 +82,7 @@ def started(operation: Any) -> str:
 def cancel(connection: Connection, operation_id: str, style: Format) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
     from kvstow_api.client import calls
-    from kvstow_service.cli.tables import OPERATIONS
+    from kvstow_api.columns import OPERATIONS
 
     with connection.client() as client:
         view = client.send(calls.cancel(operation_id))

@@ -128,16 +128,16 @@ for _noun in _NOUNS:
 
 
 def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
-    from kvstow_service.cli.tables import LISTS
+    from kvstow_api.columns import LISTS
 
-    columns, identifier = LISTS[noun.name]
+    kind = LISTS[noun.name]
     view: Any = _read(client, noun, **options)
     note = _note(view, options)
     if note and not watched:
         click.echo(note, err=True)
     if style == "name":
-        return "".join(f"{getattr(item, identifier)}\n" for item in view.items)
-    text = text_of(view, style, lambda view: table(view.items, columns, wide=style == "wide"), one_line=watched)
+        return "".join(f"{getattr(item, kind.name)}\n" for item in view.items)
+    text = text_of(view, style, lambda view: table(view.items, kind, wide=style == "wide"), one_line=watched)
     return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
 
 

@@ -159,7 +159,7 @@ def set_values(
 def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
     from kvstow_api.client import calls
-    from kvstow_service.cli.tables import LOG_LEVELS
+    from kvstow_api.columns import LOG_LEVELS
 
     with connection.client() as client:
         answer = client.send(calls.set_log_level(level, logger=logger))

@@ -21,8 +21,7 @@ from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_api.overview import Overview
-    from kvstow_api.pooloverview import PoolReadings
+    from kvstow_api.overview import Overview, PoolReadings
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
@@ -90,7 +89,7 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
 def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
     """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import ApiError, calls
-    from kvstow_api.pooloverview import PoolReadings
+    from kvstow_api.overview import PoolReadings
 
     send = client.send
     try:

@@ -82,7 +82,7 @@ def _display() -> Iterator[Callable[[_Status], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    from kvstow_api.rankrows import rank_rows
+    from kvstow_api.overview import rank_rows
     from kvstow_service.cli.board import rank_bars
 
     console = Console(stderr=True, highlight=False)
