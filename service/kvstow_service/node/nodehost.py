@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -38,15 +37,10 @@ from kvstow.messages import DesiredState, RankReport
 from kvstow.status import NamespaceStatus, SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
-from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.pools.sharing import sharing_off
-from kvstow_service.node.pools.uniquenames import unique_name
-from kvstow_service.node.survival.poolrecord import PoolRecord
-from kvstow_service.node.survival.workerrecord import WorkerRecord
-
-if TYPE_CHECKING:
-    from kvstow_service.node.tier.nodetier import NodeTier
+from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
+from kvstow_service.node.tier.nodetier import NodeTier
 
 logger = logging.getLogger("kvstow.node")
 

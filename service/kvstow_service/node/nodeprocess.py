@@ -21,8 +21,7 @@ from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
-from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.nodedirectory import NodeDirectory
+from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services

@@ -24,8 +24,8 @@ from kvstow.tier.store import GetStatus, SlotObject
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.survival.workerrecord import WorkerRecord
-from kvstow_service.node.tier.tiermember import ENGINE
+from kvstow_service.node.survival.roster import WorkerRecord
+from kvstow_service.node.tier.pooltier import ENGINE
 from kvstow_service.tiers.hostedtiers import TierChoice
 
 EXTENT_BYTES = 2 << 20

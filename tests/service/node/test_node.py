@@ -22,8 +22,7 @@ from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.nodedirectory import NodeDirectory
+from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
 
 MIB = 1 << 20
 EXTENT = 2 * MIB

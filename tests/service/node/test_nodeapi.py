@@ -15,9 +15,8 @@ from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
 from kvstow.memory.limits import MemoryLimits
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
-from kvstow_service.node.attach.attachtally import REASONS
-from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.nodedirectory import NodeDirectory
+from kvstow_service.node.attach.clients import REASONS
+from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -28,10 +28,9 @@ from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.tier.mappedrank import MappedRank
 from kvstow_service.node.tier.namespacetier import NamespaceTier
 from kvstow_service.node.tier.nodetier import NodeTier
-from kvstow_service.node.tier.pooltier import PoolTier
+from kvstow_service.node.tier.pooltier import MappedRank, PoolTier
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 MIB = 1 << 20
@@ -149,6 +148,7 @@ def shown(node: Node) -> HostedTiers:
 def tier_of(node: Node) -> NamespaceTier:
     sessions = [one for one in node.host._sessions.values() if not one.control.is_lost]
     (tier,) = [one.tier for one in sessions if one.tier is not None]
+    assert isinstance(tier, NamespaceTier)
     return tier
 
 

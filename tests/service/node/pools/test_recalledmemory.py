@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
-from tests.service.node.pools.test_sharing import OTHER
+from tests.service.node.pools.test_nodepool import OTHER
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import Hold
