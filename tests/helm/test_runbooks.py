@@ -27,8 +27,7 @@ from kvstow_api.auth import Credentials
 from kvstow_api.columns import LISTS
 from kvstow_api.conditions.table import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.metrics.collector import Collector
-from kvstow_api.metrics.tier import tier_families
+from kvstow_api.metrics.collector import Collector, tier_families
 from kvstow_api.requests import HttpCounters
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import make_api_host
