@@ -14,7 +14,7 @@ from kvstow.stats import SLOT_STATES
 from kvstow.status import BlockStatus, RankStatus, SessionStatus, TransferStatus
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.answers import OperationView, PoolView
-from kvstow_api.numberformat import ABSENT, duration, field_text, percent
+from kvstow_api.texts import ABSENT, duration, field_text, percent
 
 Place = Literal["everywhere", "lists", "wide"]
 """Where a column is shown: also on the status page and in `kvstow top`, in `kvstow get`, or in its -o wide alone."""

@@ -15,7 +15,7 @@ from kvstow.status import RankStatus, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, ConditionView, PoolView, ReadinessView, TierView, TransfersView
 from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
 from kvstow_api.figures import AXES, CurvesView, CurveView, NowView, Unit
-from kvstow_api.numberformat import counted, duration, field_text, percent, rate
+from kvstow_api.texts import counted, duration, field_text, percent, rate
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""

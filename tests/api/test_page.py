@@ -20,8 +20,7 @@ from kvstow_api.appstate import AppState
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.page.content import Content, read_content
 from kvstow_api.page.live import INTERVAL, StatusPage
-from kvstow_api.page.render import SECTIONS
-from kvstow_api.page.svg import polylines
+from kvstow_api.page.render import SECTIONS, polylines
 
 pytestmark = pytest.mark.anyio
 

@@ -37,8 +37,8 @@ from kvstow_api.metrics.pools import (
     transfer_families,
 )
 from kvstow_api.operations import KINDS, Operations
-from kvstow_api.rankcounters import RankCounters
 from kvstow_api.requests import HttpCounters
+from kvstow_api.sampler import RankCounters
 
 
 class Collector(BaseCollector):

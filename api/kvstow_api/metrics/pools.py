@@ -16,10 +16,10 @@ from prometheus_client import Metric
 from kvstow.errors import PinError
 from kvstow.stats import DIRECTIONS, Counters, DirectionStats, EngineStats, Exposed, Histogram
 from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
-from kvstow_api.conditions.engine import rank_failure
+from kvstow_api.conditions.pools import rank_failure
 from kvstow_api.directory import HostedPool
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, joined
-from kvstow_api.rankcounters import CountedRank
+from kvstow_api.sampler import CountedRank
 
 POOL = ("pool", "model")
 """The labels of a pool: its name, and its model, which is empty if unknown."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names, require_token
-from kvstow_api.tokens import TokenFile
+from kvstow_api.regularfile import TokenFile
 from kvstow_service.admin.tls import TlsFiles
 
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
-from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.connection import TIME, Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
@@ -60,8 +59,8 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import calls
-    from kvstow_api.numberformat import duration
     from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
+    from kvstow_api.texts import duration
 
     send, info, readiness = client.send, client.send(calls.info()), client.send(calls.readiness())
     pools = send(calls.pools()).items

@@ -1,10 +1,11 @@
-"""Numbers, times and field values as text for people. Standard library only, so that clients can use it."""
+"""Numbers, times, field values and switches as text for people. Standard library only, so that clients can use it."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
 from kvstow.bytesize import format_size
+from kvstow.status import BypassStatus, DrainStatus
 
 ABSENT = "-"
 
@@ -98,3 +99,26 @@ def _number(name: str, value: float) -> str:
     if name.endswith("ratio"):
         return percent(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def bypassed(bypass: BypassStatus) -> list[str]:
+    """The directions that are switched off."""
+    return [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+
+
+def bypass_words(bypass: BypassStatus) -> str:
+    off, left = bypassed(bypass), bypass.ttl_seconds_left
+    if not off:
+        return "nothing is bypassed"
+    return f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for another {duration(left)}")
+
+
+def drain_words(drain: DrainStatus) -> str:
+    if not drain.active:
+        return "the server is not draining"
+    if drain.drained:
+        return "drained: nothing is in flight"
+    stays = " (loads continue)" if drain.mode == "stop_stores" else ""
+    words = f"draining{stays}: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
+    left = drain.deadline_seconds_left
+    return words if left is None else f"{words}, {duration(left)} until the deadline"
