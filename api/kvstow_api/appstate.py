@@ -55,7 +55,7 @@ class AppState:
         return cls(
             host=host,
             conditions=conditions,
-            health=Health(host, process, conditions),
+            health=Health(host, process, conditions.failures),
             loop=loop,
             operations=Operations(host.clock, journal),
             journal=journal,

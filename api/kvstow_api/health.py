@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstow.stats import Histogram
-from kvstow_api.conditions.table import Conditions
 from kvstow_api.host import ApiHost, HealthCheck
 
 logger = logging.getLogger("kvstow.api")
@@ -162,11 +161,12 @@ class LoopMonitor:
 class Health:
     """The probes `livez`, `readyz` and `startupz` of one server. `process`: checks of the host's own process."""
 
-    def __init__(self, host: ApiHost, process: list[Check], conditions: Conditions) -> None:
+    def __init__(self, host: ApiHost, process: list[Check], failures: Callable[[], Mapping[str, str]]) -> None:
+        """`failures`: those that conditions tell, by the names of the checks."""
         answering = Check("server", lambda: None)
         self.probes: Mapping[str, Probe] = {
             "livez": Probe("livez", [answering, *host_checks(host.live_checks)]),
-            "readyz": Probe("readyz", [*_told_by_conditions(host), *process], conditions.failures),
+            "readyz": Probe("readyz", [*_told_by_conditions(host), *process], failures),
             "startupz": Probe("startupz", [answering, *host_checks(host.startup_checks)]),
         }
 
