@@ -93,8 +93,8 @@ ORDER = {
     "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
     "tier.nodetier nodehost node settingtypes settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
-    "limitedlog operations queries regularfile strictroute problems auth admission body openapi bodies requests "
-    "streamlimit eventstream texts columns hostreadiness overview sampler readings client.decoding client.call "
+    "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
+    "eventstream texts columns hostreadiness overview sampler readings client.decoding client.call "
     "client.endpoint client.eventstream client.client client.operationcalls client.poolcalls client.blockcalls "
     "client.servercalls client.sessioncalls client.switchcalls client.calls conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
@@ -197,7 +197,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow.attach.worker", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
-        ("kvstow_service.admin.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
+        ("kvstow_service.admin.agent", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.engine_core.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow_service.connectors.vllm.attachedcontrol", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),

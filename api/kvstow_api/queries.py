@@ -1,12 +1,14 @@
-"""The query parameters of the API, the tokens of lists that come in pages, and the pool that a request means."""
+"""The query parameters of the API, the tokens of lists that come in pages, the pool that a request means, and the
+refusal of what a route does not define."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -194,3 +196,32 @@ def _there_are(directory: Directory) -> str:
     if not names:
         return NO_POOL
     return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"
+
+
+# -- what a route does not define ------------------------------------------------------------------------------------
+
+
+async def _refuse_undefined(request: Request) -> None:
+    """Refuse query parameters and a body where the route has none: a change must not ignore `?dry_run=true`. Where it
+    has some, their models refuse unknown names."""
+    route = request.scope["route"]
+    unwanted: list[dict[str, Any]] = []
+    if not route.dependant.query_params:
+        message = "No query parameters are allowed here"
+        unwanted += [_unwanted(("query", name), message, text) for name, text in request.query_params.items()]
+    if route.body_field is None and request.method != "GET" and (body := await request.body()):
+        unwanted.append(_unwanted(("body",), "No body is allowed here", body.decode("utf-8", "replace")))
+    if unwanted:
+        raise RequestValidationError(unwanted)
+
+
+def _unwanted(where: tuple[str, ...], message: str, text: str) -> dict[str, Any]:
+    return {"type": "unwanted", "loc": where, "msg": message, "input": text}
+
+
+class StrictRouter(APIRouter):
+    """Its routes refuse everything that they do not define. Operation ids are the names of the endpoints."""
+
+    def __init__(self, **options: Any) -> None:
+        strict = [Depends(_refuse_undefined)]
+        super().__init__(dependencies=strict, generate_unique_id_function=lambda route: route.name, **options)

@@ -66,6 +66,7 @@ TABLE = (
     Condition("node_memory", "node", hosts.find_memory, ("memory",)),
     Condition("populating", "node", hosts.find_populating, ("pinned",)),
     Condition("memory_wait", "node", hosts.find_waits),
+    Condition("memory_kept", "node", hosts.find_kept),
     Condition("keeper", "node", hosts.find_keeper),
     Condition("orphaned_memory", "node", hosts.find_orphaned_memory),
     Condition("session_lost", "node", hosts.find_lost),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
+from fastapi import Body, Header, HTTPException, Path, Query
 from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
@@ -33,15 +33,15 @@ from kvstow_api.queries import (
     PoolQuery,
     ReadinessQuery,
     SessionsQuery,
+    StrictRouter,
     SwitchQuery,
     TransfersQuery,
     choose_pool,
     find_pool,
 )
 from kvstow_api.readings import sessions_now, tier_view, transfers_view
-from kvstow_api.strictroute import StrictRoute
 
-router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1", tags=["engine"])
 
 RankNumber = Annotated[int, Path(ge=0, description="Its number, from 0")]
 Clock = Annotated[
@@ -178,7 +178,7 @@ def _switches(app: AppState, query: SwitchQuery) -> Switches:
 # -- engines that use the pools, and what their keys mean -------------------------------------------------------------
 
 
-sessions_router = APIRouter(prefix="/v1", tags=["sessions"], route_class=StrictRoute)
+sessions_router = StrictRouter(prefix="/v1", tags=["sessions"])
 
 SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0a9b2d3c58"])]
 
@@ -207,7 +207,7 @@ async def list_namespaces(app: App) -> NamespacesView:
 # -- the fleet tier ---------------------------------------------------------------------------------------------------
 
 
-tier_router = APIRouter(prefix="/v1/tier", tags=["tier"], route_class=StrictRoute)
+tier_router = StrictRouter(prefix="/v1/tier", tags=["tier"])
 
 
 @tier_router.get("", responses=reading())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
+from fastapi import Depends, Header, HTTPException, Path, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
@@ -38,6 +38,7 @@ from kvstow_api.queries import (
     OperationQuery,
     OperationsQuery,
     PoolQuery,
+    StrictRouter,
     WorkQuery,
     choose_pool,
     find_pool,
@@ -45,12 +46,11 @@ from kvstow_api.queries import (
 )
 from kvstow_api.readings import pool_view, pool_views, settings_etag
 from kvstow_api.requests import CHANGED_NOTHING
-from kvstow_api.strictroute import StrictRoute
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
 
-operations_router = APIRouter(prefix="/v1/operations", tags=["operations"], route_class=StrictRoute)
+operations_router = StrictRouter(prefix="/v1/operations", tags=["operations"])
 
 OperationId = Annotated[str, Path(description="As in the list, or in a `Location`")]
 
@@ -207,7 +207,7 @@ def _new(given: T | None, now: T) -> T:
 # -- pools ------------------------------------------------------------------------------------------------------------
 
 
-router = APIRouter(prefix="/v1", tags=["pools"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1", tags=["pools"])
 
 
 async def _named_pool(app: App, pool: Annotated[str, Path(description="Its name", examples=[POOL_NAME])]) -> HostedPool:

@@ -22,9 +22,8 @@ from kvstow_api.health import Probe, Verdict
 from kvstow_api.metrics.families import MEDIA_TYPE, render
 from kvstow_api.openapi import Description, Responses, changing, reading
 from kvstow_api.page.live import StatusPage
-from kvstow_api.queries import EventsQuery, PoolQuery, choose_pool, pool_if_any
+from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter, choose_pool, pool_if_any
 from kvstow_api.streamlimit import LimitedStream
-from kvstow_api.strictroute import StrictRoute
 
 # -- what machines poll -----------------------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ def change_level(name: str, level: str) -> LogLevelView:
     return level_of(name)
 
 
-router = APIRouter(tags=["server"], route_class=StrictRoute)
+router = StrictRouter(tags=["server"])
 
 
 # -- for people and for generators of clients ----------------------------------------------------------------------
