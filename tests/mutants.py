@@ -209,14 +209,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads_that_fail_on_a_rank_are_not_launched_there",
-        f"{JAX}/loads.py",
+        f"{JAX}/deviceloads.py",
         "                        self._scatter_nothing(bucket_of(self._buckets, len(pieces[number])), arrays, split)\n",
         "",
         "tests/jax/test_device.py::test_a_load_that_fails_here_is_launched_and_writes_nothing",
     ),
     Mutant(
         "stores_that_fail_on_a_rank_are_not_launched_there",
-        f"{JAX}/stores.py",
+        f"{JAX}/devicestores.py",
         "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n",
         "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n"
         "        if held is None:\n            return\n",
