@@ -19,7 +19,8 @@ logger = logging.getLogger("kvstow.attach")
 
 REASONS = (
     *("hello_timeout", "identity", "memory", "no_descriptors", "no_pidfd", "peer_ended", "rank", "sharing_off"),
-    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "version"),
+    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "user_limit"),
+    "version",
     *("fds_missing", "fds_unwanted", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
 )
