@@ -439,6 +439,13 @@ MUTANTS = [
         f"{NODE_HOST}::test_the_sessions_of_a_user_have_so_many_ranks",
     ),
     Mutant(
+        "settings_of_any_length",
+        "engine/kvstow/attach/payloads.py",
+        "> _MAX_PAIRS_TEXT:",
+        "< 0:",
+        "tests/engine/attach/test_messages.py::test_the_settings_of_an_engine_have_a_bound",
+    ),
+    Mutant(
         "a_user_has_any_number_of_namespaces",
         "service/kvstow_service/node/nodehost.py",
         "            self._require_namespace(pool.identity.uid)\n",
