@@ -439,6 +439,13 @@ MUTANTS = [
         f"{NODE_HOST}::test_the_sessions_of_a_user_have_so_many_ranks",
     ),
     Mutant(
+        "the_end_of_a_session_frees_millions_of_slots_at_once",
+        "engine/kvstow/control/pool.py",
+        "            if not self._free_owed():\n                return\n",
+        "            while self._free_owed():\n                pass\n",
+        f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
+    ),
+    Mutant(
         "settings_of_any_length",
         "engine/kvstow/attach/payloads.py",
         "> _MAX_PAIRS_TEXT:",

@@ -305,7 +305,10 @@ class NodeHost:
                 self._waiting.pop(session_id, None)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
-        self._sessions[session_id].release(lease_ids)
+        session = self._sessions[session_id]
+        session.release(lease_ids)
+        if session.pool.owed:
+            self._memory.free_owed(session.pool)
 
     def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
         return self._sessions[session_id].begin_load(call)
@@ -393,6 +396,8 @@ class NodeHost:
         client = session.client(rank)
         session.pool.process_died(client)
         self._memory.end_client(client)
+        if session.pool.owed:
+            self._memory.free_owed(session.pool)
 
 
 def _user_limit(why: str) -> AttachRefusedError:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, HostBench, grown
+from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO
 
 from kvstow.attach.calls import Completions, Hold
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
+from kvstow.control import pool
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
@@ -51,6 +53,9 @@ def test_a_session_that_is_lost_before_its_memory_is_sent_leaves_nothing(bench: 
     other.over()
     bench.run()
     assert bench.budget.mappers(row.extents[0]) == [f"pool {engine.pool.name}"]
+
+
+LEASES = range(1, 21)
 
 
 def hello_of(number: int) -> Hello:
@@ -120,6 +125,28 @@ def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
     assert [hello.pool for hello in found] == [None, None]
     assert found[0].namespace is found[1].namespace
     assert found[0].namespace == HELLO.namespace
+
+
+@pytest.mark.parametrize(
+    "end", [Engine.end, lambda engine: engine.bench.host.release_leases(engine.session_id, LEASES)]
+)
+def test_many_slots_are_freed_by_the_thread_of_the_memory(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch, end: Callable[[Engine], object]
+) -> None:
+    """While the attach server's thread answers others."""
+    monkeypatch.setattr(pool, "_SLICES_AT_ONCE", 1)
+    engine = bench.start(ONE_RANK)
+    engine.store(*range(8))
+    engine.pool.slice_slots = 20
+    shared = engine.pool
+    for _ in LEASES:
+        engine.find(*range(8), hold=Hold.PRESENT)
+    end(engine)
+    assert sum(map(len, shared.owed)) == 8 * len(LEASES) - 20
+    shared.facade.check_integrity()
+    bench.run_memory()
+    assert not shared.owed
+    assert shared.facade.stats().pool.slots.leased == 0
 
 
 def test_an_operator_does_not_resize_a_pool(bench: HostBench) -> None:
