@@ -446,6 +446,13 @@ MUTANTS = [
         f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
     ),
     Mutant(
+        "one_user_takes_all_places",
+        "service/kvstow_service/node/attach/clientcalls.py",
+        "if not self._clients.has_place_for(peer.uid):",
+        "if False:",
+        "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
+    ),
+    Mutant(
         "settings_of_any_length",
         "engine/kvstow/attach/payloads.py",
         "> _MAX_PAIRS_TEXT:",

@@ -157,6 +157,11 @@ class Clients:
         self._strangers[client.channel.fileno()] = client
         return client
 
+    def has_place_for(self, uid: int) -> bool:
+        """Whether one more process of this user may be in a session: a quarter of the places is for others. O(n)."""
+        there = sum(one.member is not None and one.member.peer.uid == uid for one in self._members.values())
+        return there < max(1, self.limit - self.limit // 4)
+
     def accept_member(self, client: ClientConnection) -> None:
         """The client is no longer a stranger."""
         fd = client.channel.fileno()
