@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Self
 
@@ -234,10 +234,11 @@ def _tuple_difference(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...])
     one, other, name = mine[at], theirs[at], f"{name}[{at}]"
     if isinstance(one, tuple) and isinstance(other, tuple):
         return _tuple_difference(name, one, other)
-    if not is_dataclass(one) or type(one) is not type(other):
+    if isinstance(one, RegionIdentity) and one.name == other.name:
+        name = f"{name} ({one.name})"
+    elif not isinstance(one, RegionIdentity | GroupIdentity):
         return f"{name} is {_shown(one)} here and {_shown(other)} there"
-    called = f"{name} ({one.name})" if isinstance(one, RegionIdentity) and one.name == other.name else name
-    return f"{called}: " + ", ".join(_differences(one, other))
+    return f"{name}: " + ", ".join(_differences(one, other))
 
 
 def _shown(value: Any) -> str:

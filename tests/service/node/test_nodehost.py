@@ -95,12 +95,6 @@ def test_the_sessions_of_a_user_have_so_many_ranks(bench: HostBench, monkeypatch
     bench.attach()
 
 
-def test_an_engine_has_at_most_64_ranks(bench: HostBench) -> None:
-    assert HELLO.pool is not None
-    with pytest.raises(AttachRefusedError, match="slot_bytes has 65 entries; allowed: one for each of 1 to 64 ranks"):
-        bench.attach(replace(HELLO, pool=replace(HELLO.pool, slot_bytes=(4096,) * 65)))
-
-
 def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodehost, "NAMESPACES_OF_USER", 2)
     assert ONE_RANK.namespace is not None
