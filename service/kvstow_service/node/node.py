@@ -228,7 +228,7 @@ class Node:
     @property
     def rejected(self) -> dict[str, int]:
         """Connections to the attach socket that were refused, or ended because of what they sent, by reason."""
-        return dict.fromkeys(REASONS, 0) | (dict(self.server.figures().refused) if self._has_started else {})
+        return dict.fromkeys(REASONS, 0) | (dict(self.server.tally.refused) if self._has_started else {})
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """See `AttachServer.detach`. Raises `ConflictError` before engines can attach."""

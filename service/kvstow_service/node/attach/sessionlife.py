@@ -8,10 +8,11 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
+import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
@@ -74,38 +75,13 @@ class WireSession:
         return any(member.is_awaited for member in self.members)
 
 
-class MemberView(NamedTuple):
-    """A process of a session, for display. `rank` is None for the scheduler half. `pid` is 0 if it is not visible."""
-
-    rank: int | None
-    pid: int
-    uid: int
-    device: str
-    is_connected: bool
-    has_memory: bool
-
-
-class SessionView(NamedTuple):
-    """A session, for display."""
-
-    session_id: str
-    state: SessionState
-    engine: str
-    engine_version: str
-    host: str
-    members: tuple[MemberView, ...]
-
-
 class SessionTable:
-    """The sessions that are not over. Used by one thread. Any thread may use `views`."""
+    """The sessions that are not over. Used by one thread; any thread may use `get`."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, WireSession] = {}
         self._by_token: dict[str, WireSession] = {}
         """By the digest of the token."""
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def __iter__(self) -> Iterator[WireSession]:
         return iter(list(self._by_id.values()))
@@ -144,35 +120,8 @@ class SessionTable:
             raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
         return session
 
-    def views(self) -> list[SessionView]:
-        return [_view(session) for session in self]
-
-
-def _view(session: WireSession) -> SessionView:
-    members = tuple(
-        MemberView(
-            member.rank, member.peer.pid, member.peer.uid, member.hello.device, member.is_connected, member.has_memory
-        )
-        for member in list(session.members)
-    )
-    hello = session.hello
-    return SessionView(session.session_id, session.state, hello.engine, hello.engine_version, hello.host, members)
-
 
 logger = logging.getLogger("kvstow.attach")
-
-
-class Processes(Protocol):
-    """Where the ends of processes are watched: the attach server's epoll."""
-
-    def watch(self, member: Member) -> None:
-        """Call `SessionLife.process_ended` when the member's pidfd becomes readable."""
-
-    def unwatch(self, member: Member) -> None:
-        """Call before the pidfd is closed."""
-
-    def disconnect(self, member: Member) -> None:
-        """Close the member's connection."""
 
 
 class SessionLife:
@@ -185,7 +134,8 @@ class SessionLife:
     def __init__(
         self,
         host: SessionHost,
-        processes: Processes,
+        epoll: select.epoll,
+        disconnect: Callable[[Member], object],
         make_link: Callable[[WireSession], SessionLink],
         *,
         service: str,
@@ -194,9 +144,13 @@ class SessionLife:
         trust_eof: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`epoll` watches the pidfds of members: what it reports of them is for `on_pidfd`. `disconnect` closes the
+        connection of a member."""
         self.table = SessionTable()
         self._host = host
-        self._processes = processes
+        self._epoll, self._disconnect = epoll, disconnect
+        self._watched: dict[int, Member] = {}
+        """By pidfd."""
         self._make_link = make_link
         self._service = service
         self._max_awaited = max_awaited
@@ -247,7 +201,7 @@ class SessionLife:
         member = Member(session, hello, peer)
         try:
             if peer.pidfd is not None:
-                self._processes.watch(member)
+                self._watch(member)
         except OSError:  # its end would not be noticed; the host has already accepted it
             self.lose(session, f"{described(member)} cannot be watched")
             raise
@@ -286,7 +240,7 @@ class SessionLife:
             member.is_connected, member.has_memory = False, True
             session.members.append(member)
             if peer.pidfd is not None:
-                self._processes.watch(member)
+                self._watch(member)
             elif self._trust_eof is not None:
                 self._trust_later(member)
             else:
@@ -306,7 +260,7 @@ class SessionLife:
         logger.log(logging.INFO if expected else logging.WARNING, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
-                self._processes.disconnect(member)
+                self._disconnect(member)
         self._tell("session_lost", session.session_id, reason)
         for member in session.members:
             if member.has_memory and member.has_ended:
@@ -316,6 +270,12 @@ class SessionLife:
             elif member.peer.pidfd is None:
                 self._trust_later(member)
         self._end_if_over(session)
+
+    def on_pidfd(self, fd: int) -> None:
+        """epoll has reported this pidfd."""
+        member = self._watched.get(fd)
+        if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
+            self.process_ended(member)
 
     def process_ended(self, member: Member, *, expected: bool = False) -> None:
         """The member's process can no longer reach memory: it has ended or, if `expected`, has said so. Idempotent."""
@@ -358,9 +318,17 @@ class SessionLife:
         logger.info("session %s is over: none of its processes can reach memory", session.session_id)
         self._tell("session_over", session.session_id)
 
+    def _watch(self, member: Member) -> None:
+        pidfd = member.peer.pidfd
+        assert pidfd is not None
+        self._epoll.register(pidfd, select.EPOLLIN)
+        self._watched[pidfd] = member
+
     def _forget(self, member: Member) -> None:
-        if member.peer.pidfd is not None:
-            self._processes.unwatch(member)
+        pidfd = member.peer.pidfd
+        if pidfd is not None:
+            if self._watched.pop(pidfd, None) is not None:
+                self._epoll.unregister(pidfd)
             member.peer.close()
 
     def _awaited(self) -> int:
