@@ -417,7 +417,7 @@ MUTANTS = [
     Mutant(
         "a_worker_without_memory_is_told_nothing",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "        self.has_all = not session.is_engine\n",
+        "        self.has_all = not session.control.is_engine\n",
         "        self.has_all = True\n",
         "tests/service/node/pools/test_poolmemory.py::"
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
@@ -1002,8 +1002,8 @@ PATCHED = [
     ),
     Patched(
         "tests/service/node/test_nodetier.py",
-        ("test_mutant_extents_are_let_go_before_they_are_unmapped",),
-        "tests/service/node/test_nodetier.py::test_mutant_extents_are_let_go_before_they_are_unmapped",
+        ("test_mutant_extents_are_released_before_they_are_unmapped",),
+        "tests/service/node/test_nodetier.py::test_mutant_extents_are_released_before_they_are_unmapped",
     ),
     Patched(
         "tests/service/node/test_tierrestart.py",

@@ -185,7 +185,7 @@ class NodeHost:
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
         if found is None:
             self.switches.apply_to(pool.facade.admin)
-        self._memory.add_session(session, session.wanted_slots())
+        self._memory.add_session(session, session.wanted_slots)
         self._enter_tier(session)
         return SessionGrant(pool.facade.engine_id, pool.name, session.namespace.name, reasons)
 
@@ -259,14 +259,14 @@ class NodeHost:
         """O(sessions whose lookups wait)."""
         if not self._waiting:
             return None
-        deadlines = [session.next_deadline for session in self._waiting.values()]
+        deadlines = [session.waits.next_deadline for session in self._waiting.values()]
         return min([deadline for deadline in deadlines if deadline is not None], default=None)
 
     def expire(self) -> None:
         """O(sessions whose lookups wait)."""
         for session_id, session in list(self._waiting.items()):
-            session.expire_waits()
-            if session.next_deadline is None:
+            session.waits.expire()
+            if session.waits.next_deadline is None:
                 self._waiting.pop(session_id, None)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
@@ -341,7 +341,7 @@ class NodeHost:
         session.control.lose(reason)
         self._memory.lose_session(session)
 
-    def worker_let_go(self, session_id: str, rank: int) -> None:
+    def worker_released(self, session_id: str, rank: int) -> None:
         self._end_client(self._sessions[session_id], rank)
 
     def session_over(self, session_id: str) -> None:

@@ -51,7 +51,7 @@ class SessionLink(Protocol):
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
         order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
-        worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_let_go`."""
+        worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_released`."""
 
 
 class SessionHost(Protocol):
@@ -111,7 +111,7 @@ class SessionHost(Protocol):
         """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
         makes no more calls. Its processes may still read and write their slots."""
 
-    def worker_let_go(self, session_id: str, rank: int) -> None:
+    def worker_released(self, session_id: str, rank: int) -> None:
         """The worker's process has ended, or has said that it has nothing mapped and no copy under way. Called after
         `session_lost`, only for workers that received descriptors."""
 

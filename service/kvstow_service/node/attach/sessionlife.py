@@ -264,7 +264,7 @@ class SessionLife:
         self._tell("session_lost", session.session_id, reason)
         for member in session.members:
             if member.has_memory and member.has_ended:
-                self._tell("worker_let_go", session.session_id, member.rank)
+                self._tell("worker_released", session.session_id, member.rank)
             if not member.is_awaited:
                 self._forget(member)
             elif member.peer.pidfd is None:
@@ -287,7 +287,7 @@ class SessionLife:
         if session.state == "attached":
             self.lose(session, f"{described(member)} has {'detached' if expected else 'ended'}", expected=expected)
         elif member.has_memory:
-            self._tell("worker_let_go", session.session_id, member.rank)
+            self._tell("worker_released", session.session_id, member.rank)
             self._end_if_over(session)
 
     def expire(self) -> None:

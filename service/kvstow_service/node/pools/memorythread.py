@@ -20,7 +20,7 @@ from kvstow.memory.rows import PoolLayout
 from kvstow.status import MemoryWait
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import MemoryHolder, NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
@@ -137,7 +137,7 @@ class PoolMemories:
         if self.records is not None:
             self.records.remove_pool(pool)
 
-    def add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
+    def add_worker(self, session: MemoryHolder, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
         if record is not None and self.records is not None:
             self.records.add_worker(record, pidfd)
         worker = PoolWorker(session, rank)
@@ -162,7 +162,7 @@ class PoolMemories:
         for found in self._pools.values():
             found.revoke_all()
 
-    def lose_session(self, session: NodeSession) -> None:
+    def lose_session(self, session: MemoryHolder) -> None:
         found = self._pools[session.pool.name]
         for client in session.clients():
             found.workers.pop(client, None)
@@ -348,7 +348,7 @@ class MemoryThread:
         """Remove a pool that has no sessions and can no longer be found."""
         self._do(partial(self.pools.remove_pool, pool))
 
-    def add_worker(self, session: NodeSession, hello: Hello, peer: Peer) -> None:
+    def add_worker(self, session: MemoryHolder, hello: Hello, peer: Peer) -> None:
         """Give the worker the pool's memory from now on. Raises `OSError` if this process can have no more
         descriptors."""
         record, pidfd = None, None
@@ -365,7 +365,7 @@ class MemoryThread:
         """All workers of the session have attached: its pool gets a row if it has none."""
         self._do(partial(self.pools.start_session, session.pool, session.numa_nodes()))
 
-    def lose_session(self, session: NodeSession) -> None:
+    def lose_session(self, session: MemoryHolder) -> None:
         """Give the session's workers nothing more. They may still use what they have."""
         self._do(partial(self.pools.lose_session, session))
 

@@ -26,7 +26,7 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
-from kvstow.attach.hello import Hello
+from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
@@ -198,6 +198,7 @@ class MemoryWaits:
 
 _L = TypeVar("_L", Lookup, LookupPrompt)
 
+_MAX_TEXT = 200  # of what an engine says of itself, in a record
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
@@ -217,14 +218,91 @@ class SessionTier(Protocol):
     def note_prefill(self, tokens: int, seconds: float) -> None: ...
 
 
-class NodeSession:
-    """One attached engine. Used only by the attach server's thread, except `view` and what never changes.
+class MemoryHolder:
+    """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
 
-    What a worker has registered and let go of is taken from its messages about each extent, not from its reports.
+    What a worker has registered and released is taken from its messages about each extent, not from its reports. Used
+    only by the attach server's thread, except what never changes.
     """
 
-    is_engine = True
-    """False for the node's own transfers, which do not keep a pool."""
+    def __init__(
+        self,
+        session_id: str,
+        link: SessionLink,
+        pool: NodePool,
+        namespace: KnownNamespace,
+        control: AttachedSession,
+        wanted_slots: int | None,
+    ) -> None:
+        """`wanted_slots`: how many slots it asks for; None for all of them."""
+        self.session_id, self.link = session_id, link
+        self.pool, self.namespace, self.control = pool, namespace, control
+        self.wanted_slots = wanted_slots
+        self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
+
+    def client(self, rank: int) -> str:
+        """The name of a rank's worker among all processes of the node."""
+        return f"{self.session_id}/{rank}"
+
+    def clients(self) -> list[str]:
+        return [self.client(rank) for rank in range(len(self.ranks))]
+
+    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
+        """What the next service has to know about a worker."""
+        return WorkerRecord(
+            session_id=self.session_id,
+            client=self.client(hello.rank),
+            token_digest=digest_of(hello.token),
+            number=self.control.session_id,
+            pool=self.pool.name,
+            namespace=self.namespace.name,
+            rank=hello.rank,
+            wanted_slots=self.wanted_slots,
+            engine=hello.engine[:_MAX_TEXT],
+            host=hello.host[:_MAX_TEXT],
+            pid=hello.pid,
+            device=hello.device[:_MAX_TEXT],
+            uid=peer.uid,
+            gid=peer.gid,
+            has_pidfd=peer.pidfd is not None,
+        )
+
+    def granted(self, rank: int, grants: Sequence[ExtentGrant]) -> None:
+        """The extents were sent to the worker."""
+        self.ranks[rank].granted(grants)
+
+    def revoked(self, rank: int, extent_ids: Sequence[int]) -> None:
+        """The worker was asked to release these extents."""
+        self.ranks[rank].revoked(extent_ids)
+
+    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self.ranks[rank].registered(extents)
+        self._update_control(rank)
+
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        self.ranks[rank].released(extent_ids)
+        self._update_control(rank)
+
+    def follow_pool(self) -> None:
+        """The pool has become smaller."""
+        for rank in range(len(self.ranks)):
+            self._update_control(rank)
+
+    def _update_control(self, rank: int) -> None:
+        memory = self._memory_of(rank)
+        self.control.set_memory(rank, memory.registered_slots, memory.applied)
+
+    def _memory_of(self, rank: int) -> RankMemory:
+        """Treats the newest desired state as applied by the rank once the rank has no memory above it."""
+        memory, desired = self.ranks[rank], self.pool.desired
+        if memory.top_slot <= desired.capacity_slots:
+            memory.applied = desired.number
+        return memory
+
+
+class NodeSession(MemoryHolder):
+    """One attached engine. Used only by the attach server's thread, except `view` and what never changes."""
+
     tier: SessionTier | None = None
     """The fleet tier for its namespace."""
 
@@ -238,27 +316,16 @@ class NodeSession:
         namespace: KnownNamespace,
         control: AttachedSession,
     ) -> None:
-        self.session_id = session_id
+        wanted = max(1, hello.wanted_bytes // sum(pool.stored_slot_bytes)) if hello.wanted_bytes else None
+        super().__init__(session_id, link, pool, namespace, control, wanted)
         self.hello = hello
         self.pid = peer.pid or hello.pid
-        self.link = link
-        self.pool = pool
-        self.namespace = namespace
-        self.control = control
         control.name = session_id
         control.label = f"session {session_id} ({hello.engine}): "
-        self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
+        self.waits = MemoryWaits(pool.clock)
         self._began = pool.clock()
-        self._waits = MemoryWaits(pool.clock)
-
-    def client(self, rank: int) -> str:
-        """The name of a rank's worker among all processes of the node."""
-        return f"{self.session_id}/{rank}"
-
-    def clients(self) -> list[str]:
-        return [self.client(rank) for rank in range(len(self.ranks))]
 
     @property
     def is_complete(self) -> bool:
@@ -268,25 +335,6 @@ class NodeSession:
     def numa_nodes(self) -> list[int | None]:
         """The NUMA node of each rank's device, if it is known."""
         return [self.workers[rank].numa_node if rank in self.workers else None for rank in range(len(self.ranks))]
-
-    def wanted_slots(self) -> int | None:
-        """How many slots the engine asks for. None for all of them."""
-        if not self.hello.wanted_bytes:
-            return None
-        return max(1, self.hello.wanted_bytes // sum(self.pool.stored_slot_bytes))
-
-    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
-        """What the next service has to know about a worker."""
-        return WorkerRecord.of(
-            hello,
-            peer,
-            session_id=self.session_id,
-            client=self.client(hello.rank),
-            number=self.control.session_id,
-            pool=self.pool.name,
-            namespace=self.namespace.name,
-            wanted_slots=self.wanted_slots(),
-        )
 
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
@@ -302,7 +350,7 @@ class NodeSession:
         if not slots:
             return False
         tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
-        return self._waits.put(max(slots) + 1, tokens, partial(self._look_again, look_up, call, later))
+        return self.waits.put(max(slots) + 1, tokens, partial(self._look_again, look_up, call, later))
 
     def _look_again(self, look_up: Callable[[_L, Later], Found | Pending], call: _L, later: Later) -> None:
         """Look again after the wait for memory."""
@@ -419,7 +467,7 @@ class NodeSession:
     # -- memory ---------------------------------------------------------------------------------------------
 
     def take_report(self, rank: int, report: RankReport) -> DesiredState:
-        memory = self._follow_pool(rank)
+        memory = self._memory_of(rank)
         report = replace(
             report,
             pinned_slots=memory.registered_slots,
@@ -431,50 +479,12 @@ class NodeSession:
         self._advance_waits()
         return desired
 
-    def granted(self, rank: int, grants: Sequence[ExtentGrant]) -> None:
-        """The extents were sent to the worker."""
-        self.ranks[rank].granted(grants)
-
-    def revoked(self, rank: int, extent_ids: Sequence[int]) -> None:
-        """The worker was asked to let go of these extents."""
-        self.ranks[rank].revoked(extent_ids)
-
     def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
-        self.ranks[rank].registered(extents)
-        self._tell_control(rank)
+        super().registered(rank, extents)
         self._advance_waits()
 
-    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
-        self.ranks[rank].released(extent_ids)
-        self._tell_control(rank)
-
-    def follow_pool(self) -> None:
-        """The pool has become smaller."""
-        for rank in range(len(self.ranks)):
-            self._tell_control(rank)
-
-    def _tell_control(self, rank: int) -> None:
-        memory = self._follow_pool(rank)
-        self.control.set_memory(rank, memory.registered_slots, memory.applied)
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When a lookup has waited long enough for memory. None if none waits."""
-        return self._waits.next_deadline
-
-    def expire_waits(self) -> None:
-        """Answer the lookups that have waited long enough for memory."""
-        self._waits.expire()
-
     def _advance_waits(self) -> None:
-        self._waits.advance(min(memory.registered_slots for memory in self.ranks))
-
-    def _follow_pool(self, rank: int) -> RankMemory:
-        """Treat the newest desired state as applied by the rank once the rank has no memory above it."""
-        memory, desired = self.ranks[rank], self.pool.desired
-        if memory.top_slot <= desired.capacity_slots:
-            memory.applied = desired.number
-        return memory
+        self.waits.advance(min(memory.registered_slots for memory in self.ranks))
 
     # -- status ---------------------------------------------------------------------------------------------
 

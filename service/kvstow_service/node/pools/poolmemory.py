@@ -12,7 +12,7 @@ from kvstow.errors import ConflictError, PinError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import Row
 from kvstow_service.node.pools.nodepool import NodePool
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import MemoryHolder
 
 MAX_FDS = 250
 """How many extents one frame carries."""
@@ -30,11 +30,11 @@ class PoolWorker:
 
     __slots__ = ("client", "has_all", "place", "rank", "rows", "session")
 
-    def __init__(self, session: NodeSession, rank: int) -> None:
+    def __init__(self, session: MemoryHolder, rank: int) -> None:
         self.session, self.rank, self.place = session, rank, session.pool.place_of(rank)
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
-        self.has_all = not session.is_engine
+        self.has_all = not session.control.is_engine
         """It was told that it has all of the pool's memory: see `GrantedExtents`. The node's own transfers have nothing
         of an earlier service, so they need not know."""
 
@@ -79,7 +79,7 @@ class PoolMemory:
     @property
     def is_empty(self) -> bool:
         """Whether it has no memory, and no worker of an engine."""
-        has_engines = any(worker.session.is_engine for worker in self.workers.values())
+        has_engines = any(worker.session.control.is_engine for worker in self.workers.values())
         return not self._held and not has_engines and not self._budget.rows(self.pool.name)
 
     def want(self) -> bool:

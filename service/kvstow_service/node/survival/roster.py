@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
-from kvstow.attach.hello import Hello, digest_of
+from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.payloads import JsonObject
 from kvstow.attach.peer import Peer, pid_of
@@ -41,9 +41,6 @@ class PoolRecord:
         return PoolLayout(self.owner, tuple(map(RankLayout, self.identity.stored_slot_bytes)), self.extent_bytes)
 
 
-_MAX_TEXT = 200
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """`number` is the session's number in its pool, whose journal names it. `client` is the worker's name in the books
@@ -65,37 +62,6 @@ class WorkerRecord:
     uid: int
     gid: int
     has_pidfd: bool
-
-    @classmethod
-    def of(
-        cls,
-        hello: Hello,
-        peer: Peer,
-        *,
-        session_id: str,
-        client: str,
-        number: int,
-        pool: str,
-        namespace: str,
-        wanted_slots: int | None,
-    ) -> Self:
-        return cls(
-            session_id=session_id,
-            client=client,
-            token_digest=digest_of(hello.token),
-            number=number,
-            pool=pool,
-            namespace=namespace,
-            rank=hello.rank,
-            wanted_slots=wanted_slots,
-            engine=hello.engine[:_MAX_TEXT],
-            host=hello.host[:_MAX_TEXT],
-            pid=hello.pid,
-            device=hello.device[:_MAX_TEXT],
-            uid=peer.uid,
-            gid=peer.gid,
-            has_pidfd=peer.pidfd is not None,
-        )
 
     def hello(self) -> Hello:
         """The worker's hello, as far as it is known."""
