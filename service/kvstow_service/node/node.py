@@ -178,9 +178,10 @@ class Node:
     def _take_back(self) -> None:
         """Ask the engines to let go of all memory. Otherwise they would hold it for the next service."""
         if self._gives_back or self.records is None:
-            for revoke_or_send in (self.memory.revoke_all, self.server.post):
+            self.memory.do(self.memory.pools.revoke_all)
+            for call_on_thread in (self.memory.do, self.server.post):
                 done = threading.Event()
-                revoke_or_send(done.set)
+                call_on_thread(done.set)
                 done.wait(_REVOKE_SECONDS)
 
     def _leave_keeper(self, records: NodeRecords) -> None:
@@ -199,7 +200,7 @@ class Node:
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_SECONDS
             if self.memory_failure() is not None:
-                self.memory.retry()
+                self.memory.do(self.memory.memory.retry)
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
             self._check_integrity()
@@ -241,7 +242,7 @@ class Node:
 
     def _check_integrity(self) -> None:
         """Check pools without sessions, because nobody waits for their locks."""
-        self.memory.check_integrity()
+        self.memory.do(self.memory.budget.check_integrity)
         for pool in self.host.pools():
             if self.host.has_sessions(pool) or pool.slots.in_service > _MAX_CHECKED_SLOTS:
                 continue

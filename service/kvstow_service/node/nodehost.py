@@ -122,7 +122,7 @@ class NodeHost:
     def _end_pool(self, pool: NodePool) -> None:
         """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
         with self._lock:
-            self._memory.remove_pool(pool)
+            self._memory.do(self._memory.pools.remove_pool, pool)
             del self._closing[pool.name]
 
     def has_sessions(self, pool: NodePool) -> bool:
@@ -185,7 +185,7 @@ class NodeHost:
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
         if found is None:
             self.switches.apply_to(pool.facade.admin)
-        self._memory.add_session(session, session.wanted_slots)
+        self._memory.do(self._memory.pools.add_session, session)
         self._enter_tier(session)
         return SessionGrant(pool.facade.engine_id, pool.name, session.namespace.name, reasons)
 
@@ -197,7 +197,7 @@ class NodeHost:
             raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         session.workers[hello.rank] = hello
         if session.is_complete:  # only now are the NUMA nodes of all its devices known
-            self._memory.start_session(session)
+            self._memory.do(self._memory.pools.start_session, session.pool, session.numa_nodes())
 
     def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
         """Both identities. The user is the one that the kernel reports, not the hello."""
@@ -211,8 +211,8 @@ class NodeHost:
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         owner = identity.uid
         assert owner is not None, "the kernel has told it"
-        self._memory.require_room(pool.record(owner, self._memory.extent_bytes).layout)
-        self._memory.add_pool(pool, owner)
+        self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
+        self._memory.do(self._memory.pools.add_pool, pool, owner)
         self._pools[name] = pool
         return pool
 
@@ -279,7 +279,7 @@ class NodeHost:
         session = self._sessions[session_id]
         begun = session.begin_store(call)
         if session.pool.used_slots > session.pool.grow_above >= 0:
-            self._memory.grow(session.pool)
+            self._memory.do(self._memory.pools.grow, session.pool)
         return begun
 
     def complete(self, session_id: str, call: Completions) -> None:
@@ -318,7 +318,7 @@ class NodeHost:
     def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
         session = self._sessions[session_id]
         session.released(rank, extent_ids)
-        self._memory.release(session.client(rank), extent_ids)
+        self._memory.do(self._memory.pools.release, session.client(rank), extent_ids)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""
@@ -339,7 +339,7 @@ class NodeHost:
     def session_lost(self, session_id: str, reason: str) -> None:
         session = self._sessions[session_id]
         session.control.lose(reason)
-        self._memory.lose_session(session)
+        self._memory.do(self._memory.pools.lose_session, session)
 
     def worker_released(self, session_id: str, rank: int) -> None:
         self._end_client(self._sessions[session_id], rank)
@@ -352,12 +352,12 @@ class NodeHost:
             del self._sessions[session_id]
         self._memory.look_again()
         if not self.has_sessions(session.pool):
-            self._memory.end_claims(session.pool)
+            self._memory.do(self._memory.pools.end_claims, session.pool.name)
 
     def _end_client(self, session: NodeSession, rank: int) -> None:
         client = session.client(rank)
         session.pool.process_died(client)
-        self._memory.end_client(client)
+        self._memory.do(self._memory.pools.end_client, client)
 
 
 class _NoLink:

@@ -555,7 +555,7 @@ def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> 
     assert ONE_RANK.pool is not None
     other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
     other.wait_for(lambda: store.removals.num_arrived)
-    for pass_on in (node.server.post, node.memory._do):  # what was said before has been heard now
+    for pass_on in (node.server.post, node.memory.do):  # what was said before has been heard now
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)

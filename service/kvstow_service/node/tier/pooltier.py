@@ -337,7 +337,7 @@ class PoolTier(MemoryHolder):
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
         self.released(rank, extent_ids)
-        self._memory.release(self.client(rank), extent_ids)
+        self._memory.do(self._memory.pools.release, self.client(rank), extent_ids)
 
     # -- transfers: the tier's thread -----------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class PoolTier(MemoryHolder):
         """Take no memory any more, end all transfers, and let go of everything; then call `then`, on the thread that
         may wait."""
         try:
-            self._memory.lose_session(self)
+            self._memory.do(self._memory.pools.lose_session, self)
         finally:
             self._do_later(partial(self._close, then))
 
@@ -404,7 +404,7 @@ class PoolTier(MemoryHolder):
         for rank in self.storing_ranks:
             client = self.client(rank)
             self.pool.process_died(client)
-            self._memory.end_client(client)
+            self._memory.do(self._memory.pools.end_client, client)
 
 
 def _copied(fds: Sequence[int]) -> list[int]:
