@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 import pytest
@@ -40,7 +40,8 @@ from kvstow_service.cli.tables import LISTS
 from kvstow_service.node.attach.clients import REASONS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
+PAGE = (ROOT / "docs" / "runbooks.md").read_text()
+SECTIONS = dict(section.split("\n", 1) for section in PAGE.split("\n## ")[1:])
 RULES = ROOT / "helm" / "kvstow" / "files" / "rules.yaml"
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
 
@@ -150,15 +151,26 @@ def is_known(word: str) -> bool:
     return word in known() or (ROOT / word).is_file() or (" " in word and word in sources())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_name_is_real(page: Path) -> None:
-    assert [word for word in code_words(page.read_text()) if not is_known(word)] == []
+def test_every_name_is_real() -> None:
+    assert [word for word in code_words(PAGE) if not is_known(word)] == []
 
 
 def test_the_index_has_every_alert_and_how_urgent_it_is() -> None:
-    index = (ROOT / "docs" / "runbooks" / "README.md").read_text()
-    rows = re.findall(r"^\| \[(\w+)\]\(\1\.md\) \| (\w+) \|", index, re.MULTILINE)
-    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in ALERTS]
+    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (\w+) \|", PAGE, re.MULTILINE)
+    assert rows == [(rule["alert"], rule["alert"].lower(), rule["labels"]["severity"]) for rule in ALERTS]
+
+
+def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
+    assert list(SECTIONS) == ["Restart a pod", *(rule["alert"] for rule in ALERTS)]
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_a_runbook_says_what_it_means_how_to_confirm_it_and_what_to_do(rule: dict[str, Any]) -> None:
+    paragraphs = SECTIONS[rule["alert"]].strip().split("\n\n")
+    assert paragraphs[0].startswith(f"*{rule['labels']['severity']}*: ")
+    assert paragraphs[1].startswith("**Confirm** with `kvstow ") or "pod's log" in paragraphs[1]
+    assert paragraphs[2].startswith(("1. ", "**Do**, by reason:"))
+    assert paragraphs[-1].startswith("**Do not** ")
 
 
 def test_every_check_of_readiness_has_an_alert() -> None:
