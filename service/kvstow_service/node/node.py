@@ -128,7 +128,7 @@ class Node:
         if self.settings.state is not None:
             records = NodeRecords(self.settings.state, self.settings.keep_timeout, self._most_bytes())
             self.memory.pools.records = records
-            self._running.callback(self._leave_keeper, records)
+            self._running.callback(lambda: records.finish(gives_back=self._gives_back))
         self._running.callback(self.memory.memory.close)
         self._running.callback(self.memory.close_records)
         socket = AttachSocket(self.settings.attach_socket, self.settings.attach_group)
@@ -183,12 +183,6 @@ class Node:
                 done = threading.Event()
                 call_on_thread(done.set)
                 done.wait(_REVOKE_SECONDS)
-
-    def _leave_keeper(self, records: NodeRecords) -> None:
-        if self._gives_back:
-            records.end()
-        else:
-            records.leave()
 
     # -- for the admin process ------------------------------------------------------------------------------
 
@@ -281,21 +275,20 @@ def _recover(survivors: Survivors, memory: MemoryThread, host: NodeHost, server:
     for found in survivors.pools:
         pool = host.restore_pool(found.record, found.namespaces)
         memory.pools.restore_pool(pool, found, survivors)
-        num_blocks += _recover_blocks(pool, found)
-        for session_id, workers in _sessions(found).items():
+        sessions = _sessions(found)
+        earlier = [
+            EarlierSession(
+                workers[0].record.number, workers[0].record.engine, frozenset(one.client for one, _ in workers)
+            )
+            for workers in sessions.values()
+        ]
+        names = {tag: label.name for tag, label in found.journal.namespaces().items()}
+        num_blocks += recover(pool, found.journal.recover(), names, earlier)
+        for session_id, workers in sessions.items():
             host.restore_session(workers[0].record)
             peers = [(one.hello(), one.peer(None if pidfd is None else os.dup(pidfd))) for one, pidfd in workers]
             server.restore_session(session_id, workers[0].record.token_digest, peers)
     return num_blocks
-
-
-def _recover_blocks(pool: NodePool, found: SurvivingPool) -> int:
-    earlier = [
-        EarlierSession(workers[0].record.number, workers[0].record.engine, frozenset(one.client for one, _ in workers))
-        for workers in _sessions(found).values()
-    ]
-    names = {tag: label.name for tag, label in found.journal.namespaces().items()}
-    return recover(pool, found.journal.recover(), names, earlier)
 
 
 def _sessions(found: SurvivingPool) -> dict[str, list[SurvivingWorker]]:

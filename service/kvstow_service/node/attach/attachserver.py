@@ -22,7 +22,7 @@ from kvstow.attach.peer import Peer, peer_of
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clientcalls import ClientCalls
 from kvstow_service.node.attach.clients import AttachTally, Clients, client_limit
-from kvstow_service.node.attach.sessionhost import SessionHost
+from kvstow_service.node.attach.sessionhost import SessionHost, duplicates_of
 from kvstow_service.node.attach.sessionlife import SessionLife, WireSession, described
 from kvstow_service.process.switchinterval import short_switch_interval
 
@@ -319,14 +319,8 @@ class _Link:
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
-        copies = list[int]()
-        try:
-            for fd in fds:
-                copies.append(os.dup(fd))
-        except OSError:
-            close_fds(copies)
-            raise
-        self._server.post(_Push(partial(self._server.calls.push, self._session, message, rank), tuple(copies)))
+        send = partial(self._server.calls.push, self._session, message, rank)
+        self._server.post(_Push(send, duplicates_of(fds)))
 
 
 class _Push:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from kvstow.attach.calls import (
     ResetDone,
     StoreBegun,
 )
+from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
@@ -52,6 +54,17 @@ class SessionLink(Protocol):
         """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
         order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
         worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_released`."""
+
+
+def duplicates_of(fds: Sequence[int]) -> list[int]:
+    """Raises `OSError`, and makes none, if this process can have no more descriptors."""
+    copies = list[int]()
+    try:
+        copies.extend(map(os.dup, fds))
+    except OSError:
+        close_fds(copies)
+        raise
+    return copies
 
 
 class SessionHost(Protocol):

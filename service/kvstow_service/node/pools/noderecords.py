@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +157,15 @@ class NodeRecords:
             raise
         self._held = set(fds)
 
-    def leave(self) -> None:
-        """The next service may come, although this process still runs. Nothing of it uses memory any more."""
-        self._finish(KeeperClient.leave)
-
-    def end(self) -> None:
-        """Have the keeper let go of everything and end."""
-        self._finish(KeeperClient.end)
-
-    def _finish(self, say: Callable[[KeeperClient], None]) -> None:
+    def finish(self, *, gives_back: bool) -> None:
+        """Nothing of this service uses memory any more, although its process still runs: the next one may come. If
+        `gives_back`, the keeper gives up everything and ends."""
         if self._client is not None and self._is_welcome:
             try:
-                say(self._client)
+                if gives_back:
+                    self._client.end()
+                else:
+                    self._client.leave()
             except KeeperError as error:
                 logger.warning("the keeper does not know that the service ends: %s", error)
         self._hang_up()

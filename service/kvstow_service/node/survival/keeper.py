@@ -22,7 +22,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvstow.attach.peer import credentials_of
 from kvstow.errors import KeeperError
 
 VERSION = 1
@@ -161,7 +161,6 @@ def _socket_path(folder: Path) -> Iterator[str]:
 
 
 _SO_PEERPIDFD = 77  # Linux 6.5
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class KeeperPeer:
@@ -183,24 +182,15 @@ class KeeperPeer:
             self.pidfd = None
 
 
-def uid_of(connected: socket.socket) -> int:
-    return _credentials_of(connected)[1]
-
-
 def _pidfd_of(connected: socket.socket) -> int | None:
     try:
         return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
-        pid = _credentials_of(connected)[0]
+        pid = credentials_of(connected)[0]
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
         return None
-
-
-def _credentials_of(connected: socket.socket) -> tuple[int, int, int]:
-    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid, gid
 
 
 _MAX_CONNECTIONS = 8
@@ -300,7 +290,7 @@ class Keeper:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away()
             return
-        if uid_of(peer) != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
+        if credentials_of(peer)[1] != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
             self._refused += 1
             peer.close()
             return

@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -40,6 +39,7 @@ from kvstow.tier.store import (
     SlotObject,
     TransferClient,
 )
+from kvstow_service.node.attach.sessionhost import duplicates_of
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import MemoryHolder
@@ -48,6 +48,7 @@ logger = logging.getLogger("kvstow.tier")
 
 
 _S = TypeVar("_S")
+_Call = Callable[[Sequence[SlotObject], float], list[_S]]
 
 
 class SharedTransfers:
@@ -67,13 +68,13 @@ class SharedTransfers:
         """Everything under way has ended when this returns. Idempotent."""
         self.client.close()
 
-    def move(self, kind: str, objects: Sequence[SlotObject], call: Callable[[float], list[_S]], good: str) -> list[_S]:
+    def move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
         """Make a call, with its timeout, when it is its turn."""
         num_bytes = sum(one.num_bytes for one in objects)
         rate = self._rates[kind]
         with self._turns[kind]:
             begun = time.monotonic()
-            statuses = call(rate.timeout(num_bytes))
+            statuses = call(objects, rate.timeout(num_bytes))
             if statuses.count(good) == len(statuses):  # type: ignore[arg-type]  # both are texts
                 rate.observe(num_bytes, time.monotonic() - begun)
             return statuses
@@ -94,14 +95,16 @@ class RankClient:
         self._shared.client.remove_memory(memory)
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        with self._busy["put"]:
-            self._require_open()
-            return self._shared.move("put", objects, lambda limit: self._shared.client.put(objects, limit), "stored")
+        return self._move("put", objects, self._shared.client.put, "stored")
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        with self._busy["get"]:
-            self._require_open()
-            return self._shared.move("get", objects, lambda limit: self._shared.client.get(objects, limit), "found")
+        return self._move("get", objects, self._shared.client.get, "found")
+
+    def _move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
+        with self._busy[kind]:
+            if self._is_closed:
+                raise TierUnavailableError("the client was closed")
+            return self._shared.move(kind, objects, call, good)
 
     def health(self) -> ClientHealth:
         return ClientHealth("closed", "it was closed") if self._is_closed else self._shared.client.health()
@@ -115,10 +118,6 @@ class RankClient:
         for busy in self._busy.values():
             with busy:
                 pass
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise TierUnavailableError("the client was closed")
 
 
 class _Mapped(NamedTuple):
@@ -187,12 +186,10 @@ class MappedRank:
 ENGINE = "fleet tier"
 
 
-class _Extent:
-    """One that was granted. `fd` is this object's until it is mapped, then -1."""
-
-    def __init__(self, grant: ExtentGrant, fd: int, slot_stride: int) -> None:
-        self.grant, self.fd, self.slot_stride = grant, fd, slot_stride
-        self.is_mapped = False
+class _Granted(NamedTuple):
+    grant: ExtentGrant
+    fd: int
+    slot_stride: int
 
 
 class PoolTier(MemoryHolder):
@@ -237,7 +234,8 @@ class PoolTier(MemoryHolder):
         self._clients: set[str] = set()
         """Those of the workers that get memory."""
         self._registered = self._applied = 0
-        self._extents: dict[int, _Extent] = {}
+        self._unmapped: dict[int, _Granted] = {}
+        """Extents that were granted and are not mapped yet. Their descriptors are this object's."""
         self._sessions: dict[int, TierSession] = {}
         """The session of each op under way."""
         self._is_closed = False
@@ -291,7 +289,7 @@ class PoolTier(MemoryHolder):
             return
         match message:
             case GrantedExtents():
-                copies = _copied(fds)
+                copies = duplicates_of(fds)
                 self._note_client(self.client(rank))
                 self._do_later(partial(self._take, rank, message.slot_stride, message.extents, copies))
             case PopulatedExtents():
@@ -304,13 +302,13 @@ class PoolTier(MemoryHolder):
             close_fds(fds)
             return
         for grant, fd in zip(grants, fds, strict=True):
-            self._extents[grant.extent_id] = _Extent(grant, fd, stride)
+            self._unmapped[grant.extent_id] = _Granted(grant, fd, stride)
         self._note_populated(rank, [ExtentBytes(grant.extent_id, grant.populated_bytes) for grant in grants])
 
     def _note_populated(self, rank: int, extents: Iterable[ExtentBytes]) -> None:
         for extent_id, num_bytes in extents:
-            found = self._extents.get(extent_id)
-            if found is None or found.is_mapped or num_bytes < found.grant.num_bytes:
+            found = self._unmapped.get(extent_id)
+            if found is None or num_bytes < found.grant.num_bytes:
                 continue
             try:
                 self.mapped[rank].add(found.grant, found.fd, found.slot_stride)
@@ -318,9 +316,7 @@ class PoolTier(MemoryHolder):
                 self.problem = f"memory of rank {rank} could not be mapped: {error}"
                 self.note_defect("the mapping of memory")
                 continue
-            found.is_mapped = True
-            os.close(found.fd)
-            found.fd = -1
+            os.close(self._unmapped.pop(extent_id).fd)
             self._post(partial(self.registered, rank, [ExtentSlots(extent_id, found.grant.num_slots)]))
 
     def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
@@ -329,9 +325,9 @@ class PoolTier(MemoryHolder):
         self._post(partial(self._report_released, rank, tuple(extent_ids)))
 
     def _unmap(self, rank: int, extent_id: int) -> None:
-        found = self._extents.pop(extent_id, None)
+        found = self._unmapped.pop(extent_id, None)
         self.mapped[rank].remove(extent_id)
-        if found is not None and found.fd >= 0:
+        if found is not None:
             os.close(found.fd)
 
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
@@ -364,7 +360,7 @@ class PoolTier(MemoryHolder):
     # -- the end --------------------------------------------------------------------------------------------
 
     def begin_end(self, then: Callable[[], object]) -> None:
-        """Take no memory any more, end all transfers, and let go of everything; then call `then`, on the thread that
+        """Take no memory any more, end all transfers, and release everything; then call `then`, on the thread that
         may wait."""
         try:
             self._memory.do(self._memory.pools.lose_session, self)
@@ -386,9 +382,8 @@ class PoolTier(MemoryHolder):
             then()
 
     def _close_fds(self) -> None:
-        waiting = deque(found.fd for found in self._extents.values() if found.fd >= 0)
-        self._extents.clear()
-        close_fds(waiting)
+        granted, self._unmapped = self._unmapped, {}
+        close_fds([one.fd for one in granted.values()])
 
     def note_defect(self, what: str) -> None:
         """Log the exception that is being handled, and count it. From any thread."""
@@ -405,14 +400,3 @@ class PoolTier(MemoryHolder):
             client = self.client(rank)
             self.pool.process_died(client)
             self._memory.do(self._memory.pools.end_client, client)
-
-
-def _copied(fds: Sequence[int]) -> list[int]:
-    """Duplicates. Raises `OSError`, and makes none."""
-    copies = list[int]()
-    try:
-        copies.extend(os.dup(fd) for fd in fds)
-    except OSError:
-        close_fds(copies)
-        raise
-    return copies

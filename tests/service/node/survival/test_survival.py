@@ -69,7 +69,7 @@ class Service:
 
     def close(self) -> None:
         """As if it were killed, although its process lives."""
-        self.records.leave()
+        self.records.finish(gives_back=False)
         self.records.close([self.pool])
         self.memory.close()
 
@@ -441,6 +441,6 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
         if joins == 1:
             keeper.kill()
             keeper.wait()
-    service.records.end()
+    service.records.finish(gives_back=True)
     assert not kinds_held(folder)
     assert keeper.poll() is None, "it waits for the next service"
