@@ -1,6 +1,6 @@
 """The node service without its admin API: memory, control plane and the socket at which engines attach.
 
-It also says how a service takes over what the previous one has left with the keeper, and what the admin API sees.
+How a service takes over what the previous one has left with the keeper, and what the admin API sees, is here, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Node:
 
     `start` returns at once: from then on it answers engines, while memory is populated in the background. `close` ends
     the threads, and leaves to a keeper what a killed service would. `give_back` before it leaves nothing. Memory that
-    engines have mapped is freed when they let go of it. Everything else may be called from any thread and does not
+    engines have mapped is freed when they release it. Everything else may be called from any thread and does not
     wait.
     """
 
@@ -176,7 +176,7 @@ class Node:
         return max(self.settings.memory_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def _take_back(self) -> None:
-        """Ask the engines to let go of all memory. Otherwise they would hold it for the next service."""
+        """Ask the engines to release all memory. Otherwise they would hold it for the next service."""
         if self._gives_back or self.records is None:
             self.memory.do(self.memory.pools.revoke_all)
             for call_on_thread in (self.memory.do, self.server.post):
@@ -235,7 +235,7 @@ class Node:
         return self.server.detach(session_id, kill=kill)
 
     def _check_integrity(self) -> None:
-        """Check pools without sessions, because nobody waits for their locks."""
+        """Check pools without sessions, because no engine waits for their locks."""
         self.memory.do(self.memory.budget.check_integrity)
         for pool in self.host.pools():
             if self.host.has_sessions(pool) or pool.slots.in_service > _MAX_CHECKED_SLOTS:

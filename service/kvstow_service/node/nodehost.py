@@ -52,7 +52,7 @@ class NodeHost:
     under the pool's lock, and everything about memory is left to the `MemoryThread`. All other methods may be called
     from any thread.
 
-    A pool begins with its first session, and ends in `_close_pool` alone. The sessions say whether it is in use.
+    A pool begins with its first session, and ends in `_close_pool` alone. It is in use while it has sessions.
 
     There are two kinds of locks, taken in this order: the host's own, which guards which pools and sessions exist, then
     a pool's. Both are held for microseconds, and neither is held during a system call.
@@ -75,7 +75,7 @@ class NodeHost:
         """The fleet tier of the node, if it has one; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._closing: dict[str, NodePool] = {}
-        """Pools that nobody finds any more, and whose names are still in use."""
+        """Pools that cannot be found any more, and whose names are still in use."""
         self._sessions: dict[str, NodeSession] = {}
         self._waiting: dict[str, NodeSession] = {}
         """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
@@ -109,8 +109,8 @@ class NodeHost:
                 self._close_pool(pool)
 
     def _close_pool(self, pool: NodePool) -> None:
-        """The only way in which a pool ends: from now on nobody finds it, then the fleet tier lets go of it, then its
-        memory goes back. The caller holds the lock."""
+        """The only way in which a pool ends: it is not found any more, then the fleet tier releases it, then its memory
+        goes back. The caller holds the lock."""
         self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
             pool.closed = True
@@ -210,7 +210,7 @@ class NodeHost:
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         owner = identity.uid
-        assert owner is not None, "the kernel has told it"
+        assert owner is not None, "the kernel has reported it"
         self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
         self._memory.do(self._memory.pools.add_pool, pool, owner)
         self._pools[name] = pool

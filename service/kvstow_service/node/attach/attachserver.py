@@ -72,8 +72,8 @@ class AttachAcceptor:
         self._epoll = epoll
         self._listener = listener
         self._clients = clients
-        self.calls = calls
-        self.tally = tally
+        self._calls = calls
+        self._tally = tally
         self._scratch = scratch
         self._clock = clock
         self.paused_until: float | None = None
@@ -104,32 +104,32 @@ class AttachAcceptor:
             except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
                 self._pause(error)
                 return
-            self.tally.accepted += 1
+            self._tally.accepted += 1
             try:
                 self._admit(accepted)
             except Exception as error:  # noqa: BLE001 - logged and counted
-                self.tally.fault(error)
+                self._tally.fault(error)
                 accepted.close()
 
     def _pause(self, error: OSError) -> None:
-        self.tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
+        self._tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
         oldest = self._clients.oldest_stranger()
         if oldest is not None:
-            self.calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
+            self._calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
         self._epoll.unregister(self._listener)
         self.paused_until = self._clock() + _PAUSE_SECONDS
 
     def _admit(self, accepted: socket.socket) -> None:
         oldest = self._clients.oldest_stranger()
         if oldest is not None and self._clients.is_crowded:
-            self.calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
+            self._calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
         client = self._clients.add(accepted, self._scratch)
-        self.calls.watch(client)
+        self._calls.watch(client)
         if self._clients.is_over_limit:
             reason = f"the service serves {self._clients.limit} connections already"
-            self.calls.drop(client, "too_many_clients", reason)
+            self._calls.drop(client, "too_many_clients", reason)
         else:
-            self.calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
+            self._calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
 
 
 logger = logging.getLogger("kvstow.attach")
@@ -200,7 +200,7 @@ class AttachServer:
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """Restore a lost session of the previous service, with its workers that may still reach memory. The
-        `SessionHost` is told when they end. Call it before `start`. Takes ownership of the peers."""
+        `SessionHost` is notified when they end. Call it before `start`. Takes ownership of the peers."""
         self._life.restore(session_id, token_digest, workers)
 
     def close(self) -> None:

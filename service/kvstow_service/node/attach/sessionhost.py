@@ -80,8 +80,8 @@ class SessionHost(Protocol):
     """
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
-        """A scheduler half attaches. `hello` is what it claims. `peer.uid` is what the kernel says, and is part of the
-        pool's identity. Raises `AttachRefusedError` to refuse it."""
+        """A scheduler half attaches. `hello` is what it claims. `peer.uid` comes from the kernel, and is part of
+        the pool's identity. Raises `AttachRefusedError` to refuse it."""
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
         """The worker of `hello.rank` attaches. It has the session's token and uid, and no other worker has the rank.
@@ -125,8 +125,8 @@ class SessionHost(Protocol):
         makes no more calls. Its processes may still read and write their slots."""
 
     def worker_released(self, session_id: str, rank: int) -> None:
-        """The worker's process has ended, or has said that it has nothing mapped and no copy under way. Called after
-        `session_lost`, only for workers that received descriptors."""
+        """The worker's process has ended, or has reported that it has nothing mapped and no copy under way. Called
+        after `session_lost`, only for workers that received descriptors."""
 
     def next_deadline(self) -> float | None:
         """When to call `expire`, in seconds of the server's clock. None if no lookup waits. Asked often: cheap."""
@@ -135,5 +135,5 @@ class SessionHost(Protocol):
         """Answer the lookups that have waited long enough. Called now and then, also before the deadline."""
 
     def session_over(self, session_id: str) -> None:
-        """All workers that received descriptors have let go, so nothing of the session can reach memory. Free all it
+        """All workers that received memory have released it, so nothing of the session can reach memory. Free all it
         holds."""

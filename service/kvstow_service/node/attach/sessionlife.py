@@ -27,7 +27,7 @@ _ID_BYTES, _TOKEN_BYTES = 8, 16
 class Member:
     """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
 
-    `has_memory`: it was sent descriptors, so the service must wait until it ends or says that it has let go.
+    `has_memory`: it was sent descriptors, so the service must wait until it ends or reports that it has released them.
     `has_ended`: that has happened.
     """
 
@@ -209,7 +209,7 @@ class SessionLife:
         return member
 
     def settle(self, hello: Hello, peer: Peer) -> None:
-        """Handle what the process says about lost sessions: the same process may have been in them, and it lists those
+        """Handle what the process reports of lost sessions: the same process may have been in them, and it lists those
         whose copies in it have all ended."""
         for token in hello.settled_tokens:
             self._settle(token, hello, peer)
@@ -223,8 +223,8 @@ class SessionLife:
                 self.process_ended(member)
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
-        """Whether the peer is the member's process. If nobody has the pidfd of a worker of the previous service, the
-        session's token identifies the worker, because only its own process has that token."""
+        """Whether the peer is the member's process. Without the pidfd of a worker of the previous service, the token
+        of the session identifies it, because only its own process has that token."""
         if member.peer.pidfd is None and self._trust_eof is None:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
@@ -261,10 +261,10 @@ class SessionLife:
         for member in session.members:
             if member.is_connected:
                 self._disconnect(member)
-        self._tell("session_lost", session.session_id, reason)
+        self._notify_host("session_lost", session.session_id, reason)
         for member in session.members:
             if member.has_memory and member.has_ended:
-                self._tell("worker_released", session.session_id, member.rank)
+                self._notify_host("worker_released", session.session_id, member.rank)
             if not member.is_awaited:
                 self._forget(member)
             elif member.peer.pidfd is None:
@@ -278,7 +278,7 @@ class SessionLife:
             self.process_ended(member)
 
     def process_ended(self, member: Member, *, expected: bool = False) -> None:
-        """The member's process can no longer reach memory: it has ended or, if `expected`, has said so. Idempotent."""
+        """The member's process can no longer reach memory: it has ended or, if `expected`, has detached. Idempotent."""
         if member.has_ended:
             return
         member.has_ended = True
@@ -287,7 +287,7 @@ class SessionLife:
         if session.state == "attached":
             self.lose(session, f"{described(member)} has {'detached' if expected else 'ended'}", expected=expected)
         elif member.has_memory:
-            self._tell("worker_released", session.session_id, member.rank)
+            self._notify_host("worker_released", session.session_id, member.rank)
             self._end_if_over(session)
 
     def expire(self) -> None:
@@ -316,7 +316,7 @@ class SessionLife:
             return
         self.table.remove(session)
         logger.info("session %s is over: none of its processes can reach memory", session.session_id)
-        self._tell("session_over", session.session_id)
+        self._notify_host("session_over", session.session_id)
 
     def _watch(self, member: Member) -> None:
         pidfd = member.peer.pidfd
@@ -335,7 +335,7 @@ class SessionLife:
         """Processes of lost sessions that may still reach memory."""
         return sum(member.is_awaited for found in self.table if found.state == "lost" for member in found.members)
 
-    def _tell(self, event: str, *values: object) -> None:
+    def _notify_host(self, event: str, *values: object) -> None:
         """Call the host. If the call fails, what the session holds stays held, and other sessions continue."""
         try:
             getattr(self._host, event)(*values)

@@ -50,7 +50,7 @@ class _GrantedExtent:
 
 
 class RankMemory:
-    """The extents that a worker was sent and has not let go of. Used only by the attach server's thread. O(extents
+    """The extents that a worker was sent and has not released. Used only by the attach server's thread. O(extents
     given), except `released`, which is O(all extents)."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class RankMemory:
             self.top_slot = max(self.top_slot, extent.end)
 
     def revoked(self, extent_ids: Iterable[int]) -> None:
-        """The worker was asked to let go of these extents."""
+        """The worker was asked to release these extents."""
         for extent_id in extent_ids:
             if extent_id in self._by_id:
                 self._by_id[extent_id].revoked = True
@@ -93,8 +93,8 @@ class RankMemory:
             self._num_full += 1
 
     def released(self, extent_ids: Sequence[int]) -> None:
-        """The worker has let go of these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
-        it was not asked to let go of."""
+        """The worker has released these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
+        it was not asked to release."""
         for extent_id in extent_ids:
             if not self._find(extent_id).revoked:
                 raise InvalidRequestError(
@@ -198,7 +198,7 @@ class MemoryWaits:
 
 _L = TypeVar("_L", Lookup, LookupPrompt)
 
-_MAX_TEXT = 200  # of what an engine says of itself, in a record
+_MAX_TEXT = 200  # of an engine's own description, in a record
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048

@@ -7,7 +7,7 @@ messages, JSON and descriptors in one packet each, do not change. Its process ne
 
     python -m kvstow_service.node.survival.keeper STATE_FOLDER KEEP_TIMEOUT_SECONDS [--daemon | --stay]
 
-With --daemon it continues in the background. With --stay it gives up everything instead of ending, and waits for the
+With --daemon it continues in the background. With --stay it closes what it holds instead of ending, and waits for the
 next service: in a container of its own, ending would cause a restart.
 """
 
@@ -165,7 +165,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5
 
 class KeeperPeer:
     """One connection, the pidfd of the process that made it, and what it has put and not yet committed. The pidfd is
-    None if the kernel cannot say which process that is."""
+    None if the kernel does not show which process that is."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -222,7 +222,7 @@ class Keeper:
         stays: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes ownership of the listening socket. `stays`: let go of everything instead of ending."""
+        """Takes ownership of the listening socket. `stays`: close what is held instead of ending."""
         self._listener, self._keep_timeout, self._stays, self._clock = listener, keep_timeout, stays, clock
         self._held: dict[str, int] = {}
         self._connections: dict[int, KeeperPeer] = {}
@@ -255,7 +255,7 @@ class Keeper:
         return self.ended is None
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Close everything; idempotent."""
         for connection in list(self._connections.values()):
             self._disconnect(connection)
         self._forget_process()
@@ -263,22 +263,21 @@ class Keeper:
             os.close(self._spare)
             self._spare = -1
         self._listener.close()
-        self._let_go()
+        self._close_held()
 
     def _end(self, why: str) -> None:
         if self._stays:
-            self._let_go()
+            self._close_held()
         else:
             self.ended = why
 
-    def _let_go(self) -> None:
+    def _close_held(self) -> None:
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
 
     def _seconds_left(self) -> float | None:
-        """Seconds until the keeper ends, or lets go of what it holds. None while there is a service, or nothing to wait
-        for."""
+        """Seconds until it ends, or closes what it holds. None if there is a service, or nothing to wait for."""
         if self._service is not None or (self._stays and not self._held):
             return None
         return max(0, self._alone_since + self._keep_timeout - self._clock())
@@ -355,7 +354,7 @@ class Keeper:
         if verb not in ("put", "commit", "take", "drop", "leave", "end"):
             raise Garbage
         if connection is not self._service:
-            raise _Refusal("this connection has not said hello")
+            raise _Refusal("this connection has sent no hello")
         if verb == "take":
             return self._page(request)
         if verb == "put":
@@ -447,7 +446,7 @@ ALREADY_RUNNING = 3  # exit status
 
 
 def main(arguments: list[str]) -> int:
-    """Become the keeper of a state folder, or say why not."""
+    """Become the keeper of a state folder, or print why not."""
     try:
         folder, keep_timeout = Path(arguments[0]).absolute(), float(arguments[1])
         option = "".join(arguments[2:])

@@ -90,8 +90,8 @@ class Roster:
     """A JSON document in a memfd that the keeper has, too. So what is written counts at once, whatever the keeper does.
 
     It is void when the service that writes it has no keeper: that keeper may lack descriptors by now, or have some for
-    too long. The start that reads it marks it first. The next one that finds the mark does not read it, so nothing that
-    it says can end two starts.
+    too long. The start that reads it marks it first. The next one that finds the mark does not read it, so no content
+    can end two starts.
     """
 
     def __init__(self, fd: int) -> None:
@@ -115,7 +115,7 @@ class Roster:
             os.pwrite(self.fd, _VALID, 0)
 
     def void(self) -> None:
-        """It says nothing from now on, to nobody."""
+        """From now on it names nothing, for any reader."""
         os.pwrite(self.fd, _VOID, 0)
 
     @staticmethod
@@ -214,8 +214,8 @@ class SurvivingPool:
 
 @dataclass(slots=True)
 class Survivors:
-    """`extents` are those of the rows, and spare ones. `given_up`: memory that is not used again, because nobody knows
-    who uses it. Owns all descriptors."""
+    """`extents` are those of the rows, and spare ones. `given_up`: memory that is not used again, because its users are
+    not known. Owns all descriptors."""
 
     extents: dict[int, SurvivingExtent] = field(default_factory=dict)
     pools: list[SurvivingPool] = field(default_factory=list)
@@ -223,8 +223,7 @@ class Survivors:
 
 
 def read_survivors(kept: Mapping[str, int], huge_pages: HugePages) -> Survivors:
-    """Takes over the descriptors. Whatever the keeper has, lacks or has had for too long: what the roster does not say,
-    or what the keeper lacks, is given up."""
+    """Takes over the descriptors. What the roster does not name, or what the keeper lacks, is given up."""
     reader = _RosterReader(kept, huge_pages)
     if kept:
         try:

@@ -89,7 +89,7 @@ class ActionThread:
 
 class NodeTier:
     """Has a `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps
-    the tiers, another one maps and lets go of memory, which can take as long as a network card needs.
+    the tiers, another one maps and unmaps memory, which can take as long as a network card needs.
 
     `enter`, `leave`, `follow_pool` and `drop_pool` are for the attach server's thread, and wait for nothing. Until
     `close`, this process and each process of the store's transfers hold the other end of `_end`: it becomes readable,
@@ -159,7 +159,7 @@ class NodeTier:
             found.follow_pool()
 
     def drop_pool(self, pool: NodePool, then: Callable[[], object]) -> None:
-        """The pool is deleted: let go of its memory, and call `then`, from any thread."""
+        """The pool is deleted: release its memory, and call `then`, from any thread."""
         with self._lock:
             found = None if self._is_closed else self._pools.pop(pool.name, None)
             if found is not None:
@@ -232,7 +232,7 @@ class NodeTier:
     # -- ends -----------------------------------------------------------------------------------------------
 
     def _begin_end(self, pool_tier: PoolTier, then: Callable[[], object] = lambda: None) -> None:
-        """End its transfers and let go of its memory; then call `then`, on the tier's thread. Waits for nothing."""
+        """End its transfers and release its memory; then call `then`, on the tier's thread. Waits for nothing."""
         self._ending.append(pool_tier)
         self.do(partial(self._end_pool, pool_tier, then))
 

@@ -395,7 +395,7 @@ class PoolTier(MemoryHolder):
         with self._lock:
             controls = list(self._controls)
         for control in controls:
-            control.lose("the node service has let go of the store")
+            control.lose("the node service has closed the store")
         for rank in self.storing_ranks:
             client = self.client(rank)
             self.pool.process_died(client)
