@@ -25,7 +25,7 @@ from kvstow.memory.extents import STEP_BYTES, Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
-from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
+from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import REASONS
@@ -326,13 +326,13 @@ class NodeDirectory:
     def delete_pool(self, name: str) -> None:
         self._node.host.delete_pool(name)
 
-    def sessions(self) -> list[HostedSession]:
+    def sessions(self) -> list[SessionStatus]:
         return self._node.host.sessions()
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
         return self._node.detach(session_id, kill=kill)
 
-    def namespaces(self) -> list[HostedNamespace]:
+    def namespaces(self) -> list[NamespaceStatus]:
         return self._node.host.namespaces()
 
     @property

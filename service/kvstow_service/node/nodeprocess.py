@@ -15,8 +15,7 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
-from kvstow_api.directory import Directory
-from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.directory import Directory, OrphanedMemory
 from kvstow_service.admin.adminhost import make_api_host, make_server
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder

@@ -21,7 +21,7 @@ from kvstow.errors import TierUnavailableError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import ClientHealth, ClientStats, LookupClient
-from kvstow_api.hostedtier import TierClient
+from kvstow.tier.tierstatus import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession

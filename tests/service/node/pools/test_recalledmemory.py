@@ -114,7 +114,7 @@ def test_a_pool_gets_its_rows_back_with_the_same_slots_only_when_all_have_let_go
     assert len(old.pool.extents) == 4
     assert {grant.number for grant in old.grants[0].values()} == {0, 1, 2, 3}
     old.register()
-    assert bench.host.sessions()[0].status.registered_slots == 4 * ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == 4 * ROW_SLOTS
 
 
 def test_a_rank_without_memory_keeps_none_from_anybody(make_bench: MakeBench) -> None:
