@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -196,8 +196,6 @@ class MemoryWaits:
         self.next_deadline = min((wait.until for wait in self._waiting), default=None)
 
 
-_L = TypeVar("_L", Lookup, LookupPrompt)
-
 _MAX_TEXT = 200  # of an engine's own description, in a record
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
@@ -339,52 +337,47 @@ class NodeSession(MemoryHolder):
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
     def lookup(self, call: Lookup, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup`. Waits for blocks in memory that the ranks are about to register."""
-        if later is not None and call.hold != Hold.ALL and self._waits_for_memory(call, self._look_up, later):
-            return Pending()
+        """`later`: see `SessionHost.lookup`."""
         return self._look_up(call, later)
 
-    def _waits_for_memory(self, call: _L, look_up: Callable[[_L, Later], Found | Pending], later: Later) -> bool:
-        """Whether the lookup is answered later because the ranks are about to register some of what it finds."""
-        slots = self.control.out_of_reach(call.keys)
-        if not slots:
-            return False
-        tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
-        return self.waits.put(max(slots) + 1, tokens, partial(self._look_again, look_up, call, later))
+    def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
+        """`later`: see `SessionHost.lookup_prompt`."""
+        return self._look_up(Lookup(call.keys, Hold.NOTHING, counted=False), later, is_prompt=True)
 
-    def _look_again(self, look_up: Callable[[_L, Later], Found | Pending], call: _L, later: Later) -> None:
-        """Look again after the wait for memory."""
-        if not self.control.is_lost:
-            later(partial(look_up, call, later))
-
-    def _look_up(self, call: Lookup, later: Later | None) -> Found | Pending:
-        """Hold what the pool has while the tier may have more."""
-        tier = self.tier
-        if tier is None or call.hold in (Hold.NOTHING, Hold.ALL) or later is None or not tier.may_have_more:
+    def _look_up(
+        self, call: Lookup, later: Later | None, *, is_prompt: bool = False, has_waited: bool = False
+    ) -> Found | Pending:
+        """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the tier
+        may have more."""
+        if later is None or call.hold == Hold.ALL:
             return self._find(call)
-        held = self._find(replace(call, counted=False))
+        if not has_waited and self._waits_for_memory(call, later, is_prompt=is_prompt):
+            return Pending()
+        tier = self.tier
+        if tier is None or not tier.may_have_more or (call.hold == Hold.NOTHING and not is_prompt):
+            return self._find(call)
+        held = self._find(Lookup(call.keys, call.hold, counted=False))
         num_found = sum(length for _, length in held.runs)
         if num_found == len(call.keys):
             if call.counted:
                 self.control.count_lookup(len(call.keys), num_found)
             return held
-        tier.ask(call.keys, partial(self._answer, call, held, later))
+        ask = tier.ask_prompt if is_prompt else tier.ask
+        ask(call.keys, partial(self._answer, call, held, later))
         return Pending()
 
-    def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup_prompt`. Waits for memory as `lookup` does."""
-        if later is not None and self._waits_for_memory(call, self._look_up_prompt, later):
-            return Pending()
-        return self._look_up_prompt(call, later)
+    def _waits_for_memory(self, call: Lookup, later: Later, *, is_prompt: bool) -> bool:
+        """Whether the lookup is answered later because the ranks are about to register some of what it finds."""
+        slots = self.control.out_of_reach(call.keys)
+        if not slots:
+            return False
 
-    def _look_up_prompt(self, call: LookupPrompt, later: Later | None) -> Found | Pending:
-        lookup = Lookup(call.keys, Hold.NOTHING, counted=False)
-        found = self._find(lookup)
-        tier = self.tier
-        if tier is None or later is None or not tier.may_have_more or found.leading == len(call.keys):
-            return found
-        tier.ask_prompt(call.keys, partial(self._answer, lookup, found, later))
-        return Pending()
+        def look_again() -> None:
+            if not self.control.is_lost:
+                later(partial(self._look_up, call, later, is_prompt=is_prompt, has_waited=True))
+
+        tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
+        return self.waits.put(max(slots) + 1, tokens, look_again)
 
     def _answer(self, call: Lookup, before: Found, later: Later) -> None:
         """Answer: the tier has nothing more to fetch. On the attach server's thread."""
