@@ -30,10 +30,8 @@ from kvstow_api.metrics.collector import Collector
 from kvstow_api.metrics.tier import tier_families
 from kvstow_api.requests import HttpCounters
 from kvstow_service import environment
-from kvstow_service.admin.adminhost import make_api_host
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
 from kvstow_service.cli.tables import LISTS
 from kvstow_service.node.attach.clients import REASONS

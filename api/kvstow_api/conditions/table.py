@@ -56,6 +56,7 @@ TABLE = (
     Condition("node_memory", "node", node.find_memory, ("memory",)),
     Condition("populating", "node", node.find_populating, ("pinned",)),
     Condition("memory_wait", "node", node.find_waits),
+    Condition("memory_kept", "node", node.find_kept),
     Condition("keeper", "node", node.find_keeper),
     Condition("orphaned_memory", "node", node.find_orphaned_memory),
     Condition("session_lost", "node", node.find_lost),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
+from fastapi import Body, Header, HTTPException, Path, Query
 from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
@@ -20,11 +20,17 @@ from kvstow_api.directory import Switches
 from kvstow_api.hostreadiness import host_readiness, live_ranks
 from kvstow_api.openapi import changing, reading
 from kvstow_api.poolchoice import choose_pool, find_pool
-from kvstow_api.queries import PoolQuery, ReadinessQuery, SessionsQuery, SwitchQuery, TransfersQuery
+from kvstow_api.queries import (
+    PoolQuery,
+    ReadinessQuery,
+    SessionsQuery,
+    StrictRouter,
+    SwitchQuery,
+    TransfersQuery,
+)
 from kvstow_api.readings import transfers_view
-from kvstow_api.strictroute import StrictRoute
 
-router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1", tags=["engine"])
 
 RankNumber = Annotated[int, Path(ge=0, description="Its number, from 0")]
 Clock = Annotated[

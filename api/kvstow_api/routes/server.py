@@ -17,11 +17,10 @@ from kvstow_api.figures import CurvesView
 from kvstow_api.openapi import Description, changing, reading
 from kvstow_api.page.live import StatusPage
 from kvstow_api.poolchoice import choose_pool, pool_if_any
-from kvstow_api.queries import EventsQuery, PoolQuery
+from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter
 from kvstow_api.streamlimit import LimitedStream
-from kvstow_api.strictroute import StrictRoute
 
-router = APIRouter(tags=["server"], route_class=StrictRoute)
+router = StrictRouter(tags=["server"])
 
 
 # -- for people and for generators of clients ----------------------------------------------------------------------

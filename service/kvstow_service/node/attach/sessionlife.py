@@ -17,6 +17,7 @@ from typing import Literal
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
 
 SessionState = Literal["attached", "lost", "over"]
@@ -123,6 +124,8 @@ class SessionTable:
 
 logger = logging.getLogger("kvstow.attach")
 
+_LINES_A_MINUTE = 60
+
 
 class SessionLife:
     """Used only by the attach server's thread.
@@ -160,6 +163,8 @@ class SessionLife:
         self._trusted: list[tuple[float, int, Member]] = []
         """A heap of the times at which members without a pidfd count as ended."""
         self._num_trusted = 0
+        # A client may attach and leave a thousand times a second.
+        self._begun, self._lost, self._over = (LimitedLog(logger, clock, burst=_LINES_A_MINUTE) for _ in range(3))
 
     @property
     def needs_pidfd(self) -> bool:
@@ -180,7 +185,8 @@ class SessionLife:
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
         self.table.add(session)
         member = self._add_member(session, hello, peer)
-        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
+        text = "session %s: %r on %r attached"
+        self._begun.log(logging.INFO, text, session.session_id, hello.engine, hello.host)
         return member, Welcome(
             session_id=session.session_id,
             service=self._service,
@@ -257,7 +263,8 @@ class SessionLife:
         if session.state != "attached":
             return
         session.state = "lost"
-        logger.log(logging.INFO if expected else logging.WARNING, "session %s ends: %s", session.session_id, reason)
+        level = logging.INFO if expected else logging.WARNING
+        self._lost.log(level, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
                 self._disconnect(member)
@@ -315,7 +322,8 @@ class SessionLife:
         if session.state != "lost" or session.is_awaited:
             return
         self.table.remove(session)
-        logger.info("session %s is over: none of its processes can reach memory", session.session_id)
+        text = "session %s is over: none of its processes can reach memory"
+        self._over.log(logging.INFO, text, session.session_id)
         self._notify_host("session_over", session.session_id)
 
     def _watch(self, member: Member) -> None:
