@@ -68,7 +68,7 @@ def figures_of(server: AttachServer) -> AttachFigures:
     return AttachFigures(
         clients=len(clients),
         strangers=len(clients._strangers),
-        sessions=len(list(server._life.table)),
+        sessions=len(server._life.sessions),
         partial_bytes=clients.partial_bytes,
         accepted=tally.accepted,
         frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(tally.frames).items()}),

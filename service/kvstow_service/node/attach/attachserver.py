@@ -55,83 +55,6 @@ _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 1.0
 
 
-class AttachAcceptor:
-    """Accepts for the attach server's thread, the only thread that uses it. At the limit, a connection that has not
-    said hello makes room for a new one, the oldest first. If all have said hello, the new connection is refused."""
-
-    def __init__(
-        self,
-        epoll: select.epoll,
-        listener: socket.socket,
-        clients: Clients,
-        calls: ClientCalls,
-        tally: AttachTally,
-        scratch: bytearray,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._epoll = epoll
-        self._listener = listener
-        self._clients = clients
-        self._calls = calls
-        self._tally = tally
-        self._scratch = scratch
-        self._clock = clock
-        self.paused_until: float | None = None
-        """Set while the process has no descriptor left."""
-
-    def start(self) -> None:
-        self._listener.setblocking(False)
-        self._epoll.register(self._listener, select.EPOLLIN)
-
-    def is_listener(self, fd: int) -> bool:
-        return fd == self._listener.fileno()
-
-    def resume(self) -> bool:
-        """Listen again if the pause is over. Returns whether it was."""
-        if self.paused_until is None or self._clock() < self.paused_until:
-            return False
-        self.paused_until = None
-        self._epoll.register(self._listener, select.EPOLLIN)
-        return True
-
-    def accept(self) -> None:
-        """Accept some of the waiting connections."""
-        for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
-            try:
-                accepted, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
-                self._pause(error)
-                return
-            self._tally.accepted += 1
-            try:
-                self._admit(accepted)
-            except Exception as error:  # noqa: BLE001 - logged and counted
-                self._tally.fault(error)
-                accepted.close()
-
-    def _pause(self, error: OSError) -> None:
-        self._tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
-        oldest = self._clients.oldest_stranger()
-        if oldest is not None:
-            self._calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
-        self._epoll.unregister(self._listener)
-        self.paused_until = self._clock() + _PAUSE_SECONDS
-
-    def _admit(self, accepted: socket.socket) -> None:
-        oldest = self._clients.oldest_stranger()
-        if oldest is not None and self._clients.is_crowded:
-            self._calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
-        client = self._clients.add(accepted, self._scratch)
-        self._calls.watch(client)
-        if self._clients.is_over_limit:
-            reason = f"the service serves {self._clients.limit} connections already"
-            self._calls.drop(client, "too_many_clients", reason)
-        else:
-            self._calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
-
-
 logger = logging.getLogger("kvstow.attach")
 
 SWITCH_SECONDS = 0.0001
@@ -185,9 +108,10 @@ class AttachServer:
             trust_eof=trust_eof,
             clock=clock,
         )
-        self._acceptor = AttachAcceptor(
-            self._epoll, listener, self._clients, self.calls, self.tally, bytearray(SCRATCH_BYTES), clock
-        )
+        self._listener = listener
+        self._paused_until: float | None = None
+        """Set while nothing is accepted, because the process has no descriptor left."""
+        self._scratch = bytearray(SCRATCH_BYTES)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-attach", daemon=True)
 
@@ -195,7 +119,8 @@ class AttachServer:
 
     def start(self) -> None:
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._acceptor.start()
+        self._listener.setblocking(False)
+        self._epoll.register(self._listener, select.EPOLLIN)
         self._thread.start()
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
@@ -221,7 +146,7 @@ class AttachServer:
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """End a session's connections, and kill its processes if `kill` is set. Returns False if there is no such
         session. What it holds is freed when its processes have ended, and not before."""
-        session = self._life.table.get(session_id)
+        session = self._life.sessions.get(session_id)
         if session is None:
             return False
         self.post(partial(self._detach, session, kill))
@@ -253,13 +178,13 @@ class AttachServer:
 
     def _turn(self) -> None:
         """Handle what has happened. Waits for events if there is nothing else to do."""
-        accepting = self._acceptor.resume()
+        accepting = self._resume()
         ended: list[int] = []
         for fd, mask in self._epoll.poll(self._timeout()):
             client = self._clients.get(fd)
             if client is not None:
                 self.calls.on_event(client, mask)
-            elif self._acceptor.is_listener(fd):
+            elif fd == self._listener.fileno():
                 accepting = True
             elif fd == self._wake:
                 os.eventfd_read(self._wake)
@@ -275,7 +200,7 @@ class AttachServer:
         self._life.expire()
         self._host.expire()
         if accepting:  # last, because a new descriptor may have the number of one that was closed above
-            self._acceptor.accept()
+            self._accept()
 
     def _timeout(self) -> float:
         """Seconds to wait for events."""
@@ -285,7 +210,7 @@ class AttachServer:
             self._clients.next_deadline(),
             self._life.next_deadline(),
             self._host.next_deadline(),
-            self._acceptor.paused_until,
+            self._paused_until,
         )
         now = self._clock()
         left = min((deadline - now for deadline in deadlines if deadline is not None), default=_LONGEST_WAIT_SECONDS)
@@ -298,6 +223,56 @@ class AttachServer:
                 action()
             except Exception as error:  # noqa: BLE001 - logged and counted
                 self.tally.fault(error)
+
+    # -- accepting ------------------------------------------------------------------------------------------
+
+    def _resume(self) -> bool:
+        """Listen again if the pause is over. Returns whether it was."""
+        if self._paused_until is None or self._clock() < self._paused_until:
+            return False
+        self._paused_until = None
+        self._epoll.register(self._listener, select.EPOLLIN)
+        return True
+
+    def _accept(self) -> None:
+        """Accept some of the waiting connections. At the limit, the oldest connection that has sent no hello makes room
+        for a new one. If all have sent theirs, the new connection is refused."""
+        for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
+                self._pause(error)
+                return
+            self.tally.accepted += 1
+            try:
+                self._admit(accepted)
+            except Exception as error:  # noqa: BLE001 - logged and counted
+                self.tally.fault(error)
+                accepted.close()
+
+    def _pause(self, error: OSError) -> None:
+        self.tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
+        oldest = self._clients.oldest_stranger()
+        if oldest is not None:
+            self.calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
+        self._epoll.unregister(self._listener)
+        self._paused_until = self._clock() + _PAUSE_SECONDS
+
+    def _admit(self, accepted: socket.socket) -> None:
+        oldest = self._clients.oldest_stranger()
+        if oldest is not None and self._clients.is_crowded:
+            self.calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
+        client = self._clients.add(accepted, self._scratch)
+        self.calls.watch(client)
+        if self._clients.is_over_limit:
+            reason = f"the service serves {self._clients.limit} connections already"
+            self.calls.drop(client, "too_many_clients", reason)
+        else:
+            self.calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
+
+    # -- ending ---------------------------------------------------------------------------------------------
 
     def _detach(self, session: WireSession, kill: bool) -> None:
         if kill:

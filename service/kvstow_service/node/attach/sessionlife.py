@@ -11,7 +11,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvstow.attach.hello import Hello, Welcome, digest_of
@@ -76,52 +76,6 @@ class WireSession:
         return any(member.is_awaited for member in self.members)
 
 
-class SessionTable:
-    """The sessions that are not over. Used by one thread; any thread may use `get`."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, WireSession] = {}
-        self._by_token: dict[str, WireSession] = {}
-        """By the digest of the token."""
-
-    def __iter__(self) -> Iterator[WireSession]:
-        return iter(list(self._by_id.values()))
-
-    def get(self, session_id: str) -> WireSession | None:
-        return self._by_id.get(session_id)
-
-    def of_token(self, token: str) -> WireSession | None:
-        return self._by_token.get(digest_of(token))
-
-    def new_session(self, hello: Hello, peer: Peer) -> WireSession:
-        """A session that still has to be added with `add`."""
-        return WireSession(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
-
-    def add(self, session: WireSession) -> None:
-        self._by_id[session.session_id] = session
-        self._by_token[session.token_digest] = session
-
-    def remove(self, session: WireSession) -> None:
-        session.state = "over"
-        self._by_id.pop(session.session_id, None)
-        self._by_token.pop(session.token_digest, None)
-
-    def session_to_join(self, hello: Hello, peer: Peer) -> WireSession:
-        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
-        session = self.of_token(hello.token)
-        if session is None or session.state != "attached":
-            raise AttachRefusedError(
-                "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"
-            )
-        if peer.uid != session.uid:
-            raise AttachRefusedError("uid", f"the session belongs to uid {session.uid}, the worker runs as {peer.uid}")
-        if hello.rank >= session.num_ranks:
-            raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
-        if session.member_of(hello.rank) is not None:
-            raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
-        return session
-
-
 logger = logging.getLogger("kvstow.attach")
 
 _LINES_A_MINUTE = 60
@@ -149,7 +103,10 @@ class SessionLife:
     ) -> None:
         """`epoll` watches the pidfds of members: what it reports of them is for `on_pidfd`. `disconnect` closes the
         connection of a member."""
-        self.table = SessionTable()
+        self.sessions: dict[str, WireSession] = {}
+        """Those that are not over, by id. Any thread may look one up."""
+        self._by_token: dict[str, WireSession] = {}
+        """By the digest of the token."""
         self._host = host
         self._epoll, self._disconnect = epoll, disconnect
         self._watched: dict[int, Member] = {}
@@ -181,9 +138,9 @@ class SessionLife:
             )
         if hello.role == "worker":
             return self._join(hello, peer)
-        session = self.table.new_session(hello, peer)
+        session = WireSession(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
-        self.table.add(session)
+        self._add(session)
         member = self._add_member(session, hello, peer)
         text = "session %s: %r on %r attached"
         self._begun.log(logging.INFO, text, session.session_id, hello.engine, hello.host)
@@ -198,10 +155,29 @@ class SessionLife:
         )
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
-        session = self.table.session_to_join(hello, peer)
+        session = self._session_to_join(hello, peer)
         self._host.join_worker(session.session_id, hello, peer)
         member = self._add_member(session, hello, peer)
         return member, Welcome(session_id=session.session_id, service=self._service)
+
+    def _session_to_join(self, hello: Hello, peer: Peer) -> WireSession:
+        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
+        session = self._by_token.get(digest_of(hello.token))
+        if session is None or session.state != "attached":
+            raise AttachRefusedError(
+                "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"
+            )
+        if peer.uid != session.uid:
+            raise AttachRefusedError("uid", f"the session belongs to uid {session.uid}, the worker runs as {peer.uid}")
+        if hello.rank >= session.num_ranks:
+            raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
+        if session.member_of(hello.rank) is not None:
+            raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
+        return session
+
+    def _add(self, session: WireSession) -> None:
+        self.sessions[session.session_id] = session
+        self._by_token[session.token_digest] = session
 
     def _add_member(self, session: WireSession, hello: Hello, peer: Peer) -> Member:
         member = Member(session, hello, peer)
@@ -221,7 +197,7 @@ class SessionLife:
             self._settle(token, hello, peer)
 
     def _settle(self, token: str, hello: Hello, peer: Peer) -> None:
-        session = self.table.of_token(token)
+        session = self._by_token.get(digest_of(token))
         if session is None or session.state != "lost":
             return
         for member in session.members:
@@ -240,7 +216,7 @@ class SessionLife:
         already knows it. Owns the peers. Call it before any client can name the session."""
         session = WireSession(session_id, "", *workers[0], token_digest=token_digest)
         session.state = "lost"
-        self.table.add(session)
+        self._add(session)
         for hello, peer in workers:
             member = Member(session, hello, peer)
             member.is_connected, member.has_memory = False, True
@@ -309,7 +285,7 @@ class SessionLife:
 
     def close(self) -> None:
         """Stop watching. Makes no call to the host."""
-        for session in self.table:
+        for session in self.sessions.values():
             for member in session.members:
                 self._forget(member)
 
@@ -321,7 +297,9 @@ class SessionLife:
     def _end_if_over(self, session: WireSession) -> None:
         if session.state != "lost" or session.is_awaited:
             return
-        self.table.remove(session)
+        session.state = "over"
+        self.sessions.pop(session.session_id, None)
+        self._by_token.pop(session.token_digest, None)
         text = "session %s is over: none of its processes can reach memory"
         self._over.log(logging.INFO, text, session.session_id)
         self._notify_host("session_over", session.session_id)
@@ -341,7 +319,9 @@ class SessionLife:
 
     def _awaited(self) -> int:
         """Processes of lost sessions that may still reach memory."""
-        return sum(member.is_awaited for found in self.table if found.state == "lost" for member in found.members)
+        return sum(
+            member.is_awaited for found in self.sessions.values() if found.state == "lost" for member in found.members
+        )
 
     def _notify_host(self, event: str, *values: object) -> None:
         """Call the host. If the call fails, what the session holds stays held, and other sessions continue."""

@@ -265,14 +265,6 @@ class MemoryHolder:
             has_pidfd=peer.pidfd is not None,
         )
 
-    def granted(self, rank: int, grants: Sequence[ExtentGrant]) -> None:
-        """The extents were sent to the worker."""
-        self.ranks[rank].granted(grants)
-
-    def revoked(self, rank: int, extent_ids: Sequence[int]) -> None:
-        """The worker was asked to release these extents."""
-        self.ranks[rank].revoked(extent_ids)
-
     def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
         self.ranks[rank].registered(extents)
         self._update_control(rank)

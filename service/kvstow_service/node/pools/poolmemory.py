@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvstow.attach.channel import close_fds
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
@@ -229,7 +230,7 @@ class PoolMemory:
             for extent in extents:
                 fds.append(extent.open_for_client())
             # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
-            self._post(lambda: session.granted(worker.rank, grants))
+            self._post(partial(session.ranks[worker.rank].granted, grants))
             session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
         except OSError as error:
             for grant in grants:
@@ -275,7 +276,7 @@ class PoolMemory:
             extent = worker.rows.pop(number, None)
             if extent is not None:
                 session, rank = worker.session, worker.rank
-                self._post(lambda session=session, rank=rank, extent=extent: session.revoked(rank, (extent,)))  # type: ignore[misc]
+                self._post(partial(session.ranks[rank].revoked, (extent,)))
                 session.link.push(RevokedExtents((extent,)), rank=rank)
 
     def revoke_all(self) -> None:

@@ -91,7 +91,7 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
         ("hashes are not reproducible",),
     )
     assert len(welcome.token) >= 20
-    (session,) = node.server._life.table
+    (session,) = node.server._life.sessions.values()
     assert (session.session_id, session.state, session.hello.engine) == (welcome.session_id, "attached", "test")
 
 
@@ -152,7 +152,7 @@ def test_workers_report_and_get_memory(node: Node) -> None:
     worker.tell(ReleasedExtents((5,)))
     node.wait_for_event("released")
     assert node.host.registered == [(1, (ExtentSlots(5, 2),))]
-    (session,) = node.server._life.table
+    (session,) = node.server._life.sessions.values()
     assert [(member.rank, member.hello.device, member.has_memory) for member in session.members] == [
         (None, "", False),
         (1, "cuda:1", True),

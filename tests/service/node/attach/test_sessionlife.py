@@ -88,7 +88,7 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     node.wait_for_event("lost")
     quiet(node)
     assert ends(node) == ["lost"]
-    (session,) = node.server._life.table
+    (session,) = node.server._life.sessions.values()
     assert session.state == "lost"
     assert not any(member.is_connected for member in session.members)
     processes[0].die()  # the scheduler half has mapped nothing: its end decides nothing
@@ -99,7 +99,7 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     processes[2].die()
     node.wait_for_event("over")
     assert ends(node) == ["lost", 0, 1, "over"]
-    assert not list(node.server._life.table)
+    assert not node.server._life.sessions
 
 
 @pytest.mark.parametrize("dying", [0, 1, 2])
@@ -269,7 +269,7 @@ def test_the_same_process_may_say_later_that_its_copies_have_ended(node: Node, e
 
 
 def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: Engine) -> None:
-    (session,) = node.server._life.table
+    (session,) = node.server._life.sessions.values()
     assert not node.server.detach("unknown")
     assert node.server.detach(session.session_id)
     node.wait_for_event("lost")
@@ -387,7 +387,7 @@ def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: s
     with worker:
         assert worker.stdout is not None
         assert json.loads(worker.stdout.readline()) == 0
-        (session,) = node.server._life.table
+        (session,) = node.server._life.sessions.values()
         assert session.members[1].peer.pid == worker.pid
         assert node.server.detach(session.session_id, kill=True)
         node.wait_for_event("over")
