@@ -32,7 +32,7 @@ P = ParamSpec("P")
 logger = logging.getLogger("kvstow.node")
 
 
-class Wait(NamedTuple):
+class PoolWait(NamedTuple):
     """A pool waits for memory that the processes of a session can still reach. `since`: in seconds of the monotonic
     clock."""
 
@@ -55,7 +55,7 @@ class MemoryFigures(NamedTuple):
     have given back. `notices` say why else memory that pools should get or give back must wait, and `failures` why
     workers lack memory of their pools; both are sentences."""
 
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[PoolWait, ...] = ()
     kept: tuple[Kept, ...] = ()
     notices: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
@@ -304,7 +304,7 @@ class PoolMemories:
             return self._since.setdefault(what, before.get(what, now))
 
         self.figures = MemoryFigures(
-            tuple(Wait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
+            tuple(PoolWait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
             tuple(Kept(sessions, num_bytes, since(sessions)) for sessions, num_bytes in self._kept().items()),
             notices,
             tuple(failures),
