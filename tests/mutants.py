@@ -384,7 +384,7 @@ MUTANTS = [
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
     Mutant(
-        "a_worker_lets_go_of_what_it_was_not_asked_for",
+        "a_worker_releases_what_was_not_revoked",
         RANK_MEMORY,
         "            if not self._find(extent_id).revoked:\n",
         "            if self._find(extent_id) is None:\n",
@@ -416,7 +416,7 @@ MUTANTS = [
         "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
-        "a_worker_without_memory_is_told_nothing",
+        "a_worker_without_memory_gets_no_message",
         "service/kvstow_service/node/pools/poolmemory.py",
         "        self.has_all = not session.control.is_engine\n",
         "        self.has_all = True\n",
