@@ -24,9 +24,8 @@ from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
 from kvstow.keys import BlockKey
 from kvstow.results import Awaited, Given, Lease
 from kvstow.testing.memorystore import MemoryStore
-from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.store import MemoryRange, TierStore
+from kvstow.tier.store import MemoryRange, TierStore, names_of_rank
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstow.tier.breaker import BreakerState
-from kvstow.tier.tierstatus import TierCounters, TierState
+from kvstow.tier.tierstatus import BreakerState, TierCounters, TierState
 from kvstow_api.hostedtier import HostedTier
 
 

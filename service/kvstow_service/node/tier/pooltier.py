@@ -28,7 +28,6 @@ from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import TierSession
 from kvstow.errors import CopyError, TierUnavailableError
 from kvstow.messages import TierCompletion, TierOp
-from kvstow.tier.objectname import ObjectName, names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.rate import TransferRate
 from kvstow.tier.store import (
@@ -37,9 +36,11 @@ from kvstow.tier.store import (
     GetStatus,
     LookupClient,
     MemoryRange,
+    ObjectName,
     PutStatus,
     SlotObject,
     TransferClient,
+    names_of_rank,
 )
 from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
