@@ -17,7 +17,7 @@ from kvstow_service.cli.replayoptions import (
     shape_of,
 )
 from kvstow_service.cli.replayruns import run_attached, run_here
-from kvstow_service.replay.shapes import SHAPES
+from kvstow_service.replay.trace import SHAPES
 
 if TYPE_CHECKING:
     from kvstow_service.replay.launcher import AttachedResult
@@ -97,8 +97,7 @@ def replay(
     """
     from kvstow.config import EngineConfig
     from kvstow_service.replay.driver import blocks_needed
-    from kvstow_service.replay.pace import ReplayOptions
-    from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+    from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, read_trace
 
     result: ReplayResult | AttachedResult
     try:

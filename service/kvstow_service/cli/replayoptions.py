@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_service.replay.shapes import Shape, even_shape, shape_named
+from kvstow_service.replay.trace import Shape, even_shape, shape_named
 
 _SLOT_SIZE = "256KiB"
 

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.shapes import Shape
+from kvstow_service.replay.trace import Shape
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvstow.config import EngineConfig
     from kvstow_service.replay.launcher import AttachedResult
-    from kvstow_service.replay.pace import ReplayOptions
+    from kvstow_service.replay.ranks import ReplaySession
     from kvstow_service.replay.result import ReplayResult
-    from kvstow_service.replay.session import Session
-    from kvstow_service.replay.trace import TraceRequest
+    from kvstow_service.replay.trace import ReplayOptions, TraceRequest
 
 
 def run_here(
@@ -36,12 +35,11 @@ def run_here(
     """`shape`: None replays the control plane alone. `port`: None for no admin server."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
-    from kvstow_service.replay.replayadmin import replay_admin
-    from kvstow_service.replay.session import local_session, simulated_session
+    from kvstow_service.replay.ranks import local_session, replay_admin, simulated_session
 
     with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
-        session: AbstractContextManager[Session]
+        session: AbstractContextManager[ReplaySession]
         if shape is None:
             session = simulated_session(config)
         else:
@@ -80,8 +78,7 @@ def run_attached(
     options: ReplayOptions,
 ) -> AttachedResult:
     from kvstow_service.replay.driver import check_fits
-    from kvstow_service.replay.enginepipe import EngineSpec
-    from kvstow_service.replay.launcher import Launcher
+    from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
 
     check_fits(requests, blocks)
     specs = [
@@ -90,7 +87,7 @@ def run_attached(
     ]
     with StopRequests() as stops, _progress() as progress:
         replayed = progress.add_task("replaying", total=len(requests) * engines)
-        launcher = Launcher(
+        launcher = EngineLauncher(
             specs,
             on_request=lambda count: progress.update(replayed, completed=count),
             log=lambda line: click.echo(f"kvstow replay: {line}", err=True),

@@ -32,7 +32,7 @@ def trace() -> None:
 @click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
 def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
     """Generate multi-turn conversations with shared system prompts, as JSON lines."""
-    from kvstow_service.replay.generate import TraceShape, generate_trace
+    from kvstow_service.replay.trace import TraceShape, generate_trace
 
     with reporting_failures():
         shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
