@@ -1,14 +1,16 @@
-"""Samples the pools once a second: counters for figures and curves, changes of state for the journal."""
+"""Samples the pools once a second: counters for figures and curves, changes of state for the journal. The counters of
+ranks go on when engines come and go."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from kvstow.status import HostedSession, RankStatus, SessionState
+from kvstow.status import RankStatus, SessionState, SessionStatus
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.figures import (
     CURVE_INTERVAL,
@@ -17,16 +19,86 @@ from kvstow_api.figures import (
     CurvesView,
     NowView,
     Sample,
-    SessionNowView,
     SessionSample,
     curves_of,
     now_of,
     sample_session,
-    session_now_of,
+    session_now,
 )
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.journal import Journal
-from kvstow_api.rankcounters import RankCounters
+
+_BOOTS = 1024  # of a pool that are remembered
+
+
+class CountedRank(NamedTuple):
+    """What the ranks of one number have counted, in all engines of a pool."""
+
+    load_busy_seconds: float = 0.0
+    store_busy_seconds: float = 0.0
+    pin_failures: Mapping[str, int] = {}
+
+    @classmethod
+    def of(cls, rank: RankStatus) -> CountedRank:
+        return cls(rank.load_busy_seconds, rank.store_busy_seconds, dict(rank.pin_failures))
+
+    def grown(self, before: CountedRank, now: CountedRank) -> CountedRank:
+        """With what one of the ranks has counted since `before`."""
+        failures = dict(self.pin_failures)
+        for reason, count in now.pin_failures.items():
+            failures[reason] = failures.get(reason, 0) + max(0, count - before.pin_failures.get(reason, 0))
+        return CountedRank(
+            self.load_busy_seconds + max(0.0, now.load_busy_seconds - before.load_busy_seconds),
+            self.store_busy_seconds + max(0.0, now.store_busy_seconds - before.store_busy_seconds),
+            failures,
+        )
+
+
+class RankCounters:
+    """Sums of what ranks count, by pool and number of the rank. They never shrink while the pool lives: a rank counts
+    from zero when it restarts, but its former boot stays in the sum.
+
+    An engine that attaches again comes with the boots and counters that it had, which are not added twice. What a rank
+    copies before the first `note` of it, or counts between the last one and its end, is missing. Used on the event
+    loop. O(ranks).
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _PoolCounters] = {}
+
+    def note(self, pools: Sequence[HostedPool], sessions: Iterable[SessionStatus]) -> None:
+        """Add what the ranks have counted since the last call. Pools that are gone are forgotten."""
+        ids = {pool.name: pool.facade.engine_id for pool in pools}
+        self._pools = {one: self._pools.get(one) or _PoolCounters() for one in ids.values()}
+        for session in sessions:
+            if session.pool in ids:
+                for rank in session.ranks:
+                    self._pools[ids[session.pool]].note(rank)
+
+    def of_pool(self, pool: HostedPool) -> list[CountedRank]:
+        """By number of the rank."""
+        counters = self._pools.get(pool.facade.engine_id) or _PoolCounters()
+        return [counters.sums.get(rank, CountedRank()) for rank in range(pool.facade.config.num_ranks)]
+
+
+class _PoolCounters:
+    def __init__(self) -> None:
+        self.sums: dict[int, CountedRank] = {}
+        self._boots: OrderedDict[tuple[int, str], CountedRank] = OrderedDict()
+        """What each boot of a rank had counted, the one that was seen last at the end."""
+
+    def note(self, rank: RankStatus) -> None:
+        if rank.boot_id is None:
+            return
+        name, now = (rank.rank, rank.boot_id), CountedRank.of(rank)
+        # A rank that was there before this server comes with what it has copied in its whole life.
+        before = self._boots.get(name) or now._replace(pin_failures={})
+        self.sums[rank.rank] = self.sums.get(rank.rank, CountedRank()).grown(before, now)
+        self._boots[name] = now
+        self._boots.move_to_end(name)
+        while len(self._boots) > _BOOTS:
+            self._boots.popitem(last=False)
+
 
 logger = logging.getLogger("kvstow.api")
 
@@ -96,9 +168,10 @@ class Sampler:
         now, before = self._directory.rejected, self._rejected[0] if self._rejected else {}
         return {reason: count - before.get(reason, 0) for reason, count in now.items()}
 
-    def now_of_session(self, session_id: str) -> SessionNowView:
-        samples = self._sessions.get(session_id)
-        return session_now_of(() if samples is None else samples.recent)
+    def now_of_session(self, session: SessionStatus) -> SessionStatus:
+        """With the rates of the last seconds."""
+        samples = self._sessions.get(session.id)
+        return session_now(session, () if samples is None else samples.recent)
 
     def tick(self) -> None:
         """Take a sample of each pool and each session. The curves have every fifth one, beginning with the first. They
@@ -121,9 +194,9 @@ class Sampler:
         noted, self._ranks = self._ranks, {}
         left, self._sessions = self._sessions, {}
         for session in sessions:
-            self._sample_session(session, left.pop(session.session_id, None))
-            if session.status.state != "lost":
-                for rank in session.status.ranks:
+            self._sample_session(session, left.pop(session.id, None))
+            if session.state != "lost":
+                for rank in session.ranks:
                     self._note_changes(session, rank, noted)
         for ended in left.values():
             self._note_session(ended.session, "over", "none of its processes can reach the memory")
@@ -133,35 +206,35 @@ class Sampler:
         tier = self._directory.tier
         before, self._tiers = self._tiers, {}
         for one in () if tier is None else tier.tiers():
-            name, status = (one.pool, one.namespace), one.status
-            self._tiers[name] = status.state
-            if before.pop(name, None) != status.state:
-                self._note_tier(*name, status.store, status.state, status.reason)
+            name = one.pool, one.namespace
+            self._tiers[name] = one.state
+            if before.pop(name, None) != one.state:
+                self._note_tier(*name, one.store, one.state, one.reason)
         for pool, namespace in before:
             self._note_tier(pool, namespace, None, "over", "no engine can use the namespace any more")
 
     def _note_tier(self, pool: str, namespace: str, store: str | None, state: str, reason: str) -> None:
         self._journal.add("tier", pool=pool, namespace=namespace, store=store, state=state, reason=reason)
 
-    def _sample_session(self, session: HostedSession, samples: _SessionSamples | None) -> None:
-        state = session.status.state
+    def _sample_session(self, session: SessionStatus, samples: _SessionSamples | None) -> None:
+        state = session.state
         if samples is None:
             samples = _SessionSamples(session)
         if state != samples.state:
             self._note_session(session, state, _STATES[state])
         samples.session, samples.state = session, state
-        sample = sample_session(session.status.ranks, time.monotonic())
+        sample = sample_session(session.ranks, time.monotonic())
         if sample is not None:
             samples.recent.append(sample)
-        self._sessions[session.session_id] = samples
+        self._sessions[session.id] = samples
 
-    def _note_session(self, session: HostedSession, state: str, reason: str) -> None:
-        name = f"session {session.session_id} ({session.engine}, pool {session.pool})"
+    def _note_session(self, session: SessionStatus, state: str, reason: str) -> None:
+        name = f"session {session.id} ({session.engine}, pool {session.pool})"
         logger.info("%s is %s: %s", name, state, reason)
         self._journal.add(
             "session",
             pool=session.pool,
-            session=session.session_id,
+            session=session.id,
             engine=session.engine,
             model=session.model,
             state=state,
@@ -185,11 +258,11 @@ class Sampler:
 
     def _note_changes(
         self,
-        session: HostedSession,
+        session: SessionStatus,
         rank: RankStatus,
         noted: dict[tuple[str, int], tuple[str, str | None, str | None]],
     ) -> None:
-        name, now = (session.session_id, rank.rank), (rank.state, rank.boot_id, rank.error)
+        name, now = (session.id, rank.rank), (rank.state, rank.boot_id, rank.error)
         before = noted.get(name)
         if before is not None and before[1:] == now[1:] and self._is_growth(before[0], rank.state):
             self._ranks[name] = before
@@ -199,7 +272,7 @@ class Sampler:
             self._journal.add(
                 "rank",
                 pool=session.pool,
-                session=session.session_id,
+                session=session.id,
                 rank=rank.rank,
                 state=rank.state,
                 boot_id=rank.boot_id,
@@ -226,7 +299,7 @@ class Sampler:
 class _SessionSamples:
     """The last samples of a session, and its last state that was noted."""
 
-    def __init__(self, session: HostedSession) -> None:
+    def __init__(self, session: SessionStatus) -> None:
         self.session = session
         self.state: SessionState | None = None
         self.recent: deque[SessionSample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)

@@ -27,10 +27,9 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import MlockRegistrar
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
-from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.adminhost import AdminOptions
+from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.replay.kv import HostKV, KVCache, LocalKV, NoKV, RankKV
 from kvstow_service.replay.trace import Shape, even_shape
 
