@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvstow_api.client.decoding import decode
+from kvstow_api.client.client import decode
 from kvstow_api.figures import NowView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.poolrows import pool_row

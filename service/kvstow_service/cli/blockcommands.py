@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,14 @@ from kvstow_api.numberformat import counted
 from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, evicted, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
+from kvstow_service.cli.following import follow, no_wait_flag, started
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
     from kvstow.status import ProtectionResult
-    from kvstow_api.client import Call, Client
+    from kvstow_api.client import Client, Route
     from kvstow_api.views.operations import OperationView
     from kvstow_api.views.pools import RemovedView
 
@@ -50,12 +50,11 @@ def evict(
 
     Leased and protected blocks stay. Give one of --slots, --size and --idle.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if sum(given is not None for given in (slots, size, idle)) != 1:
         raise click.UsageError("give one of --slots, --size and --idle")
-    make = partial(calls.evict, slots=slots, num_bytes=size, idle_seconds=idle)
-    _remove(connection, make, style, pool, **flags)
+    _remove(connection, routes.evict, {"slots": slots, "bytes": size, "idle_seconds": idle}, style, pool, **flags)
 
 
 @click.command()
@@ -89,21 +88,20 @@ def purge(
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Give one kind of selector.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     chosen: dict[str, Any] = {
-        "everything": everything or None,
+        "all": everything or None,
         "keys": _keys(keys) or None,
         "key_prefixes": list(key_prefixes) or None,
         "idle_seconds": idle,
         "age_seconds": age,
         "slots": slots,
-        "num_bytes": size,
+        "bytes": size,
     }
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if len(given) != 1:
+    if sum(value is not None for value in chosen.values()) != 1:
         raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots and --size")
-    _remove(connection, partial(calls.purge, **given), style, pool, **flags)
+    _remove(connection, routes.purge, chosen, style, pool, **flags)
 
 
 @click.command()
@@ -121,7 +119,7 @@ def protect(
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
     protection. Exit code 4 if none of the keys is in the pool.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     wanted = _keys(keys)
     with connection.client() as client:
@@ -136,7 +134,8 @@ def protect(
         if dry_run:
             emit(plan, style, partial(_changed, "would protect"))
         else:
-            emit(client.send(calls.protect(wanted, ttl_seconds=ttl, pool=pool)), style, partial(_changed, "protected"))
+            view = client.call(routes.protect, {"keys": wanted, "ttl_seconds": ttl}, pool=pool)
+            emit(view, style, partial(_changed, "protected"))
 
 
 @click.command()
@@ -160,7 +159,7 @@ def unprotect(
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if bool(keys) == everything:
         raise click.UsageError("give keys, or --all")
@@ -174,12 +173,14 @@ def unprotect(
         if plan is not None:  # blocks named by their keys can be protected again
             words = f"unprotect {counted(plan.changed, 'block')}"
             confirm(Effect(words, lost_protections=plan.changed), connection, yes)
-        emit(client.send(calls.unprotect(wanted, pool=pool)), style, partial(_changed, "unprotected"))
+        body = {"all": True} if wanted is None else {"keys": wanted}
+        emit(client.call(routes.unprotect, body, pool=pool), style, partial(_changed, "unprotected"))
 
 
 def _remove(
     connection: Connection,
-    make: Callable[..., Call[RemovedView | OperationView]],
+    route: Route[RemovedView | OperationView],
+    chosen: dict[str, Any],
     style: Format,
     pool: str | None,
     *,
@@ -187,19 +188,19 @@ def _remove(
     yes: bool,
     no_wait: bool,
 ) -> None:
-    """`make` takes `dry_run`, `wait` and `pool`, and selects the blocks."""
+    """`chosen` selects the blocks."""
     with connection.client() as client:
-        make = partial(make, pool=chosen_pool(client, pool))
+        pool = chosen_pool(client, pool)
         effect = Effect("remove blocks", lost_blocks=None)
         if dry_run or not yes:
-            planned = follow(client, make(dry_run=True, wait=server_wait()))
+            planned = follow(client, route, {**chosen, "dry_run": True}, pool=pool)
             if dry_run:
                 emit(planned, style, _removed)
                 return
             plan = _result(planned)
             effect = Effect(f"remove {evicted(plan)}", lost_blocks=plan.evicted_slots)
         confirm(effect, connection, yes)
-        answer = follow(client, make(wait=server_wait(no_wait)), no_wait=no_wait)
+        answer = follow(client, route, chosen, pool=pool, no_wait=no_wait)
         emit(answer, style, _removed)
 
 
@@ -223,19 +224,20 @@ def _keys(arguments: Sequence[str]) -> list[str]:
 def _presence(client: Client, keys: Sequence[str], pool: str) -> ProtectionResult:
     """How many of the keys are in the pool."""
     from kvstow.status import ProtectionResult
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
-    present = [is_there for part in parts for is_there in client.send(calls.lookup(part, pool=pool)).present]
+    answers = [client.call(routes.lookup, {"keys": part}, pool=pool) for part in parts]
+    present = [is_there for answer in answers for is_there in answer.present]
     return ProtectionResult(changed=present.count(True), missing=present.count(False))
 
 
 def _protected(client: Client, pool: str) -> ProtectionResult:
     """How many blocks are protected."""
     from kvstow.status import ProtectionResult
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    return ProtectionResult(changed=client.send(calls.pool(pool)).slots.protected, missing=0)
+    return ProtectionResult(changed=client.call(routes.get_pool, pool=pool).slots.protected, missing=0)
 
 
 def _changed(verb: str, view: ProtectionResult) -> str:

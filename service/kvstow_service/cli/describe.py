@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, pairs, table
 from kvstow_service.cli.poolflag import chosen_pool, find_session, pool_flag
+
+if TYPE_CHECKING:
+    from kvstow_api.client import Client, Route
 
 
 @click.group()
@@ -31,16 +34,16 @@ def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @_noun("server")
 def server(connection: Connection, style: Format) -> None:
     """The server: version, settings, readiness, ranks, operations."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     _show(
         connection,
         style,
-        server=calls.info(),
-        readiness=calls.readiness(),
-        drain=calls.drain_status(),
-        bypass=calls.bypass_status(),
-        running_operations=calls.operations(state="running"),
+        server=_asking(routes.get_info),
+        readiness=_asking(routes.get_readiness),
+        drain=_asking(routes.get_drain),
+        bypass=_asking(routes.get_bypass),
+        running_operations=_asking(routes.list_operations, state="running"),
     )
 
 
@@ -49,21 +52,21 @@ def server(connection: Connection, style: Format) -> None:
 @pool_flag
 def stats(connection: Connection, style: Format, section: tuple[Any, ...], pool: str | None) -> None:
     """Counters of a pool since it was made."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    _show(connection, style, stats=calls.stats(*section, pool=pool))
+    _show(connection, style, stats=_asking(routes.get_stats, section=section, pool=pool))
 
 
 @_noun("pool")
 @click.argument("name", required=False)
 def pool(connection: Connection, style: Format, name: str | None) -> None:
     """A pool: its slots by state, and counters of its blocks. NAME is needed only where there are several."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         name = chosen_pool(client, name)
-    counters = calls.stats("stores", "evictions", "lookups", pool=name)
-    _show(connection, style, pool=calls.pool(name), blocks=counters)
+    counters = _asking(routes.get_stats, section=("stores", "evictions", "lookups"), pool=name)
+    _show(connection, style, pool=_asking(routes.get_pool, pool=name), blocks=counters)
 
 
 @_noun("session")
@@ -80,10 +83,10 @@ def session(connection: Connection, style: Format, session_id: str) -> None:
 @click.argument("name")
 def namespace(connection: Connection, style: Format, name: str) -> None:
     """A namespace of a pool: model, weights, and which engines share its blocks."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        found = [one for one in client.send(calls.namespaces()).items if one.name == name]
+        found = [one for one in client.call(routes.list_namespaces).items if one.name == name]
     if not found:
         raise CommandError(f"there is no namespace {name!r}", "`kvstow get namespaces` lists them", ExitCode.NOT_FOUND)
     emit(found if len(found) > 1 else found[0], style, lambda _: "\n\n".join(map(details, found)))
@@ -95,9 +98,9 @@ def namespace(connection: Connection, style: Format, name: str) -> None:
 @pool_flag
 def rank(connection: Connection, style: Format, number: int, session: str | None, pool: str | None) -> None:
     """A rank as it last reported."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    _show(connection, style, rank=calls.rank(number, pool=pool, session=session))
+    _show(connection, style, rank=_asking(routes.get_rank, rank=number, pool=pool, session=session))
 
 
 @_noun("block")
@@ -105,26 +108,30 @@ def rank(connection: Connection, style: Format, number: int, session: str | None
 @pool_flag
 def block(connection: Connection, style: Format, key: str, pool: str | None) -> None:
     """A block in a pool."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-    _show(connection, style, block=calls.block(key, pool=pool))
+    _show(connection, style, block=_asking(routes.get_block, pool=pool, key=key))
 
 
 @_noun("operation")
 @click.argument("operation_id", metavar="ID")
 def operation(connection: Connection, style: Format, operation_id: str) -> None:
     """A long-running operation."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    _show(connection, style, operation=calls.operation(operation_id))
+    _show(connection, style, operation=_asking(routes.get_operation, operation_id=operation_id))
 
 
-def _show(connection: Connection, style: Format, **sections: Any) -> None:
+def _asking(route: Route[Any], **given: Any) -> Callable[[Client], Any]:
+    return lambda client: client.call(route, **given)
+
+
+def _show(connection: Connection, style: Format, **sections: Callable[[Client], Any]) -> None:
     """Prints nothing unless every section could be read."""
     with connection.client() as client:
-        views = {title: client.send(call) for title, call in sections.items()}
+        views = {title: ask(client) for title, ask in sections.items()}
     (first, *more) = views.values()
     emit(views if more else first, style, lambda _: "\n\n".join(_section(*each) for each in views.items()))
 

@@ -24,10 +24,10 @@ def doctor(connection: Connection, style: Format) -> None:
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        view = client.send(calls.doctor())
+        view = client.call(routes.get_doctor)
     emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
     click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
 

@@ -16,7 +16,6 @@ from kvstow_service.cli.output import Format, text_of, wide_format_flag
 from kvstow_service.cli.poolflag import pool_flag
 
 if TYPE_CHECKING:
-    from kvstow_api.client.eventstream import Subscription
     from kvstow_api.views.events import EventView
 
 _RETRY_SECONDS = 1.0
@@ -40,9 +39,7 @@ def events(
     --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
-    from kvstow_api.client.eventstream import Subscription
-
-    stream = _stream(connection, Subscription(types, recent=recent, pool=pool))
+    stream = _stream(connection, types, recent, pool)
     try:
         for event in islice(stream, limit):
             click.echo(_line(event, style))
@@ -50,19 +47,16 @@ def events(
         click.get_current_context().exit()
 
 
-def _stream(connection: Connection, subscription: Subscription) -> Iterator[EventView]:
+def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: str | None) -> Iterator[EventView]:
     """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
-    from dataclasses import replace
-
     from kvstow_api.client import ApiError
 
-    seen = False
+    seen, after = False, None
     with connection.client() as client:
         while True:
             try:
-                for event in client.events(subscription):
-                    seen = True
-                    subscription = replace(subscription, after=event.id or subscription.after, recent=0)
+                for event in client.events(types, after=after, recent=recent, pool=pool):
+                    seen, after, recent = True, event.id or after, 0
                     yield event
             except ApiError as error:
                 if error.problem is not None or not seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,7 +13,7 @@ from kvstow_service.cli.failures import CommandError
 from kvstow_service.cli.output import Format, emit, format_flag, table
 
 if TYPE_CHECKING:
-    from kvstow_api.client import Call, Client
+    from kvstow_api.client import Client, Route
     from kvstow_api.views.operations import OperationView
 
 V = TypeVar("V")
@@ -28,14 +29,24 @@ def server_wait(no_wait: bool = False) -> float | None:
     return 0.25 if sys.stderr.isatty() else 10.0
 
 
-def follow(client: Client, call: Call[V | OperationView], *, no_wait: bool = False) -> V | OperationView:
-    """Send `call`, whose answer may be an operation, and wait for that to end unless `no_wait`.
+def follow(
+    client: Client,
+    route: Route[V | OperationView],
+    body: Mapping[str, Any],
+    *,
+    pool: str,
+    if_match: str | None = None,
+    no_wait: bool = False,
+) -> V | OperationView:
+    """Make a request whose answer may be an operation, and wait for that to end unless `no_wait`. `if_match`: an ETag
+    of the settings.
 
     Returns the answer or the operation. Raises `CommandError` if the operation failed or was cancelled.
     """
     from kvstow_api.views.operations import OperationView
 
-    answer = client.send(call)
+    headers = None if if_match is None else {"If-Match": if_match}
+    answer = client.call(route, body, headers=headers, pool=pool, wait=server_wait(no_wait))
     if not isinstance(answer, OperationView) or no_wait:
         return answer
     ended = _until_ended(client, answer)
@@ -52,7 +63,7 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -60,7 +71,7 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
         bar = bars.add_task(operation.kind, total=None)
         try:
             while operation.state == "running":
-                operation = client.send(calls.operation(operation.id, wait=server_wait()))
+                operation = client.call(routes.get_operation, operation_id=operation.id, wait=server_wait())
                 waiting = " (waiting for transfers)" if operation.waiting else ""
                 done, total = operation.progress.done, operation.progress.total
                 bars.update(bar, description=operation.kind + waiting, completed=done, total=total or None)
@@ -81,9 +92,9 @@ def started(operation: Any) -> str:
 @remote
 def cancel(connection: Connection, operation_id: str, style: Format) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_service.cli.tables import OPERATIONS
 
     with connection.client() as client:
-        view = client.send(calls.cancel(operation_id))
+        view = client.call(routes.cancel_operation, operation_id=operation_id)
     emit(view, style, lambda view: table([view], OPERATIONS))

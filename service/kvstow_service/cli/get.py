@@ -19,14 +19,14 @@ from kvstow_service.cli.poolflag import chosen_pool
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
-    from kvstow_api.client import Client
+    from kvstow_api.client import Client, Route
 
 _PAGE = 1000
 
 
 class _Noun(NamedTuple):
-    """One list: its options are those of the client's call of the same name. `described`: the noun of `kvstow describe`
-    that shows one item."""
+    """One list: its options are query parameters of the route `list_NAME`, or of `route`. `described`: the noun of
+    `kvstow describe` that shows one item."""
 
     name: str
     singular: str
@@ -35,6 +35,7 @@ class _Noun(NamedTuple):
     described: bool = True
     in_pool: bool = False
     """The list is below a pool: without --pool, below the only one."""
+    route: str = ""
 
 
 _LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
@@ -72,8 +73,14 @@ _NOUNS = (
             _LIMIT,
         ),
     ),
-    _Noun("tiers", "tier", "The fleet tier of each pool: state, rates, queue, what it saves.", described=False),
-    _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False),
+    _Noun(
+        "tiers",
+        "tier",
+        "The fleet tier of each pool: state, rates, queue, what it saves.",
+        described=False,
+        route="get_tier",
+    ),
+    _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False, route="get_log_levels"),
 )
 _ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name for noun in _NOUNS}}
 
@@ -151,25 +158,23 @@ def _note(view: Any, options: dict[str, Any]) -> str:
 
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
     """The list; of one that has pages, as many as `limit` items take."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    if noun.name == "tiers":
-        return client.send(calls.tier())
-    call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
+    route: Route[Any] = getattr(routes, noun.route or f"list_{noun.name}")
     if noun.in_pool:
         chosen["pool"] = chosen_pool(client, chosen["pool"])
     if limit is None:
-        view: Any = client.send(call(**chosen))
+        view: Any = client.call(route, **chosen)
         return view
-    pages = list(_pages(client, partial(call, **chosen), limit))
+    pages = list(_pages(partial(client.call, route, **chosen), limit))
     whole: Any = replace(pages[-1], items=[item for page in pages for item in page.items])
     return whole
 
 
-def _pages(client: Client, call: Callable[..., Any], limit: int) -> Iterator[Any]:
+def _pages(call: Callable[..., Any], limit: int) -> Iterator[Any]:
     token, left = None, limit
     while True:
-        page: Any = client.send(call(page_size=min(left, _PAGE), page_token=token))
+        page: Any = call(page_size=min(left, _PAGE), page_token=token)
         yield page
         token, left = page.next_page_token, left - len(page.items)
         if token is None or left <= 0:

@@ -14,12 +14,13 @@ from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, evict
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.describe import details
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
+from kvstow_service.cli.following import follow, no_wait_flag, started
 from kvstow_service.cli.output import Format, emit, format_flag, table
 from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE
 
 if TYPE_CHECKING:
+    from kvstow_api.client import Client
     from kvstow_api.views.pools import PlanView, PoolView
 
 
@@ -46,23 +47,31 @@ def resize(
 
     A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
     with connection.client() as client:
         name = chosen_pool(client, pool)
-        now = client.send(calls.pool(name))
+        now = client.call(routes.get_pool, pool=name)
         _check_size(size if size is not None else (slots or 0) * now.slot_bytes, now)
-        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size, pool=name))
+        wanted = {"capacity_slots": slots, "capacity_bytes": size}
+        plan = planned(client, wanted, name)
         if dry_run:
             emit(plan, style, _would_resize)
             return
         words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.resize(slots=slots, num_bytes=size, if_match=now.etag, wait=server_wait(no_wait), pool=name)
-        answer = follow(client, change, no_wait=no_wait)
+        answer = follow(client, routes.change_pool, wanted, pool=name, if_match=now.etag, no_wait=no_wait)
         emit(answer, style, partial(_resized, now.capacity_slots, plan.capacity_slots))
+
+
+def planned(client: Client, wanted: dict[str, Any], pool: str) -> PlanView:
+    """What the change of these settings would do now."""
+    from kvstow_api.client import routes
+    from kvstow_api.views.pools import PlanView
+
+    return client.call(routes.change_pool.returning(PlanView), {**wanted, "dry_run": True}, pool=pool)
 
 
 def _check_size(size: int, pool: PoolView) -> None:
@@ -98,10 +107,10 @@ def config() -> None:
 @remote
 def view(connection: Connection, style: Format, pool: str | None) -> None:
     """Show the settings: those that can change now, and those of the start."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        emit(client.send(calls.config(pool=pool)), style, details)
+        emit(client.call(routes.get_config, pool=pool), style, details)
 
 
 @config.command("set")
@@ -122,22 +131,21 @@ def set_values(
     pool: str | None,
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_api.views.operations import OperationView
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-        etag = client.send(calls.config(pool=pool)).etag
-        plan = client.send(calls.plan_pool(runtime, pool=pool))
+        etag = client.call(routes.get_config, pool=pool).etag
+        plan = planned(client, runtime, pool)
         if dry_run:
             emit(plan, style, details)
             return
         words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait), pool=pool)
-        answer = follow(client, change, no_wait=no_wait)
-        changed = answer if isinstance(answer, OperationView) else client.send(calls.config(pool=pool))
+        answer = follow(client, routes.change_pool, runtime, pool=pool, if_match=etag, no_wait=no_wait)
+        changed = answer if isinstance(answer, OperationView) else client.call(routes.get_config, pool=pool)
         emit(changed, style, lambda view: details(getattr(view, "runtime", view)))
 
 
@@ -148,11 +156,11 @@ def set_values(
 @remote
 def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_service.cli.tables import LOG_LEVELS
 
     with connection.client() as client:
-        answer = client.send(calls.set_log_level(level, logger=logger))
+        answer = client.call(routes.set_log_level, {"logger": logger, "level": level})
     emit(answer, style, lambda view: table([view], LOG_LEVELS))
 
 

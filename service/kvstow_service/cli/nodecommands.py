@@ -33,7 +33,7 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
     its processes have ended, and not before, because until then they may still copy: --kill ends them. SESSION is an id
     of `kvstow get sessions`.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         session = find_session(client, session_id)
@@ -41,7 +41,7 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
             emit(session, style, partial(_would_detach, kill))
             return
         confirm(Effect(f"{_words(session, kill)},", ends_engine=True), connection, yes)
-        emit(client.send(calls.detach(session_id, kill=kill)), style, _detached)
+        emit(client.call(routes.detach_session, session_id=session_id, kill=kill), style, _detached)
 
 
 def _words(session: SessionView, kill: bool) -> str:
@@ -77,10 +77,10 @@ def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: For
 
     Its memory is for other pools as soon as no process can reach it. Exit code 5 while sessions use the pool.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        now = client.send(calls.pool(name))
+        now = client.call(routes.get_pool, pool=name)
         if now.sessions:
             uses = f"{counted(now.sessions, 'session')} {'uses' if now.sessions == 1 else 'use'}"
             raise CommandError(
@@ -90,7 +90,7 @@ def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: For
             emit(now, style, lambda view: f"would delete pool {name} and {_blocks(view)}")
             return
         confirm(Effect(f"delete pool {name} and {_blocks(now)},", lost_blocks=None), connection, yes)
-        client.send(calls.delete_pool(name))
+        client.call(routes.delete_pool, pool=name)
     click.echo(f"deleted pool {name}")
 
 

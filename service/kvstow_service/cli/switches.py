@@ -55,16 +55,17 @@ def drain(
     Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
     waits until nothing is in flight.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     wanted: Any = mode.replace("-", "_")
     with connection.client() as client:
         if dry_run:
-            emit(client.send(calls.drain_status(pool=pool)), style, partial(_would_drain, mode))
+            emit(client.call(routes.get_drain, pool=pool), style, partial(_would_drain, mode))
             return
         words = _DRAINS[mode] if pool is None else f"{_POOL_DRAINS[mode]} in pool {pool},"
         confirm(Effect(words, fails_readyz=pool is None), connection, yes)
-        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline, pool=pool)), style, drain_words)
+        now = client.call(routes.start_drain, {"mode": wanted, "deadline_seconds": deadline}, pool=pool)
+        emit(now, style, drain_words)
 
 
 @click.command()
@@ -74,14 +75,14 @@ def drain(
 @remote
 def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | None) -> None:
     """Accept traffic again."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         if dry_run:
-            emit(client.send(calls.drain_status(pool=pool)), style, _would_undrain)
+            emit(client.call(routes.get_drain, pool=pool), style, _would_undrain)
             return
-        was_active = client.send(calls.drain_status(pool=pool)).active
-        now = client.send(calls.undrain(pool=pool))
+        was_active = client.call(routes.get_drain, pool=pool).active
+        now = client.call(routes.end_drain, pool=pool)
         emit(now, style, drain_words if was_active else lambda _: "nothing to do: there was no drain")
 
 
@@ -118,7 +119,7 @@ def bypass(
     Replaces any earlier bypass.
     """
     from kvstow.status import BypassStatus
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if off == (load or store) or (off and ttl is not None):
         raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
@@ -126,8 +127,8 @@ def bypass(
         emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
         return
     with connection.client() as client:
-        before = client.send(calls.bypass_status(pool=pool))
-        now = client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl, pool=pool))
+        before = client.call(routes.get_bypass, pool=pool)
+        now = client.call(routes.set_bypass, {"load": load, "store": store, "ttl_seconds": ttl}, pool=pool)
         is_nothing = off and not bypassed(before)
         emit(now, style, (lambda _: "nothing to do: there was no bypass") if is_nothing else bypass_words)
 
@@ -149,10 +150,10 @@ def pinning() -> None:
 @remote
 def pause(connection: Connection, pool: str | None) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        client.send(calls.pause_pinning(pool=chosen_pool(client, pool)))
+        client.call(routes.change_pool, {"pinning_paused": True}, pool=chosen_pool(client, pool))
     click.echo("pinning is paused")
 
 
@@ -161,10 +162,10 @@ def pause(connection: Connection, pool: str | None) -> None:
 @remote
 def resume(connection: Connection, pool: str | None) -> None:
     """Continue a paused pinning."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        client.send(calls.resume_pinning(pool=chosen_pool(client, pool)))
+        client.call(routes.change_pool, {"pinning_paused": False}, pool=chosen_pool(client, pool))
     click.echo("pinning continues")
 
 
@@ -173,8 +174,8 @@ def resume(connection: Connection, pool: str | None) -> None:
 @remote
 def retry(connection: Connection, pool: str | None) -> None:
     """Let ranks whose pinning failed try again."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        attempt = client.send(calls.retry_pinning(pool=chosen_pool(client, pool))).pin_attempt
+        attempt = client.call(routes.retry, pool=chosen_pool(client, pool)).pin_attempt
     click.echo(f"ranks try again: attempt {attempt}")

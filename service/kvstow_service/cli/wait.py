@@ -125,9 +125,9 @@ def _may_pass(error: ApiError) -> bool:
 
 
 def _ready(client: Client) -> _Status:
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    probe, readiness = client.send(calls.probe("readyz")), client.send(calls.readiness())
+    probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
         # a node is ready before the first engine attaches: there is no slot then
         return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness), readiness)
@@ -137,23 +137,23 @@ def _ready(client: Client) -> _Status:
 
 
 def _pinned(client: Client) -> _Status:
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    readiness, is_node = client.send(calls.readiness()), client.send(calls.info()).node
+    readiness, is_node = client.call(routes.get_readiness), client.call(routes.get_info).node
     memory = readiness.memory
     is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
     if readiness.usable_slots >= readiness.capacity_slots and is_populated:
         return _Status(True, _state(readiness), readiness)
-    is_paused = any(pool.pinning_paused for pool in client.send(calls.pools()).items)
+    is_paused = any(pool.pinning_paused for pool in client.call(routes.list_pools).items)
     paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
     return _Status(False, _state(readiness) + paused, readiness)
 
 
 def _drained(client: Client) -> _Status:
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_api.switches import drain_words
 
-    drain = client.send(calls.drain_status())
+    drain = client.call(routes.get_drain)
     hint = "" if drain.active else "; `kvstow drain` starts that"
     return _Status(drain.drained, drain_words(drain) + hint)
 
