@@ -15,10 +15,8 @@ from urllib.parse import quote
 import httpx
 
 from kvstow.errors import KvstowError
+from kvstow_api.answers import EventType, EventView, OperationView, ProblemView
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
-from kvstow_api.views.events import EventType, EventView
-from kvstow_api.views.operations import OperationView
-from kvstow_api.views.problems import ProblemView
 
 T = TypeVar("T")
 V = TypeVar("V")

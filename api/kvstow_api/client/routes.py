@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 from kvstow.messages import DesiredState
-from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult
+from kvstow.stats import EngineStats
+from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
+from kvstow_api.answers import (
+    BlocksView,
+    DetachView,
+    DoctorView,
+    InfoView,
+    LogLevelsView,
+    LogLevelView,
+    NamespacesView,
+    OperationsView,
+    OperationView,
+    PinningView,
+    PoolsView,
+    PoolView,
+    RanksView,
+    ReadinessView,
+    RemovedView,
+    SessionsView,
+    TierView,
+    TransfersView,
+)
 from kvstow_api.client.client import ProbeResult, Route
 from kvstow_api.figures import CurvesView
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.operations import OperationsView, OperationView
-from kvstow_api.views.pools import BlocksView, PinningView, PoolsView, PoolView, RemovedView
-from kvstow_api.views.ranks import RanksView, RankView
-from kvstow_api.views.server import InfoView, ReadinessView, StatsView
-from kvstow_api.views.sessions import DetachView, NamespacesView, SessionsView
-from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
-from kvstow_api.views.tier import TierView
-from kvstow_api.views.transfers import TransfersView
 
 livez = Route("GET", "/livez", ProbeResult)
 readyz = Route("GET", "/readyz", ProbeResult)
 startupz = Route("GET", "/startupz", ProbeResult)
 metrics = Route("GET", "/metrics", str)
 get_info = Route("GET", "/v1/info", InfoView)
-get_config = Route("GET", "/v1/config", ConfigView)
 get_log_levels = Route("GET", "/v1/loglevel", LogLevelsView)
 set_log_level = Route("PUT", "/v1/loglevel", LogLevelView)
 get_curves = Route("GET", "/v1/curves", CurvesView)
 get_doctor = Route("GET", "/v1/doctor", DoctorView)
 get_readiness = Route("GET", "/v1/readiness", ReadinessView)
-get_stats = Route("GET", "/v1/stats", StatsView)
+get_stats = Route("GET", "/v1/stats", EngineStats)
 list_ranks = Route("GET", "/v1/ranks", RanksView)
-get_rank = Route("GET", "/v1/ranks/{rank}", RankView)
+get_rank = Route("GET", "/v1/ranks/{rank}", RankStatus)
 report = Route("POST", "/v1/ranks/{rank}/report", DesiredState)
 list_transfers = Route("GET", "/v1/transfers", TransfersView)
 get_drain = Route("GET", "/v1/drain", DrainStatus)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from starlette.responses import Response
 
+from kvstow_api.answers import OperationView
 from kvstow_api.client.client import ProbeResult, Route
 from kvstow_api.routes import ROUTERS
-from kvstow_api.views.operations import OperationView
 
 PATH = Path(__file__).parents[1] / "client" / "routes.py"
 
@@ -36,10 +36,16 @@ def table() -> str:
         given = f'"{method}", "{path}", {answer}' + (", operation=True" if operation else "")
         union = f": Route[{kind.__name__} | OperationView]" if operation else ""
         lines.append(f"{name}{union} = Route({given})")
-    found = [
-        f"from {module} import {', '.join(sorted(names, key=str.lower))}" for module, names in sorted(imports.items())
-    ]
+    found = [_import(module, sorted(names, key=str.lower)) for module, names in sorted(imports.items())]
     return "\n".join([_HEAD, *found, "", *lines, ""])
+
+
+def _import(module: str, names: Sequence[str]) -> str:
+    """Formatted as ruff does."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= 120:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
 
 
 def _routes() -> Iterator[tuple[str, type, bool, str, str]]:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import kvstow
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
-from kvstow_api.directory import Directory
+from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, is_loopback, parse_host_names, require_token
-from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_api.tokens import TokenFile
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.tls import ServerTls, TlsFiles

@@ -16,7 +16,7 @@ from kvstow_service.cli.output import Format, text_of, wide_format_flag
 from kvstow_service.cli.poolflag import pool_flag
 
 if TYPE_CHECKING:
-    from kvstow_api.views.events import EventView
+    from kvstow_api.answers import EventView
 
 _RETRY_SECONDS = 1.0
 

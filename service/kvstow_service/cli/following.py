@@ -13,8 +13,8 @@ from kvstow_service.cli.failures import CommandError
 from kvstow_service.cli.output import Format, emit, format_flag, table
 
 if TYPE_CHECKING:
+    from kvstow_api.answers import OperationView
     from kvstow_api.client import Client, Route
-    from kvstow_api.views.operations import OperationView
 
 V = TypeVar("V")
 
@@ -43,7 +43,7 @@ def follow(
 
     Returns the answer or the operation. Raises `CommandError` if the operation failed or was cancelled.
     """
-    from kvstow_api.views.operations import OperationView
+    from kvstow_api.answers import OperationView
 
     headers = None if if_match is None else {"If-Match": if_match}
     answer = client.call(route, body, headers=headers, pool=pool, wait=server_wait(no_wait))

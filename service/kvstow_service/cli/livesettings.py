@@ -20,8 +20,8 @@ from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE
 
 if TYPE_CHECKING:
+    from kvstow_api.answers import PlanView, PoolView
     from kvstow_api.client import Client
-    from kvstow_api.views.pools import PlanView, PoolView
 
 
 @click.command()
@@ -68,8 +68,8 @@ def resize(
 
 def planned(client: Client, wanted: dict[str, Any], pool: str) -> PlanView:
     """What the change of these settings would do now."""
+    from kvstow_api.answers import PlanView
     from kvstow_api.client import routes
-    from kvstow_api.views.pools import PlanView
 
     return client.call(routes.change_pool.returning(PlanView), {**wanted, "dry_run": True}, pool=pool)
 
@@ -96,6 +96,14 @@ def _resized(before: int, slots: int, answer: Any) -> str:
     return f"the pool has {counted(slots, 'slot')}{grown}"
 
 
+_SETTINGS = ("capacity_slots", "policy", "pinning_paused")
+"""Of a pool: those that a `PATCH` changes."""
+
+
+def _settings_of(pool: PoolView) -> dict[str, Any]:
+    return {name: getattr(pool, name) for name in _SETTINGS}
+
+
 @click.group()
 def config() -> None:
     """Show and change the server's settings."""
@@ -106,11 +114,14 @@ def config() -> None:
 @pool_flag
 @remote
 def view(connection: Connection, style: Format, pool: str | None) -> None:
-    """Show the settings: those that can change now, and those of the start."""
+    """Show the settings: those of the pool, which can change now, and those of the start."""
     from kvstow_api.client import routes
 
     with connection.client() as client:
-        emit(client.call(routes.get_config, pool=pool), style, details)
+        startup = client.call(routes.get_info).settings
+        pools = [one for one in client.call(routes.list_pools).items if pool in (None, one.name)]
+    found = {"pools": {one.name: _settings_of(one) for one in pools}, "startup": startup}
+    emit(found, style, details)
 
 
 @config.command("set")
@@ -131,13 +142,13 @@ def set_values(
     pool: str | None,
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
+    from kvstow_api.answers import OperationView
     from kvstow_api.client import routes
-    from kvstow_api.views.operations import OperationView
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-        etag = client.call(routes.get_config, pool=pool).etag
+        etag = client.call(routes.get_pool, pool=pool).etag
         plan = planned(client, runtime, pool)
         if dry_run:
             emit(plan, style, details)
@@ -145,8 +156,7 @@ def set_values(
         words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
         answer = follow(client, routes.change_pool, runtime, pool=pool, if_match=etag, no_wait=no_wait)
-        changed = answer if isinstance(answer, OperationView) else client.call(routes.get_config, pool=pool)
-        emit(changed, style, lambda view: details(getattr(view, "runtime", view)))
+        emit(answer if isinstance(answer, OperationView) else _settings_of(answer), style, details)
 
 
 @config.command("log-level")
@@ -166,13 +176,11 @@ def log_level(connection: Connection, level: str, logger: str, style: Format) ->
 
 def _parse(setting: str) -> tuple[str, Any]:
     """A value that is not JSON is a string."""
-    from kvstow_api.views.settings import RuntimeConfig
-
     key, equals, text = setting.partition("=")
     if not key or not equals:
         raise click.UsageError(f"{setting!r} is not KEY=VALUE")
-    if key not in (names := RuntimeConfig.__dataclass_fields__):
-        raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(names)}")
+    if key not in _SETTINGS:
+        raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(_SETTINGS)}")
     try:
         return key, json.loads(text)
     except ValueError:

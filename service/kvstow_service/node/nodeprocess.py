@@ -17,8 +17,7 @@ from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow_api.app import create_app
-from kvstow_api.directory import Directory
-from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.directory import Directory, OrphanedMemory
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder

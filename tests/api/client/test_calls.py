@@ -12,20 +12,32 @@ import pytest
 from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
+from kvstow.stats import EngineStats
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
+from kvstow_api.answers import (
+    BlocksView,
+    DoctorView,
+    InfoView,
+    LogLevelsView,
+    LogLevelView,
+    NamespacesView,
+    OperationsView,
+    OperationView,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RanksView,
+    ReadinessView,
+    RemovedView,
+    SessionsView,
+    TierView,
+    TransfersView,
+)
 from kvstow_api.client import ApiError, Client, Endpoint, ProbeResult, Route, routes
 from kvstow_api.client import client as client_module
 from kvstow_api.figures import CurvesView
 from kvstow_api.routes import clienttable
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.operations import OperationsView, OperationView
-from kvstow_api.views.pools import BlocksView, PinningView, PlanView, PoolsView, PoolView, RemovedView
-from kvstow_api.views.ranks import RanksView
-from kvstow_api.views.server import InfoView, ReadinessView, StatsView
-from kvstow_api.views.sessions import NamespacesView, SessionsView
-from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
-from kvstow_api.views.tier import TierView
-from kvstow_api.views.transfers import TransfersView
 
 KEY = "000000000000"
 ANY = {"If-Match": "*"}
@@ -59,8 +71,7 @@ CALLS: list[tuple[Route[Any], Any, Given, type]] = [
     (routes.get_readiness, None, {"pool": "host"}, ReadinessView),
     (routes.list_sessions, None, {}, SessionsView),
     (routes.list_namespaces, None, {}, NamespacesView),
-    (routes.get_stats, None, {}, StatsView),
-    (routes.get_stats, None, {"section": ("pool", "stores")}, StatsView),
+    (routes.get_stats, None, {}, EngineStats),
     (routes.get_curves, None, {}, CurvesView),
     (routes.get_doctor, None, {}, DoctorView),
     (routes.list_pools, None, {}, PoolsView),
@@ -89,7 +100,6 @@ CALLS: list[tuple[Route[Any], Any, Given, type]] = [
     (routes.get_bypass, None, {}, BypassStatus),
     (routes.set_bypass, {"load": True, "store": False, "ttl_seconds": 1}, {}, BypassStatus),
     (routes.list_operations, None, {"kind": "evict", "state": "succeeded", "page_size": 5}, OperationsView),
-    (routes.get_config, None, {}, ConfigView),
     (routes.get_log_levels, None, {}, LogLevelsView),
     (routes.set_log_level, {"level": "info", "logger": "kvstow.api"}, {}, LogLevelView),
     (routes.livez, None, {"verbose": True}, ProbeResult),
