@@ -91,7 +91,7 @@ ORDER = {
     "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients attach.clientcalls "
     "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
     "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
-    "tier.nodetier nodehost node settingtypes settings nodeprocess",
+    "tier.nodetier nodehost node settings nodeprocess",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}
