@@ -821,8 +821,8 @@ MUTANTS = [
     Mutant(
         "a_forwarded_port_leads_to_the_local_socket",
         "service/kvstow_service/cli/localserver.py",
-        "                if local.send(calls.info()).engine_id == info.engine_id:\n",
-        "                if local.send(calls.info()).engine_id:\n",
+        "                if local.call(routes.get_info).engine_id == info.engine_id:\n",
+        "                if local.call(routes.get_info).engine_id:\n",
         "tests/service/cli/test_connection.py::test_the_socket_of_another_server_is_not_used",
     ),
     Mutant(
