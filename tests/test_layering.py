@@ -91,7 +91,7 @@ ORDER = {
     "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients attach.clientcalls "
     "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
     "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
-    "tier.nodetier nodehost node settingtypes settings nodeprocess",
+    "tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
     "eventstream texts columns hostreadiness overview sampler readings client.endpoint client.client "
