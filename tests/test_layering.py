@@ -88,6 +88,14 @@ ORDER = {
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "payloads channel identity peer extentcalls calls hello connection openops engine worker",
+    "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
+    "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
+    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
+    "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
+    "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
+    "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients attach.clientcalls "
     "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
     "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
@@ -174,7 +182,7 @@ def test_jax_is_imported_by_its_device_and_its_hosts_alone() -> None:
     users = {path for path in sources if {"jax", "jaxlib"} & {name.split(".")[0] for name in imports_of(path)}}
     assert {path.relative_to(ROOT).as_posix() for path in users if path.parent != own} == {
         "service/kvstow_service/connectors/tpu/connector.py",
-        "service/kvstow_service/connectors/tpu/runnercell.py",
+        "service/kvstow_service/connectors/tpu/runnerhost.py",
     }
 
 

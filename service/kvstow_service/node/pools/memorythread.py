@@ -424,6 +424,14 @@ class MemoryThread:
         """The worker can no longer reach memory."""
         self._do(partial(self.pools.end_client, client))
 
+    def free_owed(self, pool: NodePool) -> None:
+        """Free the slots that ended sessions and leases have held, which may take seconds."""
+        self._do(partial(self._free_owed, pool))
+
+    def _free_owed(self, pool: NodePool) -> None:
+        while pool.free_owed() and not self._stopping:
+            pass
+
     def end_claims(self, pool: NodePool) -> None:
         """The pool no longer has sessions."""
         self._do(partial(self.pools.end_claims, pool.name))
