@@ -1,7 +1,7 @@
 """The `kvstow` command: `serve`, `replay` and `trace` run on this machine, all others against a server.
 
-The module of a command is imported when the command runs, so that the command line starts without torch, FastAPI or
-pydantic.
+The modules of this package import their dependencies when a command runs, so that the command line starts without
+torch, FastAPI or pydantic.
 """
 
 from __future__ import annotations

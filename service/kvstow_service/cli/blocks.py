@@ -5,14 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvstow.status import ProtectionResult
-from kvstow_api.answers import OperationView, RemovedView
-from kvstow_api.client import Client, Route, routes
-from kvstow_api.columns import OPERATIONS
 from kvstow_api.texts import counted
 from kvstow_service.cli.connection import (
     SIZE,
@@ -29,6 +25,11 @@ from kvstow_service.cli.connection import (
 )
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, table
+
+if TYPE_CHECKING:
+    from kvstow.status import ProtectionResult
+    from kvstow_api.answers import OperationView, RemovedView
+    from kvstow_api.client import Client, Route
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
@@ -60,6 +61,7 @@ def follow(
 
     Returns the answer or the operation. Raises `CommandError` if the operation failed or was cancelled.
     """
+    from kvstow_api.answers import OperationView
 
     headers = None if if_match is None else {"If-Match": if_match}
     answer = client.call(route, body, headers=headers, pool=pool, wait=server_wait(no_wait))
@@ -78,6 +80,8 @@ def follow(
 def _until_ended(client: Client, operation: OperationView) -> OperationView:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from kvstow_api.client import routes
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -106,6 +110,8 @@ def started(operation: Any) -> str:
 @remote
 def cancel(connection: Connection, operation_id: str, style: Format) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
+    from kvstow_api.client import routes
+    from kvstow_api.columns import OPERATIONS
 
     with connection.client() as client:
         view = client.call(routes.cancel_operation, operation_id=operation_id)
@@ -141,6 +147,7 @@ def evict(
 
     Leased and protected blocks stay. Give one of --slots, --size and --idle.
     """
+    from kvstow_api.client import routes
 
     if sum(given is not None for given in (slots, size, idle)) != 1:
         raise click.UsageError("give one of --slots, --size and --idle")
@@ -178,6 +185,7 @@ def purge(
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Give one kind of selector.
     """
+    from kvstow_api.client import routes
 
     chosen: dict[str, Any] = {
         "all": everything or None,
@@ -208,6 +216,7 @@ def protect(
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
     protection. Exit code 4 if none of the keys is in the pool.
     """
+    from kvstow_api.client import routes
 
     wanted = _keys(keys)
     with connection.client() as client:
@@ -247,6 +256,7 @@ def unprotect(
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
     """
+    from kvstow_api.client import routes
 
     if bool(keys) == everything:
         raise click.UsageError("give keys, or --all")
@@ -310,6 +320,8 @@ def _keys(arguments: Sequence[str]) -> list[str]:
 
 def _presence(client: Client, keys: Sequence[str], pool: str) -> ProtectionResult:
     """How many of the keys are in the pool."""
+    from kvstow.status import ProtectionResult
+    from kvstow_api.client import routes
 
     parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
     answers = [client.call(routes.lookup, {"keys": part}, pool=pool) for part in parts]
@@ -319,6 +331,8 @@ def _presence(client: Client, keys: Sequence[str], pool: str) -> ProtectionResul
 
 def _protected(client: Client, pool: str) -> ProtectionResult:
     """How many blocks are protected."""
+    from kvstow.status import ProtectionResult
+    from kvstow_api.client import routes
 
     return ProtectionResult(changed=client.call(routes.get_pool, pool=pool).slots.protected, missing=0)
 

@@ -15,10 +15,6 @@ import click
 
 from kvstow.bytesize import format_size, parse_size
 from kvstow.errors import ConfigError
-from kvstow.status import SessionStatus
-from kvstow_api.answers import PlanView, RemovedView
-from kvstow_api.client import Client, Endpoint, routes
-from kvstow_api.client.endpoint import DEFAULT_SERVER
 from kvstow_api.texts import counted
 from kvstow_service import environment
 from kvstow_service.cli.failures import CommandError, ExitCode, reporting_failures
@@ -26,6 +22,10 @@ from kvstow_service.duration import parse_duration
 
 if TYPE_CHECKING:
     import ssl
+
+    from kvstow.status import SessionStatus
+    from kvstow_api.answers import PlanView, RemovedView
+    from kvstow_api.client import Client
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
@@ -66,6 +66,7 @@ class Connection:
     def take(cls, options: dict[str, Any], environ: Mapping[str, str]) -> Self:
         """Removes the connection flags from the command's options; `environ` has what they do not give. Raises
         `ConfigError`."""
+        from kvstow_api.client.endpoint import DEFAULT_SERVER
 
         timeout = options.pop("request_timeout")
         if not timeout:
@@ -82,6 +83,7 @@ class Connection:
     def client(self) -> Client:
         """Without a credential, changes go through the Unix socket of a server on this machine: over TCP it refuses
         them. Raises `ConfigError` for a server or a file that cannot be used."""
+        from kvstow_api.client import Client, Endpoint
         from kvstow_service.cli.localserver import LocalServerClient
 
         token_file = Path(self.token_file) if self.token_file else None
@@ -142,6 +144,7 @@ pool_flag = click.option("--pool", metavar="NAME", help="The pool; needed only w
 
 def chosen_pool(client: Client, name: str | None) -> str:
     """`name`, or that of the only pool. Raises `CommandError` if there is none, or if there are several."""
+    from kvstow_api.client import routes
 
     if name is not None:
         return name
@@ -159,6 +162,7 @@ def chosen_pool(client: Client, name: str | None) -> str:
 
 def find_session(client: Client, session_id: str) -> SessionStatus:
     """Raises `CommandError` if there is none with this id."""
+    from kvstow_api.client import routes
 
     for session in client.call(routes.list_sessions).items:
         if session.id == session_id:

@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from kvstow.stats import EngineStats, Histogram
 from kvstow.status import Readiness
-from kvstow_api.client import ApiError, Client, Route, routes
-from kvstow_api.columns import LISTS, RANKS
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.connection import TIME, Connection, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, format_option, pairs, styled, table, text_of
+
+if TYPE_CHECKING:
+    from kvstow_api.client import Client, Route
 
 _PAGE = 1000
 
@@ -136,6 +137,7 @@ for _one in _NOUNS:
 
 
 def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
+    from kvstow_api.columns import LISTS
 
     kind = LISTS[noun.name]
     view: Any = _read(client, noun, **options)
@@ -158,6 +160,7 @@ def _note(view: Any, options: dict[str, Any]) -> str:
 
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
     """The list; of one that has pages, as many as `limit` items take."""
+    from kvstow_api.client import routes
 
     route: Route[Any] = getattr(routes, noun.route or f"list_{noun.name}")
     if noun.in_pool:
@@ -193,6 +196,7 @@ def _watch(
     Once the server has answered, a lost connection is reported and tried again. Raises `ApiError` before that, and if
     the server refuses.
     """
+    from kvstow_api.client import ApiError
 
     on_terminal = sys.stdout.isatty()
     shown: str | None = None
@@ -238,6 +242,7 @@ def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @_noun("server")
 def server(connection: Connection, style: Format) -> None:
     """The server: version, settings, readiness, ranks, operations."""
+    from kvstow_api.client import routes
 
     _show(
         connection,
@@ -255,6 +260,7 @@ def server(connection: Connection, style: Format) -> None:
 @pool_flag
 def stats(connection: Connection, style: Format, section: str | None, pool: str | None) -> None:
     """Counters of a pool since it was made."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         found = client.call(routes.get_stats, pool=pool)
@@ -265,6 +271,7 @@ def stats(connection: Connection, style: Format, section: str | None, pool: str 
 @click.argument("name", required=False)
 def pool(connection: Connection, style: Format, name: str | None) -> None:
     """A pool: its slots by state, and counters of its blocks. NAME is needed only where there are several."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         name = chosen_pool(client, name)
@@ -286,6 +293,7 @@ def session(connection: Connection, style: Format, session_id: str) -> None:
 @click.argument("name")
 def namespace(connection: Connection, style: Format, name: str) -> None:
     """A namespace of a pool: model, weights, and which engines share its blocks."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         found = [one for one in client.call(routes.list_namespaces).items if one.name == name]
@@ -300,6 +308,7 @@ def namespace(connection: Connection, style: Format, name: str) -> None:
 @pool_flag
 def rank(connection: Connection, style: Format, number: int, session: str | None, pool: str | None) -> None:
     """A rank as it last reported."""
+    from kvstow_api.client import routes
 
     _show(connection, style, rank=_asking(routes.get_rank, rank=number, pool=pool, session=session))
 
@@ -309,6 +318,7 @@ def rank(connection: Connection, style: Format, number: int, session: str | None
 @pool_flag
 def block(connection: Connection, style: Format, key: str, pool: str | None) -> None:
     """A block in a pool."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         pool = chosen_pool(client, pool)
@@ -319,6 +329,7 @@ def block(connection: Connection, style: Format, key: str, pool: str | None) -> 
 @click.argument("operation_id", metavar="ID")
 def operation(connection: Connection, style: Format, operation_id: str) -> None:
     """A long-running operation."""
+    from kvstow_api.client import routes
 
     _show(connection, style, operation=_asking(routes.get_operation, operation_id=operation_id))
 
@@ -344,6 +355,8 @@ def _sections(stats: EngineStats, *names: str) -> dict[str, Any]:
 
 def _section(title: str, view: Any) -> str:
     if isinstance(view, Readiness):
+        from kvstow_api.columns import RANKS
+
         summary = {name: value for name, value in _fields(view) if name != "ranks"}
         return f"{pairs(_entry(title, summary))}\n\n{table(view.ranks, RANKS)}"
     return pairs(_entry(title, view if isinstance(view, Mapping) else getattr(view, "items", view)))

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstow.bytesize import format_size
-from kvstow.status import BypassStatus, DrainStatus, SessionStatus
-from kvstow_api.answers import DetachView, OperationView, PlanView, PoolView
-from kvstow_api.client import Client, routes
-from kvstow_api.columns import LOG_LEVELS
 from kvstow_api.texts import bypass_words, bypassed, counted, drain_words, duration
 from kvstow_service.cli.blocks import follow, no_wait_flag, started
 from kvstow_service.cli.connection import (
@@ -32,6 +28,11 @@ from kvstow_service.cli.connection import (
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.get import details
 from kvstow_service.cli.output import Format, emit, format_flag, table
+
+if TYPE_CHECKING:
+    from kvstow.status import BypassStatus, DrainStatus, SessionStatus
+    from kvstow_api.answers import DetachView, PlanView, PoolView
+    from kvstow_api.client import Client
 
 # -- resize and config ------------------------------------------------------------------------------------------------
 
@@ -59,6 +60,7 @@ def resize(
 
     A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
     """
+    from kvstow_api.client import routes
 
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
@@ -79,6 +81,8 @@ def resize(
 
 def planned(client: Client, wanted: dict[str, Any], pool: str) -> PlanView:
     """What the change of these settings would do now."""
+    from kvstow_api.answers import PlanView
+    from kvstow_api.client import routes
 
     return client.call(routes.change_pool.returning(PlanView), {**wanted, "dry_run": True}, pool=pool)
 
@@ -124,6 +128,7 @@ def config() -> None:
 @remote
 def view(connection: Connection, style: Format, pool: str | None) -> None:
     """Show the settings: those of the pool, which can change now, and those of the start."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         startup = client.call(routes.get_info).settings
@@ -150,6 +155,8 @@ def set_values(
     pool: str | None,
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
+    from kvstow_api.answers import OperationView
+    from kvstow_api.client import routes
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
@@ -172,6 +179,8 @@ def set_values(
 @remote
 def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
+    from kvstow_api.client import routes
+    from kvstow_api.columns import LOG_LEVELS
 
     with connection.client() as client:
         answer = client.call(routes.set_log_level, {"logger": logger, "level": level})
@@ -231,6 +240,7 @@ def drain(
     Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
     waits until nothing is in flight.
     """
+    from kvstow_api.client import routes
 
     wanted: Any = mode.replace("-", "_")
     with connection.client() as client:
@@ -250,6 +260,7 @@ def drain(
 @remote
 def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | None) -> None:
     """Accept traffic again."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         if dry_run:
@@ -292,6 +303,8 @@ def bypass(
 
     Replaces any earlier bypass.
     """
+    from kvstow.status import BypassStatus
+    from kvstow_api.client import routes
 
     if off == (load or store) or (off and ttl is not None):
         raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
@@ -322,6 +335,7 @@ def pinning() -> None:
 @remote
 def pause(connection: Connection, pool: str | None) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         client.call(routes.change_pool, {"pinning_paused": True}, pool=chosen_pool(client, pool))
@@ -333,6 +347,7 @@ def pause(connection: Connection, pool: str | None) -> None:
 @remote
 def resume(connection: Connection, pool: str | None) -> None:
     """Continue a paused pinning."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         client.call(routes.change_pool, {"pinning_paused": False}, pool=chosen_pool(client, pool))
@@ -344,6 +359,7 @@ def resume(connection: Connection, pool: str | None) -> None:
 @remote
 def retry(connection: Connection, pool: str | None) -> None:
     """Let ranks whose pinning failed try again."""
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         attempt = client.call(routes.retry, pool=chosen_pool(client, pool)).pin_attempt
@@ -367,6 +383,7 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
     its processes have ended, and not before, because until then they may still copy: --kill ends them. SESSION is an id
     of `kvstow get sessions`.
     """
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         session = find_session(client, session_id)
@@ -411,6 +428,7 @@ def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: For
 
     Its memory is for other pools as soon as no process can reach it. Exit code 5 while sessions use the pool.
     """
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         now = client.call(routes.get_pool, pool=name)

@@ -11,16 +11,16 @@ import tty
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
-from kvstow_api.client import ApiError, Client, routes
-from kvstow_api.overview import NUM_OLDEST, Overview, PoolReadings, Readings, overview, pool_to_show
-from kvstow_api.texts import duration
-from kvstow_service.cli.board import board
 from kvstow_service.cli.connection import TIME, Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
+
+if TYPE_CHECKING:
+    from kvstow_api.client import Client
+    from kvstow_api.overview import Overview, PoolReadings
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
@@ -58,6 +58,9 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
 
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
+    from kvstow_api.client import routes
+    from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
+    from kvstow_api.texts import duration
 
     call, info, readiness = client.call, client.call(routes.get_info), client.call(routes.get_readiness)
     pools = call(routes.list_pools).items
@@ -84,6 +87,8 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
 
 def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
     """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
+    from kvstow_api.client import ApiError, routes
+    from kvstow_api.overview import PoolReadings
 
     call = client.call
     try:
@@ -109,6 +114,8 @@ def _ask_once(client: Client, server: str, pool: str | None) -> Answer:
 def _print(answer: Answer) -> None:
     from rich.console import Console
 
+    from kvstow_service.cli.board import board
+
     console = Console(highlight=False)
     console.print(board(answer.overview, None, width=console.width, height=_SVG_HEIGHT, server=answer.server))
 
@@ -118,6 +125,8 @@ def _draw(answer: Answer, path: Path) -> None:
 
     from rich.console import Console
 
+    from kvstow_service.cli.board import board
+
     console = Console(record=True, file=io.StringIO(), width=_SVG_WIDTH, force_terminal=True, highlight=False)
     console.print(board(answer.overview, None, width=_SVG_WIDTH, height=_SVG_HEIGHT, server=answer.server))
     console.save_svg(str(path), title="kvstow top")
@@ -126,6 +135,9 @@ def _draw(answer: Answer, path: Path) -> None:
 def _watch(client: Client, interval: float, server: str, pool: str | None) -> None:
     from rich.console import Console
     from rich.live import Live
+
+    from kvstow_api.client import ApiError
+    from kvstow_service.cli.board import board
 
     console = Console(highlight=False)
     shown, title, lost = None, server, None

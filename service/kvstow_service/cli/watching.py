@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import click
 
-from kvstow_api.answers import DoctorView, EventView, ReadinessView
-from kvstow_api.client import ApiError, Client, routes
-from kvstow_api.overview import rank_rows
-from kvstow_api.texts import counted, drain_words, moment
+from kvstow_api.texts import counted, moment
 from kvstow_service.cli.connection import TIME, Connection, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, text_of, wide_format_flag
+
+if TYPE_CHECKING:
+    from kvstow_api.answers import DoctorView, EventView, ReadinessView
+    from kvstow_api.client import ApiError, Client
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
@@ -31,6 +32,7 @@ def doctor(connection: Connection, style: Format) -> None:
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         view = client.call(routes.get_doctor)
@@ -86,6 +88,7 @@ def events(
 
 def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: str | None) -> Iterator[EventView]:
     """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
+    from kvstow_api.client import ApiError
 
     seen, after = False, None
     with connection.client() as client:
@@ -180,6 +183,7 @@ def _display() -> Iterator[Callable[[_Status], None]]:
     from rich.live import Live
     from rich.text import Text
 
+    from kvstow_api.overview import rank_rows
     from kvstow_service.cli.board import rank_bars
 
     console = Console(stderr=True, highlight=False)
@@ -207,6 +211,7 @@ class _Lines:
 
 def _check(client: Client, condition: Condition) -> _Status:
     """A server that is unreachable or busy is waited for. Raises `ApiError` for a refusal that will not pass."""
+    from kvstow_api.client import ApiError
 
     try:
         return _CHECKS[condition](client)
@@ -221,6 +226,7 @@ def _may_pass(error: ApiError) -> bool:
 
 
 def _ready(client: Client) -> _Status:
+    from kvstow_api.client import routes
 
     probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
@@ -232,6 +238,7 @@ def _ready(client: Client) -> _Status:
 
 
 def _pinned(client: Client) -> _Status:
+    from kvstow_api.client import routes
 
     readiness, is_node = client.call(routes.get_readiness), client.call(routes.get_info).node
     memory = readiness.memory
@@ -244,6 +251,8 @@ def _pinned(client: Client) -> _Status:
 
 
 def _drained(client: Client) -> _Status:
+    from kvstow_api.client import routes
+    from kvstow_api.texts import drain_words
 
     drain = client.call(routes.get_drain)
     hint = "" if drain.active else "; `kvstow drain` starts that"
