@@ -102,10 +102,10 @@ ORDER = {
     "tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
-    "eventstream texts columns hostreadiness overview sampler readings client.endpoint client.client "
-    "client.routes conditions.evidence conditions.pools conditions.hosts conditions.table appstate "
-    "metrics.families metrics.pools metrics.collector page.content page.render page.live routes.clienttable "
-    "routes.engine routes.pools routes.server app",
+    "eventstream texts columns hostreadiness overview sampler readings client.endpoint "
+    "client.client client.routes conditions.evidence conditions.pools "
+    "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
+    "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output blocks board get replay "
     "serve settings top watching",
 }
