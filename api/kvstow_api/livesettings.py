@@ -25,7 +25,7 @@ _PLANNED = 1024  # blocks visited per hold of the engine's lock
 def current(pool: HostedPool) -> RuntimeConfig:
     desired, stats = pool.facade.desired(), pool.facade.stats().pool
     return RuntimeConfig(
-        capacity_slots=desired.capacity_slots, policy=cast(Any, stats.policy), pinning_paused=desired.paused
+        capacity_slots=desired.capacity_slots, policy=stats.policy, pinning_paused=desired.paused
     )
 
 
@@ -76,8 +76,8 @@ async def change(app: AppState, pool: HostedPool, patch: PoolPatch, if_match: st
             operation = app.operations.start("resize", pool.name, lambda: admin.resize(capacity))
         if patch.pinning_paused is not None:
             admin.pause_pinning(patch.pinning_paused)
-        if patch.policy is not None:  # O(pool): all slots are copied in order of eviction
-            await run_in_threadpool(admin.set_policy, patch.policy)
+        if patch.policy is not None:
+            admin.set_policy(patch.policy)
         return operation
 
 

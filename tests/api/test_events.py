@@ -279,10 +279,10 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     await other.post("/v1/lookup", json={"keys": ["00aa"]})
     await other.get("/v1/pools")
     await other.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True}, params={"wait": 20})
-    await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
+    await other.patch("/v1/pools/host", json={"policy": "lru", "dry_run": True})
     over = (await other.get("/v1/operations")).json()["items"][0]["id"]
     await other.post(f"/v1/operations/{over}/cancel")
-    await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
+    await other.patch("/v1/pools/host", json={"policy": "lru", "dry_run": True})
     await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=AGENT)
     entries, lost = apps[0].state.kvstow.journal.after(0)
     told = [

@@ -11,7 +11,7 @@ class RuntimeConfig:
     """Slots are of one rank; every rank has the same."""
 
     capacity_slots: int
-    policy: Literal["lru", "arc"]
+    policy: str
     pinning_paused: bool
 
 

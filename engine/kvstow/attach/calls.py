@@ -334,21 +334,23 @@ class SettledOps:
 
 
 @dataclass(frozen=True, slots=True)
-class Refresh:
-    """See `OffloadEngine.refresh`. No answer."""
+class Use:
+    """A request has used these keys; see `OffloadEngine.use`. No answer."""
 
-    KIND: ClassVar[Kind] = Kind.REFRESH
+    KIND: ClassVar[Kind] = Kind.USE
     keys: Sequence[bytes]
+    start: int = 0
 
     def pack(self) -> bytes:
-        return pack_keys(self.keys)
+        return _U32.pack(self.start) + pack_keys(self.keys)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "refresh")
+        reader = PayloadReader(payload, "use")
+        start = reader.u32()
         keys = reader.keys()
         reader.end()
-        return cls(keys)
+        return cls(keys, start)
 
 
 @dataclass(frozen=True, slots=True)

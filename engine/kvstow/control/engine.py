@@ -91,7 +91,7 @@ class PoolFacade:
                 capacity_slots=pool.capacity,
                 usable_slots=pool.slots.in_service,
                 slot_bytes=config.slot_bytes,
-                policy=pool.index.policy_name,
+                policy=pool.policy,
                 leases=pool.num_leases,
                 slots=_slot_counts(pool),
             )

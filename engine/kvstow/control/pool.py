@@ -16,7 +16,7 @@ from math import inf
 from threading import Lock
 from typing import Protocol
 
-from kvstow.config import EngineConfig
+from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
@@ -238,7 +238,9 @@ class Pool:
         """Slots that bulk work visits before it releases the lock."""
         self.lock = Lock()
         self.slots = SlotMap()
-        self.index = Index(config.policy)
+        self.policy = ""
+        self.index = Index()
+        self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
@@ -264,6 +266,12 @@ class Pool:
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
+
+    def set_policy(self, policy: str) -> None:
+        """Change how what is evicted is chosen; see `parse_policy`, whose result is given. O(1)."""
+        if policy != self.policy:
+            self.policy = policy
+            self.index.uses.k = fixed_k(policy) or 0.0
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Queue a log line for `write_log`, because a log handler may block."""

@@ -61,6 +61,8 @@ class Session:
         """What the host calls the session."""
         self.label = ""
         """Begins the sentences about this session."""
+        self._uses_behind = 0
+        """Uses of the first block of the part of a chain that was given last."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -264,15 +266,19 @@ class Session:
         with self.pool.lock:
             return store_room(self)
 
-    def refresh(self, keys: Sequence[bytes]) -> None:
-        """Mark the blocks that are present as most recently used, the first key's block last of all.
+    def use(self, keys: Sequence[bytes], *, start: int = 0) -> None:
+        """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
+        for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
+        where it is not called, blocks are evicted in the order of their last use alone.
 
-        For a prefix that was stored in several steps: without this its beginning, which all of it depends on, would be
-        evicted first. Does not count as a lookup.
+        Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
+        steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
+        many keys of the chain come before these.
         """
         pool = self.pool
         with pool.lock:
-            pool.index.refresh(self.namespace.keys.present_runs(keys), pool.clock())
+            least = pool.index.use(self.namespace, keys, pool.clock(), self._uses_behind)
+            self._uses_behind = least if start else 0
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -341,6 +341,11 @@ class SlotTimes:
     def used_at(self, slot: int) -> float:
         return self._used_at[slot]
 
+    @property
+    def used_times(self) -> Sequence[float]:
+        """`used_at` of all slots. Not to be changed, nor kept."""
+        return self._used_at
+
     def mark_stored(self, slots: Sequence[int], now: float) -> None:
         """The slots, in ascending order, have new content, which counts as a use, and as stored after any loss even if
         the clock has not moved since."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvstow.bytesize import format_size
-from kvstow.config import POLICIES, HugePages
+from kvstow.config import ALLOWED_POLICIES, HugePages
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
@@ -95,7 +95,7 @@ class Settings(BaseModel):
         description="Pace of populating: memory populated per step, a multiple of 2 MiB, at most 64MiB.",
     )
     pin_pause: Duration = Field(_written("2ms"), description="Pace of populating: pause between two steps.")
-    policy: Policy = Field("lru", description=f"Eviction policy: {' or '.join(POLICIES)}.")
+    policy: Policy = Field("auto", description=f"How pools choose what they evict: {ALLOWED_POLICIES}.")
     host: str = Field(
         "127.0.0.1",
         description="Address of the admin server; other than loopback, it needs --token-file or --tls-client-ca.",

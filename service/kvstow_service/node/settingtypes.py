@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from kvstow.bytesize import parse_size
-from kvstow.config import POLICIES
+from kvstow.config import parse_policy
 from kvstow.errors import ConfigError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.duration import parse_duration
@@ -57,12 +57,6 @@ def _checks(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _policy(value: object) -> str:
-    if value not in POLICIES:
-        raise ConfigError("", value, " or ".join(POLICIES))
-    return str(value)
-
-
 def _reads(parse: Any) -> BeforeValidator:
     """`parse` as a validator for pydantic. Its `ConfigError` says what is allowed."""
 
@@ -82,4 +76,4 @@ Port = Annotated[int, _reads(_port)]
 Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]
 HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
-Policy = Annotated[str, _reads(_policy)]
+Policy = Annotated[str, _reads(parse_policy)]

@@ -138,6 +138,9 @@ class AttachedOffload:
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         return self.engine.begin_store(keys, blocks, request_id=request_id)
 
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        self.engine.use(keys)
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         if self.engine.has_tier:
             self.engine.note_prefill(tokens, seconds)

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Self, get_type_hints
 
 from kvstow.attach.connection import socket_path
 from kvstow.bytesize import parse_size
-from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
+from kvstow.config import (
+    COPY_STRATEGIES,
+    HUGE_PAGES,
+    CopyStrategy,
+    EngineConfig,
+    HugePages,
+    PoolConfig,
+    parse_policy,
+)
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS, LoadPath
@@ -65,6 +73,10 @@ def _choice(*allowed: str) -> Callable[[str, Any], str]:
         return str(value)
 
     return parse
+
+
+def _policy(key: str, value: Any) -> str:
+    return parse_policy(value, key)
 
 
 def _port(key: str, value: Any) -> int:
@@ -162,7 +174,7 @@ class ConnectorOptions:
     max_bytes: Annotated[int | None, size] = None
     lazy_offload: Annotated[bool, _flag] = False
     async_register_cache: Annotated[bool, _flag] = True
-    policy: Annotated[str, _choice(*POLICIES)] = "lru"
+    policy: Annotated[str, _policy] = "auto"
     transfer_timeout: Annotated[float, _positive_seconds] = 30.0
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
     load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "async"

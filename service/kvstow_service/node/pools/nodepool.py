@@ -25,7 +25,7 @@ MAX_RANKS = 1024
 class PoolSettings:
     """Settings that all pools of a node share. Times are in seconds."""
 
-    policy: str = "lru"
+    policy: str = "auto"
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0
     event_buffer: int = 4096

@@ -103,14 +103,14 @@ def test_a_prompt_computed_in_several_steps_is_shortened_from_its_end(kind: str,
 
 
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
-    refreshed: list[int] = []
-    engine: Any = SimpleNamespace(refresh=lambda keys: refreshed.append(len(keys)))
+    used: list[int] = []
+    engine: Any = SimpleNamespace(use=lambda keys, start: used.append(len(keys)))
     stores: Any = SimpleNamespace(newest=0, oldest=1)
     ended = EndedRequests(engine, ONE_GROUP, stores)
     for count in range(65):
-        assert refreshed == [], f"after {count} requests"
+        assert used == [], f"after {count} requests"
         tracked = TrackedRequest(FakeRequest(f"r{count}", PROMPT), 1)
-        tracked.offered_tokens = 4
+        tracked.request.num_computed_tokens = 4
         ended.add_ended(tracked)
-        ended.refresh(1024, backlog_moves=True)
-    assert refreshed == [2] * 65
+        ended.tell_uses(1024, backlog_moves=True)
+    assert used == [2] * 65
