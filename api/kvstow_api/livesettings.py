@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, TypeVar
 
 from fastapi import Header, HTTPException
 from starlette.concurrency import run_in_threadpool
@@ -24,9 +24,7 @@ _PLANNED = 1024  # blocks visited per hold of the engine's lock
 
 def current(pool: HostedPool) -> RuntimeConfig:
     desired, stats = pool.facade.desired(), pool.facade.stats().pool
-    return RuntimeConfig(
-        capacity_slots=desired.capacity_slots, policy=stats.policy, pinning_paused=desired.paused
-    )
+    return RuntimeConfig(capacity_slots=desired.capacity_slots, policy=stats.policy, pinning_paused=desired.paused)
 
 
 def _check_match(pool: HostedPool, if_match: str | None) -> None:

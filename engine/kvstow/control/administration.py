@@ -14,7 +14,7 @@ from kvstow.config import parse_policy
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
-from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult, ProtectionResult
 

@@ -148,7 +148,9 @@ class RecencyList:
             hotter[below] = above
 
 
-_IS_CLASS = tuple(bytes(number == other for other in range(NUM_CLASSES)).ljust(256, b"\0") for number in range(NUM_CLASSES))
+_IS_CLASS = tuple(
+    bytes(number == other for other in range(NUM_CLASSES)).ljust(256, b"\0") for number in range(NUM_CLASSES)
+)
 
 
 class EvictionOrder:

@@ -1,7 +1,7 @@
 """How often blocks were used, also those that were evicted not long ago, and what that makes them worth.
 
-A use is one request, once, for its whole chain of blocks from the root. A block's worth is the time of its last use plus
-`k` times the age that blocks reach in this pool times the logarithm of its uses. With k = 0 it is the time alone.
+A use is one request, once, for its whole chain of blocks from the root. A block's worth is the time of its last use,
+plus `k` times the age that blocks reach in this pool times the logarithm of its uses. With k = 0 it is the time alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ghosts:
         return bool(len(self._words))
 
     def fit(self, num_slots: int) -> None:
-        """The pool has so many slots. A table of another size begins empty; one that is up to twice too large is kept."""
+        """The pool has so many slots. A table of another size begins empty, but one of up to twice the size is kept."""
         self._size = max(_LEAST_GHOSTS, _GHOSTS_PER_SLOT * num_slots)
         if not self._size <= len(self._words) <= 2 * self._size:
             self._words = np.zeros(0, np.uint64)
@@ -153,12 +153,11 @@ class Uses:
         block behind them. Returns those of the first block."""
         counts = self._counts
         for run in reversed([run for run in runs if run]):
-            if isinstance(run, range):
-                uses = counts[run.start : run.stop].translate(_ONE_MORE)
-            else:
-                uses = bytes(map(counts.__getitem__, run)).translate(_ONE_MORE)
+            before = counts[run.start : run.stop] if isinstance(run, range) else map(counts.__getitem__, run)
+            uses = bytes(before).translate(_ONE_MORE)
             if uses[-1] < least or uses != bytes(sorted(uses, reverse=True)):
-                uses = bytes(accumulate(reversed(uses), max, initial=least))[:0:-1]
+                backwards = accumulate(reversed(uses), lambda behind, own: max(behind, own), initial=least)
+                uses = bytes(backwards)[:0:-1]
             least = uses[0]
             if isinstance(run, range):
                 counts[run.start : run.stop] = uses

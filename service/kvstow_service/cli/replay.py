@@ -51,7 +51,10 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     show_default=True,
     help="Ranks; with --attach, processes of each engine.",
 )
-@click.option("--policy", help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's.")
+@click.option(
+    "--policy",
+    help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's.",
+)
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests in flight at once.")

@@ -119,7 +119,9 @@ def test_of_equal_worth_the_blocks_with_fewer_uses_go_first() -> None:
     assert pool.order.evict(4) == [3, 2, 1, 0]
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["use", "evict", "hold"]), st.lists(st.integers(0, 15), max_size=6)), max_size=40)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["use", "evict", "hold"]), st.lists(st.integers(0, 15), max_size=6)), max_size=40
+)
 
 
 @given(STEPS)

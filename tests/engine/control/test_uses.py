@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def uses_of(engine: OffloadEngine, keys: Sequence[bytes]) -> list[int | None]:
 # -- the setting -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "policy"), [("auto", "auto"), ("lru", "lru"), ("4", "4"), (0.5, "0.5"), ("64.0", "64")])
+@pytest.mark.parametrize(
+    ("value", "policy"), [("auto", "auto"), ("lru", "lru"), ("4", "4"), (0.5, "0.5"), ("64.0", "64")]
+)
 def test_a_policy_is_a_word_or_a_number(value: object, policy: str) -> None:
     assert parse_policy(value) == policy
 
@@ -142,14 +145,16 @@ def test_uses_stop_at_255(make_host: MakeEngine) -> None:
 
 @pytest.mark.parametrize("k", ["lru", "1", "8"])
 def test_no_block_outlives_one_that_it_depends_on(make_engine: MakeEngine, clock: FakeClock, k: str) -> None:
-    """Chains that share beginnings, more than the pool holds; what is remembered of evicted ones is lost now and then."""
+    """Chains that share beginnings, more than the pool holds."""
     engine = make_engine(slots=60, policy=k)
     ranks, choose = make_ranks(engine), random.Random(5)
     chains = [
-        make_keys(6, f"a{number % 3}-") + make_keys(4, f"b{number % 9}-") + make_keys(choose.randint(1, 12), f"c{number}-")
+        make_keys(6, f"a{number % 3}-")
+        + make_keys(4, f"b{number % 9}-")
+        + make_keys(choose.randint(1, 12), f"c{number}-")
         for number in range(40)
     ]
-    parent = {key: before for chain in chains for before, key in zip(chain, chain[1:], strict=False)}
+    parent = {key: before for chain in chains for before, key in pairwise(chain)}
     for _ in range(600):
         clock.advance(1.0)
         chain = chains[min(int(choose.expovariate(0.12)), 39)]

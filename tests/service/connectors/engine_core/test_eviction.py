@@ -102,6 +102,54 @@ def test_a_prompt_computed_in_several_steps_is_shortened_from_its_end(kind: str,
         assert host.ask(FakeRequest("3", PROMPT)) == fitting(groups, room)
 
 
+def uses_on_the_pool(host: VllmHost, request: FakeRequest) -> list[int | None]:
+    """By block of the first group; None for those that the pool does not have."""
+    tracked = TrackedRequest(request, 1)
+    keys = tracked.keys(host.groups.groups[0], 0, 99)
+    slots = host.engine.namespace.keys.slots_of(keys)
+    return [None if slot is None else host.engine.pool.index.uses.of(slot) for slot in slots]
+
+
+def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included() -> None:
+    host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64)
+    for number, prompt in enumerate(["abcdefgh", "abcdefghijkl", "abcdefghijklmnop"]):
+        request = FakeRequest(str(number), prompt)
+        for local in (8, 0, 8):  # vLLM asks as often as it likes
+            host.ask(request, local)
+        host.run(request, local=min(8, 8 * number))
+        host.finish(request)
+        host.step()
+        host.step()
+    assert uses_on_the_pool(host, request) == [3, 3, 3, 3, 2, 2, 1, 1]
+
+
+def test_a_long_chain_is_used_part_by_part_its_end_first() -> None:
+    host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64, step_blocks=2)
+    for number in range(2):
+        request = FakeRequest(str(number), "abcdefghijklmnop")
+        host.run(request)
+        host.finish(request)
+        for _ in range(8):
+            host.step()
+    assert uses_on_the_pool(host, request) == [2] * 8
+
+
+def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
+    host = VllmHost(ONE_GROUP, gpu_blocks=9, slots=64, lazy_blocks=4)
+    for number in range(3):
+        request = FakeRequest(str(number), "abcd")
+        host.run(request, local=4 * bool(number))
+        host.finish(request)
+        host.step()
+    assert uses_on_the_pool(host, request) == [None, None]
+    other = FakeRequest("other", "ABCDEFGHIJ")
+    host.run(other)
+    host.finish(other)
+    for _ in range(3):
+        host.step()
+    assert uses_on_the_pool(host, request) == [3, 3]
+
+
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
     used: list[int] = []
     engine: Any = SimpleNamespace(use=lambda keys, start: used.append(len(keys)))
