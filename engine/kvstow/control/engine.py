@@ -92,6 +92,7 @@ class PoolFacade:
                 usable_slots=pool.slots.in_service,
                 slot_bytes=config.slot_bytes,
                 policy=pool.policy,
+                k=pool.index.uses.k,
                 leases=pool.num_leases,
                 slots=_slot_counts(pool),
             )

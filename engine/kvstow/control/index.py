@@ -142,10 +142,10 @@ class Index:
         just used. `least`, and what is returned: see `Uses.count`."""
         runs = namespace.keys.present_runs(keys)
         slots = self.evictable(runs)
-        namespace.order.detach(slots)
+        classes = self.uses.classes(slots)
         least = self.uses.count(runs, least)
         self.times.mark_used(runs, now)
-        namespace.order.attach(slots)
+        namespace.order.reclassify(slots, classes)
         if sum(map(len, runs)) < len(keys):
             absent = [key for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True) if slot is None]
             self.uses.count_absent(absent, namespace.tag)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import compress, count
 from math import inf, nextafter
-from operator import ne
+from operator import ne, or_
 
 from kvstow.control.uses import LOG_USES, NUM_CLASSES, Uses
 
@@ -67,17 +67,9 @@ class RecencyList:
 
     def append(self, slots: Sequence[int]) -> None:
         """Add slots that are in no list, as the hottest. O(n)."""
-        if not slots:
-            return
-        hotter, colder = self._links.hotter, self._links.colder
-        first, last = slots[0], slots[-1]
-        rest, front = slots[1:], slots[:-1]
         # Removed slots keep their links: a prefix that was removed as a whole returns as a whole.
-        if list(map(hotter.__getitem__, rest)) != front or list(map(colder.__getitem__, front)) != rest:
-            for near, far in zip(front, rest, strict=True):
-                hotter[far] = near
-                colder[near] = far
-        self._push(first, last)
+        for first, last in reversed(self._linked_runs(slots, removed=True)):  # the first run becomes the hottest
+            self._push(slots[first], slots[last])
         self._size += len(slots)
 
     def remove(self, slots: Sequence[int]) -> None:
@@ -113,14 +105,22 @@ class RecencyList:
             self._size -= len(slots)
         return slots
 
-    def _linked_runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """The parts of `slots` that are linked as given, each as the indices of its first and last slot."""
+    def _linked_runs(self, slots: Sequence[int], *, removed: bool = False) -> list[tuple[int, int]]:
+        """The parts of `slots` that are linked as given, each as the indices of its first and last slot. `removed`:
+        they are in no list, so a link of one may be older than those of its neighbour."""
         if not slots:
             return []
-        found = list(map(self._links.hotter.__getitem__, slots[1:]))
-        if found == slots[:-1]:
-            return [(0, len(slots) - 1)]
-        starts = [0, *compress(count(1), map(ne, found, slots))]
+        rest, front = slots[1:], slots[:-1]
+        found = list(map(self._links.hotter.__getitem__, rest))
+        if not removed:
+            if found == front:
+                return [(0, len(slots) - 1)]
+            starts = [0, *compress(count(1), map(ne, found, front))]
+        else:
+            found_colder = list(map(self._links.colder.__getitem__, front))
+            if found == front and found_colder == rest:
+                return [(0, len(slots) - 1)]
+            starts = [0, *compress(count(1), map(or_, map(ne, found, front), map(ne, found_colder, rest)))]
         return list(zip(starts, [*(start - 1 for start in starts[1:]), len(slots) - 1], strict=True))
 
     def _push(self, hot: int, cold: int) -> None:
@@ -157,7 +157,7 @@ class EvictionOrder:
     """Holds exactly the evictable slots of a namespace. Used under the pool's lock; each call is O(slots given).
 
     Sequences of slots are in prefix order (root first) without repeats. A leased or protected slot is detached, and
-    returns by `attach`. The uses of a slot must not change while it is attached.
+    returns by `attach`. `reclassify` follows each change of the uses of attached slots.
     """
 
     __slots__ = ("_lists", "_size", "_uses")
@@ -196,11 +196,22 @@ class EvictionOrder:
         for order, some in self._split(slots):
             order.refresh(some)
 
-    def _split(self, slots: Sequence[int]) -> Iterator[tuple[RecencyList, Sequence[int]]]:
+    def reclassify(self, slots: Sequence[int], classes: bytes) -> None:
+        """Mark slots as just used after their uses have changed. `classes`: those before."""
+        if classes == self._uses.classes(slots):
+            self.refresh(slots)
+            return
+        for order, some in self._split(slots, classes):
+            order.remove(some)
+        for order, some in self._split(slots):
+            order.append(some)
+
+    def _split(self, slots: Sequence[int], classes: bytes | None = None) -> Iterator[tuple[RecencyList, Sequence[int]]]:
         """The slots by list. O(slots) for each class that occurs, of which a chain has few."""
         if not slots:
             return
-        classes = self._uses.classes(slots)
+        if classes is None:
+            classes = self._uses.classes(slots)
         if classes.count(classes[0]) == len(slots):
             yield self._lists[classes[0]], slots
             return

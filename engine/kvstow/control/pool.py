@@ -18,6 +18,7 @@ from typing import Protocol
 
 from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.choice import Change, Choice
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
@@ -30,6 +31,9 @@ from kvstow.status import BypassStatus, DrainMode, Refusal
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
+
+
+_KEPT_CHANGES = 16
 
 
 class PoolAcceptance:
@@ -239,6 +243,10 @@ class Pool:
         self.lock = Lock()
         self.slots = SlotMap()
         self.policy = ""
+        self.choice: Choice | None = None
+        """None where `k` is fixed."""
+        self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
+        """What `choice` has chosen lately."""
         self.index = Index()
         self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
@@ -272,6 +280,17 @@ class Pool:
         if policy != self.policy:
             self.policy = policy
             self.index.uses.k = fixed_k(policy) or 0.0
+            self.choice = Choice(self.slots.limit) if fixed_k(policy) is None else None
+
+    def apply_change(self, choice: Choice, change: Change) -> None:
+        """`choice` has chosen another `k`. Without the lock."""
+        with self.lock:
+            if self.choice is not choice:
+                return
+            self.index.uses.k = change.k
+            self.changes.append(change)
+        self.log(logging.INFO, "%s", change)
+        self.write_log()
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Queue a log line for `write_log`, because a log handler may block."""

@@ -21,8 +21,8 @@ MOST_USES = 255
 """Further uses are not counted."""
 _PER_DOUBLING = 2
 """Classes in which the number of uses doubles: blocks of one class are evicted in the order of their last use."""
-_CLASSES = bytes(floor(_PER_DOUBLING * log2(max(uses, 1))) for uses in range(MOST_USES + 1))
-NUM_CLASSES = max(_CLASSES) + 1
+CLASSES = bytes(floor(_PER_DOUBLING * log2(max(uses, 1))) for uses in range(MOST_USES + 1))
+NUM_CLASSES = max(CLASSES) + 1
 LOG_USES = tuple(number / _PER_DOUBLING for number in range(NUM_CLASSES))
 """By class: the logarithm of the uses."""
 _ONE_MORE = bytes(min(uses + 1, MOST_USES) for uses in range(MOST_USES + 1))
@@ -48,6 +48,15 @@ def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
     mixed *= _MIX_HEAD
     mixed ^= mixed >> _SHIFT
     return mixed
+
+
+def smoothed(age: float | None, new: float, count: float, num_slots: float) -> float:
+    """An age smoothed over as many evictions as there are slots, after `count` evictions at the age `new`. `age`: the
+    one before; None if there is none."""
+    if age is None:
+        return max(0.0, new)
+    left: float = (1.0 - 1.0 / max(1.0, num_slots)) ** count
+    return max(0.0, new + (age - new) * left)
 
 
 _GHOSTS_PER_SLOT = 4
@@ -122,7 +131,7 @@ class Uses:
 
     def classes(self, slots: Sequence[int]) -> bytes:
         """The class of each slot, from 0 to `NUM_CLASSES` - 1."""
-        return bytes(map(self._counts.__getitem__, slots)).translate(_CLASSES)
+        return bytes(map(self._counts.__getitem__, slots)).translate(CLASSES)
 
     def admit(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
         """These slots have new content. It was used as often as is known of its key."""
@@ -143,8 +152,7 @@ class Uses:
         if not count:
             return
         age = now - sum(map(used_at, slots)) / count
-        left = (1.0 - 1.0 / max(1, self._num_slots)) ** count if self._has_aged else 0.0
-        self.age = max(0.0, age + (self.age - age) * left)
+        self.age = smoothed(self.age if self._has_aged else None, age, count, self._num_slots)
         self._has_aged = True
 
     def count(self, runs: Sequence[Sequence[int]], least: int = 0) -> int:

@@ -35,7 +35,7 @@ class LazyStores:
         return bool(self._not_stored)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """Lazy stores do not use block tables. The request counts as one that has run, and so as a use of its blocks."""
+        """Lazy stores use no block tables. The request counts as one that has run, and so as a use of its blocks."""
         tracked.has_run = True
 
     def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
