@@ -196,10 +196,15 @@ class EndedRequests:
             last_store, tracked, end = self._ended.popleft()
             start = max(0, end - max(1, most // self._blocks_per_stride) * alignment)
             keys = tracked.keys_between(self._groups, start, end)
-            self._control.use(keys, start=start // alignment * self._blocks_per_stride)
+            first, stop = self._position(tracked.looked_up.start), self._position(tracked.looked_up.stop)
+            self._control.use(keys, start=self._position(start), looked_up=(first, stop))
             most -= len(keys)
             if start:
                 self._ended.appendleft(_EndedRequest(last_store, tracked, start))
+
+    def _position(self, num_tokens: int) -> int:
+        """How many keys a chain has before the block that begins after so many tokens."""
+        return num_tokens // self._groups.alignment * self._blocks_per_stride
 
     def forget_ended(self) -> None:
         self._leaving = []

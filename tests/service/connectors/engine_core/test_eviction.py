@@ -123,15 +123,25 @@ def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included(
     assert uses_on_the_pool(host, request) == [3, 3, 3, 3, 2, 2, 1, 1]
 
 
-def test_a_long_chain_is_used_part_by_part_its_end_first() -> None:
+def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
     host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64, step_blocks=2)
+    told: list[tuple[int, int, tuple[int, int] | None]] = []
+    use = host.engine.use
+
+    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
+        told.append((start, len(keys), looked_up))
+        use(keys, start=start, looked_up=looked_up)
+
+    monkeypatch.setattr(host.engine, "use", noted)
     for number in range(2):
-        request = FakeRequest(str(number), "abcdefghijklmnop")
-        host.run(request)
+        request = FakeRequest(str(number), "abcdefghijklmnopq")
+        host.ask(request, 6 * number)
+        host.run(request, local=6 * number)
         host.finish(request)
         for _ in range(8):
             host.step()
     assert uses_on_the_pool(host, request) == [2] * 8
+    assert told == [*[(start, 2, (0, 8)) for start in (6, 4, 2, 0)], *[(start, 2, (3, 8)) for start in (6, 4, 2, 0)]]
 
 
 def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
@@ -152,7 +162,7 @@ def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
 
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
     used: list[int] = []
-    engine: Any = SimpleNamespace(use=lambda keys, start: used.append(len(keys)))
+    engine: Any = SimpleNamespace(use=lambda keys, start, looked_up: used.append(len(keys)))
     stores: Any = SimpleNamespace(newest=0, oldest=1)
     ended = EndedRequests(engine, ONE_GROUP, stores)
     for count in range(65):

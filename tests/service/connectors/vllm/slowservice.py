@@ -142,7 +142,7 @@ class SlowConnection:
             case Release():
                 self._session.release(message.lease_ids)
             case Use():
-                self._session.control.use(message.keys, start=message.start)
+                self._session.control.use(message.keys, start=message.start, looked_up=message.looked_up)
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits)
             case Prefill():

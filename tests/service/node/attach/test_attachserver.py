@@ -112,7 +112,7 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
     found = ask(scheduler, Lookup(KEYS), Found)
-    scheduler.tell(Use(KEYS, 3))
+    scheduler.tell(Use(KEYS, 3, (0, 8)))
     scheduler.tell(CountLookup(8, 8))
     scheduler.tell(Release((found.lease_id, 12345)))
     with pytest.raises(CallFailedError, match="was released or used up") as caught:
