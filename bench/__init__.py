@@ -1,1 +1,1 @@
-"""Benchmarks of KVStow. `python -m bench` runs them and writes their figures into `bench/README.md`."""
+"""Benchmarks of KVStow. `python -m bench` runs them and records their figures (`report.py`)."""

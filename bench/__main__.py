@@ -1,4 +1,4 @@
-"""`python -m bench`: run the benchmarks that are named, or all, and write their figures into `bench/README.md`."""
+"""`python -m bench`: run the benchmarks that are named, or all, and record their figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench import admin, attach, control, populate, startup, steps, tier
 from bench.machine import describe
-from bench.report import Table, write_section
+from bench.report import PAGE, Table, page, record
 
 _ROOT = Path(__file__).parents[1]
 BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate", "attach", "tier")
@@ -18,6 +18,9 @@ BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate", "atta
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    if options.benchmarks == ["page"]:
+        PAGE.write_text(page())
+        return 0
     names = options.benchmarks or BENCHMARKS
     if {"control", "trace"} & set(names) and not control.vllm_is_there():
         _say("no .venv-vllm: `make venv-vllm` makes it; KVStow is measured alone")
@@ -25,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in names:
             load = os.getloadavg()[0]
             tables = _run(name, options)
-            introduction = f"{describe()}; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
-            write_section(name, introduction, tables)
+            if tables:
+                record(name, f"{describe()}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after", tables)
             _say("\n\n".join(table.to_markdown() for table in tables))
     return 0
 
@@ -54,7 +57,9 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("benchmarks", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
+    parser.add_argument(
+        "benchmarks", nargs="*", choices=[*BENCHMARKS, "page", []], help="default: all; page: make README.md anew"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure")
     parser.add_argument("--sizes", type=int, nargs="+", default=control.SIZES, metavar="SLOTS")
     parser.add_argument("--trace", type=Path, default=_ROOT.parent / "shared" / "data" / "conversation_trace.jsonl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from datetime import UTC, datetime
 
 _QUIET_SHARE = 0.25
 _SAMPLE_SECONDS = 1.0
@@ -14,11 +13,8 @@ _SAMPLE_SECONDS = 1.0
 def describe() -> str:
     """One sentence for the head of a table."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    day = datetime.now(UTC).date().isoformat()
-    return (
-        f"{day}; {_cpu_model()}, {os.cpu_count()} cores, {gib:.0f} GiB; Linux {platform.release()}; "
-        f"Python {platform.python_version()}"
-    )
+    kernel = platform.release().partition("-")[0]
+    return f"{_cpu_model()}, {os.cpu_count()} cores, {gib:.0f} GiB; Linux {kernel}; Python {platform.python_version()}"
 
 
 def wait_until_quiet(patience: float) -> float:

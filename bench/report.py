@@ -1,39 +1,138 @@
-"""Tables of figures, and the part of `README.md` that each benchmark owns, between two markers."""
+"""What benchmarks found: one JSON file for each in `results/`, the newest run only, and the page made of them.
+
+A file says what was measured, with which command, when, on which machine and at which commit; its tables have all
+figures as text. `README.md` shows of each table the rows that `shown` names, or those with a verdict."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
-README = Path(__file__).with_name("README.md")
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("results")
+PAGE = Path(__file__).with_name("README.md")
+# The page: its sections, and the results of each in the order in which they are shown.
+SECTIONS = {
+    "Inside vLLM on a GPU": (
+        *("vllm-peers", "vllm-layers", "vllm-hits", "vllm-pinning", "vllm-restart", "vllm-rotation", "vllm-verify"),
+        *("vllm-throughput", "vllm-decode", "vllm-start"),
+    ),
+    "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
+    "Control plane": ("control", "trace", "steps"),
+    "Node service and admin server": ("attach", "admin", "startup", "populate"),
+    "Fleet tier": ("tier",),
+    "JAX": ("jax-gpu", "jax-cpu", "jax-order"),
+}
+_INTRODUCTION = """\
+# Benchmarks
+
+This page shows the newest figures. `python -m bench page` makes it of the files in [results](results), which have all
+rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes on two cores) and writes the files;
+`.venv/bin/python -m bench control` runs one benchmark, `--help` lists the options. Programs for GPUs run from a bare
+checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the
+files by hand.
+
+The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend on
+the machine and its other work, so compare only within a table. The commit is the one that was measured where it was
+recorded, otherwise the one that recorded the figures. Comparing with vLLM's BlockPool needs `make venv-vllm` once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as text; the first column is left-aligned, the others right."""
+    """Cells as text; the first column is left-aligned, the others right. `shown`: the rows on the page, by number."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    shown: Sequence[int] | None = None
 
     def to_markdown(self) -> str:
-        ruler = ["---", *("---:" for _ in self.head[1:])]
-        lines = [f"| {' | '.join(cells)} |" for cells in (self.head, ruler, *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *lines])
+        return f"**{self.title}**\n\n{_grid(self.head, self.rows)}"
+
+    def rows_on_the_page(self) -> list[Sequence[str]]:
+        if self.shown is not None:
+            return [self.rows[index] for index in self.shown]
+        return [row for row in self.rows if any("met" in cell or "missed" in cell for cell in row)]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One benchmark's newest figures. `what`: the workload in a sentence or two. `headline`: the result in a sentence,
+    where no row on the page says it. `missed`: why a bar is missed. `notes`: what else qualifies the figures."""
+
+    title: str
+    command: str
+    date: str
+    machine: str
+    commit: str | None
+    what: str
+    tables: Sequence[Table]
+    headline: str = ""
+    missed: str = ""
+    notes: Sequence[str] = field(default=())
+
+    def to_markdown(self) -> str:
+        commit = f"; {self.commit}" if self.commit else ""
+        command = f"`{self.command}`" if " -m " in self.command else self.command
+        where = f"{command}; {self.date}; {self.machine}{commit}"
+        parts = [f"**{self.title}** ({where}). {self.what} {self.headline}".rstrip()]
+        shown = [(table, rows) for table in self.tables if (rows := table.rows_on_the_page())]
+        for table, rows in shown:
+            parts.append(_grid([table.title if len(shown) > 1 else table.head[0], *table.head[1:]], rows))
+        return "\n\n".join(parts)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---", *("---:" for _ in head[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ruler, *rows))
 
 
 def verdict(met: bool) -> str:
     return "met" if met else "**missed**"
 
 
-def write_section(name: str, introduction: str, tables: Sequence[Table]) -> None:
-    """Replace what lies between the markers of `name` in the README; raises `ValueError` where they are missing."""
-    begin, end = f"<!-- {name}: written by python -m bench -->", f"<!-- end of {name} -->"
-    text = README.read_text()
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ValueError(f"{README} has no markers for {name!r}")
-    parts = [introduction, *(table.to_markdown() for table in tables)]
-    README.write_text("".join([before, begin, "\n", "\n\n".join(parts), "\n", end, after]))
+def load(path: Path) -> Result:
+    found = json.loads(path.read_text())
+    return Result(**{**found, "tables": [Table(**table) for table in found["tables"]]})
+
+
+def save(name: str, result: Result) -> None:
+    found = asdict(result)
+    for table in found["tables"]:
+        if table["shown"] is None:
+            del table["shown"]
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def record(name: str, machine: str, tables: Sequence[Table]) -> None:
+    """Put the tables of a run of today in place of those of the last one, and make the page again."""
+    last = load(RESULTS / f"{name}.json")
+    today = datetime.now(UTC).date().isoformat()
+    save(name, replace(last, date=today, machine=machine, commit=_commit(), tables=tables, headline=""))
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    parts, missed = [_INTRODUCTION.rstrip()], []
+    for section, names in SECTIONS.items():
+        results = [load(RESULTS / f"{name}.json") for name in names]
+        parts += [f"## {section}", *(result.to_markdown() for result in results)]
+        missed += [f"- **{result.title}**: {result.missed}" for result in results if result.missed]
+    return "\n\n".join([*parts, "## Missed bars, and why", "\n".join(missed)]) + "\n"
+
+
+def _commit() -> str | None:
+    """Of the checkout; none outside of one."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()

@@ -49,10 +49,10 @@ CONTROL = "tests/engine/control"
 OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
 JAX = "engine/kvstow/devices/jax"
-RANK_MEMORY = "service/kvstow_service/node/pools/rankmemory.py"
+RANK_MEMORY = "service/kvstow_service/node/pools/nodesession.py"
 MEMFD = "engine/kvstow/memfd.py"
 RECORDS = "service/kvstow_service/node/pools/noderecords.py"
-SURVIVORS = "service/kvstow_service/node/survival/survivors.py"
+SURVIVORS = "service/kvstow_service/node/survival/roster.py"
 SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
 ADMISSION = "api/kvstow_api/admission.py"
@@ -155,14 +155,14 @@ MUTANTS = [
     ),
     Mutant(
         "nobody_holds_memory_that_a_pool_waits_for",
-        "service/kvstow_service/node/pools/poolmemories.py",
+        "service/kvstow_service/node/pools/memorythread.py",
         "if found.holder not in clients:",
         "if False:",
         "tests/service/node/pools/test_recalledmemory.py::test_who_waits_for_memory_that_which_session_holds_is_shown",
     ),
     Mutant(
         "sessions_are_blamed_for_what_operators_protect",
-        "service/kvstow_service/node/pools/poolmemories.py",
+        "service/kvstow_service/node/pools/memorythread.py",
         "if found.holder not in clients:",
         "if True:",
         "tests/service/node/pools/test_recalledmemory.py::test_protected_blocks_keep_memory_and_the_reason_is_shown",
@@ -482,7 +482,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_is_handed_out_before_it_is_recorded",
-        "service/kvstow_service/node/pools/poolmemories.py",
+        "service/kvstow_service/node/pools/memorythread.py",
         "                    self.guarded(partial(self.records.save, self.memory))\n",
         "                    pass\n",
         "tests/service/node/pools/test_poolmemory.py::test_nothing_is_handed_out_before_it_is_recorded",

@@ -10,6 +10,7 @@ from typing import get_args
 
 import click
 import yaml
+from bench import report
 from tests.mutants import MUTANTS, PATCHED
 
 from kvstow.config import EngineConfig
@@ -28,7 +29,7 @@ RULES = Path(__file__).parents[1] / "helm" / "kvstow" / "files" / "rules.yaml"
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
 
-_TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:.*/|kubectl .* -- )?kvstow ([^#|>&\n]+)", re.MULTILINE)
+_TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:\S*/|kubectl .* -- )?kvstow ([^#|>&\n]+)", re.MULTILINE)
 
 
 def commands(text: str) -> Iterator[str]:
@@ -172,3 +173,11 @@ def test_every_readiness_check_is_explained() -> None:
         EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
     )
     assert explained("check") == set(create_app(host).state.kvstow.health.probes["readyz"].checks)
+
+
+def test_the_page_of_benchmarks_is_made_of_their_results() -> None:
+    text = report.PAGE.read_text()
+    assert text == report.page(), "make it anew with `python -m bench page`"
+    assert len(text.splitlines()) <= 200
+    listed = [name for names in report.SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(path.stem for path in report.RESULTS.glob("*.json"))

@@ -12,10 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from kvstow.messages import Direction
 from kvstow.status import TransferState
-from kvstow_api.views.events import BLOCK_EVENTS, EVENT_TYPES
-from kvstow_api.views.operations import OperationKind, OperationState
-from kvstow_api.views.pools import BlockState
-from kvstow_api.views.server import SECTIONS
+from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, BlockState, OperationKind, OperationState
 
 _TOKEN_BYTES = 6
 _STANDARD_EVENTS = frozenset(EVENT_TYPES) - frozenset(BLOCK_EVENTS)
@@ -121,20 +118,6 @@ class TransfersQuery(SessionsQuery):
     direction: Annotated[Direction | None, Field(description="Only transfers of this direction")] = None
     state: Annotated[TransferState | None, Field(description="Only transfers in this state")] = None
     slowest: Annotated[int, Field(ge=1, le=1000, description="How many, of the oldest ones")] = 100
-
-
-class StatsQuery(PoolQuery):
-    section: Annotated[str, Field(description=f"Any of {', '.join(SECTIONS)}, separated by commas; all if empty")] = ""
-
-    @field_validator("section")
-    @classmethod
-    def _names_sections(cls, value: str) -> str:
-        _names_in(value, SECTIONS, "section")
-        return value
-
-    @property
-    def sections(self) -> frozenset[str]:
-        return _names_in(self.section, SECTIONS, "section") or frozenset(SECTIONS)
 
 
 class EventsQuery(PoolQuery):

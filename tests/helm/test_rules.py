@@ -18,7 +18,6 @@ pytestmark = pytest.mark.deploy
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "helm" / "kvstow" / "files" / "rules.yaml"
-RUNBOOKS = ROOT / "docs" / "runbooks"
 
 ALERTS: dict[str, dict[str, Any]] = {
     rule["alert"]: rule
@@ -366,15 +365,4 @@ def test_alerts_are_for_conditions_that_there_are() -> None:
 def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
-    assert rule["annotations"]["runbook_url"] == f"docs/runbooks/{rule['alert']}.md#{rule['alert'].lower()}"
-
-
-def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
-    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(ALERTS)
-
-
-@pytest.mark.parametrize("alert", ALERTS)
-def test_a_runbook_has_its_four_parts(alert: str) -> None:
-    text = (RUNBOOKS / f"{alert}.md").read_text()
-    headings = re.findall(r"^#+ .*", text, re.MULTILINE)
-    assert headings == [f"# {alert}", "## What it means", "## Confirm", "## Do", "## Do not"]
+    assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 import pytest
@@ -19,8 +19,9 @@ import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankState
-from kvstow.stats import FaultStats, LookupStats
+from kvstow.stats import EngineStats, FaultStats, LookupStats
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.table import TABLE
@@ -28,8 +29,6 @@ from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.metrics.tier import tier_families
 from kvstow_api.requests import HttpCounters
-from kvstow_api.views.server import StatsView
-from kvstow_api.views.sessions import SessionsView
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import make_api_host
 from kvstow_service.admin.adminoptions import AdminOptions
@@ -37,10 +36,11 @@ from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
 from kvstow_service.cli.tables import LISTS
-from kvstow_service.node.attach.attachtally import REASONS
+from kvstow_service.node.attach.clients import REASONS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
+PAGE = (ROOT / "docs" / "runbooks.md").read_text()
+SECTIONS = dict(section.split("\n", 1) for section in PAGE.split("\n## ")[1:])
 RULES = ROOT / "helm" / "kvstow" / "files" / "rules.yaml"
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
 
@@ -136,7 +136,7 @@ def known() -> frozenset[str]:
         *POLICIES,
         *FOREIGN,
     }
-    found |= {field.name for view in (StatsView, LookupStats, FaultStats, SessionsView) for field in fields(view)}
+    found |= {field.name for view in (EngineStats, LookupStats, FaultStats, SessionsView) for field in fields(view)}
     found |= {column.title for columns, _ in LISTS.values() for column in columns}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}
@@ -150,15 +150,26 @@ def is_known(word: str) -> bool:
     return word in known() or (ROOT / word).is_file() or (" " in word and word in sources())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_name_is_real(page: Path) -> None:
-    assert [word for word in code_words(page.read_text()) if not is_known(word)] == []
+def test_every_name_is_real() -> None:
+    assert [word for word in code_words(PAGE) if not is_known(word)] == []
 
 
 def test_the_index_has_every_alert_and_how_urgent_it_is() -> None:
-    index = (ROOT / "docs" / "runbooks" / "README.md").read_text()
-    rows = re.findall(r"^\| \[(\w+)\]\(\1\.md\) \| (\w+) \|", index, re.MULTILINE)
-    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in ALERTS]
+    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (\w+) \|", PAGE, re.MULTILINE)
+    assert rows == [(rule["alert"], rule["alert"].lower(), rule["labels"]["severity"]) for rule in ALERTS]
+
+
+def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
+    assert list(SECTIONS) == ["Restart a pod", *(rule["alert"] for rule in ALERTS)]
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_a_runbook_says_what_it_means_how_to_confirm_it_and_what_to_do(rule: dict[str, Any]) -> None:
+    paragraphs = SECTIONS[rule["alert"]].strip().split("\n\n")
+    assert paragraphs[0].startswith(f"*{rule['labels']['severity']}*: ")
+    assert paragraphs[1].startswith("**Confirm** with `kvstow ") or "pod's log" in paragraphs[1]
+    assert paragraphs[2].startswith(("1. ", "**Do**, by reason:"))
+    assert paragraphs[-1].startswith("**Do not** ")
 
 
 def test_every_check_of_readiness_has_an_alert() -> None:

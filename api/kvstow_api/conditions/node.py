@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvstow.bytesize import format_size
+from kvstow_api.answers import ConditionView
 from kvstow_api.conditions.engine import session_name
 from kvstow_api.conditions.evidence import Evidence, NodeEvidence, NothingToMeasure, make_condition
 from kvstow_api.numberformat import counted, duration
 from kvstow_api.poolchoice import NO_POOL
 from kvstow_api.sampler import REJECTED_SECONDS
-from kvstow_api.views.doctor import ConditionView
 
 _NAMED_RANKS = 3
 
@@ -119,7 +119,7 @@ def find_lost(evidence: Evidence) -> Iterator[ConditionView]:
 def find_attaching(evidence: Evidence) -> Iterator[ConditionView]:
     """Engines that have not registered a slot on every rank. Ranks that never report are told as silent."""
     for session in evidence.sessions:
-        late = [rank.rank for rank in session.ranks if not rank.registered_slots and rank.pid is not None]
+        late = [rank.rank for rank in session.ranks if not rank.pinned_slots and rank.pid is not None]
         if session.state == "attaching" and (late or session.id in evidence.starting):
             ranks = f"rank {', '.join(map(str, late))}" if 0 < len(late) <= _NAMED_RANKS else f"{len(late)} ranks"
             yield make_condition(

@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from kvstow_api.answers import ConditionView, DoctorView, Severity
 from kvstow_api.conditions import engine, memory, node, serving, speed, tier
 from kvstow_api.conditions.evidence import Evidence, NothingToMeasure
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.views.doctor import ConditionView, DoctorView, Severity
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 

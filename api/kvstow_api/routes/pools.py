@@ -15,18 +15,26 @@ from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
 from kvstow_api import livesettings
+from kvstow_api.answers import (
+    POOL_NAME,
+    BlocksView,
+    OperationKind,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RemovedView,
+)
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
 from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.poolchoice import choose_pool, find_pool
-from kvstow_api.poolview import pool_view, pool_views
 from kvstow_api.queries import BlocksQuery, PoolQuery, WorkQuery, token_of
+from kvstow_api.readings import pool_view, pool_views
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views.operations import OperationKind
-from kvstow_api.views.pools import POOL_NAME, BlocksView, PinningView, PlanView, PoolsView, PoolView, RemovedView
 
 router = APIRouter(prefix="/v1", tags=["pools"], route_class=StrictRoute)
 

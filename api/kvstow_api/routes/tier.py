@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from kvstow_api.answers import TierView
 from kvstow_api.appstate import App
 from kvstow_api.openapi import reading
+from kvstow_api.readings import tier_view
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.tierview import tier_view
-from kvstow_api.views.tier import TierView
 
 router = APIRouter(prefix="/v1/tier", tags=["tier"], route_class=StrictRoute)
 

@@ -13,10 +13,9 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 import kvstow
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.app import create_app
-from kvstow_api.directory import Directory
+from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
 from kvstow_api.host import ApiHost, HealthCheck
 from kvstow_api.hostsettings import is_loopback
-from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets

@@ -1,35 +1,41 @@
-"""The node service without its admin API: memory, control plane and the socket at which engines attach."""
+"""The node service without its admin API: memory, control plane and the socket at which engines attach.
+
+It also says how a service takes over what the previous one has left with the keeper, and what the admin API sees.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstow.config import HugePages
+from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, IntegrityError
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import STEP_BYTES, Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
-from kvstow_service.node.attach.attachserver import AttachServer
-from kvstow_service.node.attach.attachsocket import AttachSocket
-from kvstow_service.node.attach.attachtally import REASONS
+from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus
+from kvstow_api.directory import HostedPool
+from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
+from kvstow_service.node.attach.clients import REASONS
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.noderecovery import recover_node
 from kvstow_service.node.pools.memorythread import MemoryThread
-from kvstow_service.node.pools.nodepool import PoolSettings
+from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.survival.survivors import read_survivors
+from kvstow_service.node.survival.roster import SurvivingPool, SurvivingWorker, Survivors, read_survivors
 from kvstow_service.node.tier.nodetier import NodeTier
-from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 logger = logging.getLogger("kvstow.node")
 
@@ -251,3 +257,122 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def recover_node(survivors: Survivors, memory: MemoryThread, host: NodeHost, server: AttachServer) -> int:
+    """Make a node of plain data, before any of its threads has started. Takes over the descriptors. Returns the number
+    of blocks. 2 s for a million."""
+    begun = time.monotonic()
+    gc.disable()  # a million keys are made, and no cycle: looking for some took a quarter of the time
+    try:
+        num_blocks = _recover(survivors, memory, host, server)
+    finally:
+        gc.enable()
+    if survivors.pools:
+        seconds = time.monotonic() - begun
+        logger.info("%d blocks in %d pools were recovered in %.2f s", num_blocks, len(survivors.pools), seconds)
+    return num_blocks
+
+
+def _recover(survivors: Survivors, memory: MemoryThread, host: NodeHost, server: AttachServer) -> int:
+    memory.pools.restore_memory(survivors)
+    num_blocks = 0
+    for found in survivors.pools:
+        pool = host.restore_pool(found.record, found.namespaces)
+        memory.pools.restore_pool(pool, found, survivors)
+        num_blocks += _recover_blocks(pool, found)
+        for session_id, workers in _sessions(found).items():
+            host.restore_session(workers[0].record)
+            peers = [(one.hello(), one.peer(None if pidfd is None else os.dup(pidfd))) for one, pidfd in workers]
+            server.restore_session(session_id, workers[0].record.token_digest, peers)
+    return num_blocks
+
+
+def _recover_blocks(pool: NodePool, found: SurvivingPool) -> int:
+    earlier = [
+        EarlierSession(workers[0].record.number, workers[0].record.engine, frozenset(one.client for one, _ in workers))
+        for workers in _sessions(found).values()
+    ]
+    names = {tag: label.name for tag, label in found.journal.namespaces().items()}
+    return recover(pool, found.journal.recover(), names, earlier)
+
+
+def _sessions(found: SurvivingPool) -> dict[str, list[SurvivingWorker]]:
+    """The workers of each session."""
+    sessions: dict[str, list[SurvivingWorker]] = {}
+    for worker in found.workers:
+        sessions.setdefault(worker.record.session_id, []).append(worker)
+    return sessions
+
+
+class NodeDirectory:
+    """The `Directory` of a `Node`. `errors` are those of the host that no pool counts, by code."""
+
+    is_node = True
+    take_report = None
+
+    def __init__(self, node: Node) -> None:
+        self.engine_id = node.host.engine_id
+        self.switches = node.host.switches
+        self.trust_eof = node.settings.trust_eof
+        self.errors: Counter[str] = Counter()
+        self._node = node
+
+    @property
+    def tier(self) -> HostedTiers | None:
+        return None if self._node.tier is None else self._node.tier.view
+
+    def pools(self) -> list[HostedPool]:
+        return [self._hosted(pool) for pool in self._node.host.pools()]
+
+    def find_pool(self, name: str) -> HostedPool | None:
+        pool = self._node.host.find_pool(name)
+        return None if pool is None else self._hosted(pool)
+
+    def delete_pool(self, name: str) -> None:
+        self._node.host.delete_pool(name)
+
+    def sessions(self) -> list[SessionStatus]:
+        return self._node.host.sessions()
+
+    def detach(self, session_id: str, *, kill: bool) -> bool:
+        return self._node.detach(session_id, kill=kill)
+
+    def namespaces(self) -> list[NamespaceStatus]:
+        return self._node.host.namespaces()
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        return self._node.rejected
+
+    def memory(self) -> MemoryStatus:
+        node, memory, records = self._node, self._node.memory, self._node.records
+        pools = self.pools()
+        return MemoryStatus(
+            target_bytes=memory.total_bytes,
+            populated_bytes=node.populator.status().populated_bytes,
+            failure=node.memory_failure(),
+            granted_bytes=sum(pool.granted_bytes for pool in pools),
+            used_bytes=sum(pool.used_bytes for pool in pools),
+            recalled_bytes=memory.figures.recalled_bytes,
+            waits=memory.figures.waits,
+            notices=memory.figures.notices,
+            keeper=None if records is None else "connected" if records.notice is None else "gone",
+            keeper_restarts=0 if records is None else max(0, records.joins - 1),
+        )
+
+    def count_error(self, code: str) -> None:
+        self.errors[code] += 1
+
+    def _hosted(self, pool: NodePool) -> HostedPool:
+        slot_bytes = sum(pool.stored_slot_bytes)
+        return HostedPool(
+            pool.name,
+            pool.facade,
+            max_capacity_slots=self._node.memory.total_bytes // slot_bytes,
+            granted_bytes=pool.granted_bytes,
+            due_bytes=pool.due_bytes,
+            model=pool.model,
+            is_resizable=False,
+            stored_slot_bytes=slot_bytes,
+        )

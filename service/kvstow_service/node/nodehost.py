@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -36,18 +35,13 @@ from kvstow.attach.peer import Peer
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import HostedNamespace, HostedSession
+from kvstow.status import NamespaceStatus, SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
-from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.pools.sharing import sharing_off
-from kvstow_service.node.pools.uniquenames import unique_name
-from kvstow_service.node.survival.poolrecord import PoolRecord
-from kvstow_service.node.survival.workerrecord import WorkerRecord
-
-if TYPE_CHECKING:
-    from kvstow_service.node.tier.nodetier import NodeTier
+from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
+from kvstow_service.node.tier.nodetier import NodeTier
 
 logger = logging.getLogger("kvstow.node")
 
@@ -140,13 +134,13 @@ class NodeHost:
     def _sessions_of(self, pool: NodePool) -> list[str]:
         return [one.session_id for one in self._sessions.values() if one.pool is pool]
 
-    def sessions(self) -> list[HostedSession]:
+    def sessions(self) -> list[SessionStatus]:
         """The sessions, the oldest first, including lost ones."""
         with self._lock:
             sessions = list(self._sessions.values())
-        return [session.view() for session in sessions]
+        return [session.status() for session in sessions]
 
-    def namespaces(self) -> list[HostedNamespace]:
+    def namespaces(self) -> list[NamespaceStatus]:
         return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
 
     def tick(self) -> None:

@@ -15,15 +15,13 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
-from kvstow_api.directory import Directory
-from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.directory import Directory, OrphanedMemory
 from kvstow_service.admin.adminhost import make_api_host, make_server
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
-from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.nodedirectory import NodeDirectory
+from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services

@@ -12,7 +12,7 @@ from tests.api.node.conftest import KEYS, NAMES, get
 
 from kvstow.status import MemoryStatus, MemoryWait
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.directory import OrphanedMemory
 from kvstow_api.sampler import REJECTED_SECONDS
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import trustme
 
+from kvstow_api.answers import ProblemView
 from kvstow_api.client import ApiError
-from kvstow_api.views.problems import ProblemView
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.cli import localserver
 from kvstow_service.cli.connection import Connection

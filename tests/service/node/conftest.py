@@ -20,8 +20,7 @@ from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.peer import Peer
-from kvstow_service.node.attach.attachserver import AttachServer
-from kvstow_service.node.attach.attachsocket import AttachSocket
+from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 
 POOL = PoolIdentity(
     slot_bytes=(4096, 4096),

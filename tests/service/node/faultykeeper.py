@@ -14,9 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keeper import Keeper
-from kvstow_service.node.survival.keeperpeer import KeeperPeer
+from kvstow_service.node.survival.keeper import Keeper, KeeperPeer, listen, require_state_folder, try_lock
 
 _LATE_SECONDS = 3.0
 """Longer than a service waits for an answer."""
@@ -52,9 +50,9 @@ class FaultyKeeper(Keeper):
 
 
 def main() -> None:
-    folder = statefolder.require_state_folder(Path(sys.argv[1]))
-    assert statefolder.try_lock(folder) is not None
-    keeper = FaultyKeeper(statefolder.listen(folder), 600.0, stays=True)
+    folder = require_state_folder(Path(sys.argv[1]))
+    assert try_lock(folder) is not None
+    keeper = FaultyKeeper(listen(folder), 600.0, stays=True)
     keeper.chance = random.Random(int(sys.argv[2]))
     asked: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))

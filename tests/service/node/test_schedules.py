@@ -29,8 +29,8 @@ from kvstow.errors import LeaseError
 from kvstow.memory.rows import BookedExtent
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.nodesession import RankMemory
 from kvstow_service.node.pools.poolmemory import PoolMemory
-from kvstow_service.node.pools.rankmemory import RankMemory
 
 STEPS = 800
 _KEYS = 60

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from kvstow.memory.limits import HugePageLimits
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.cli import app
-from kvstow_service.node.attach.attachsocket import AttachSocket
+from kvstow_service.node.attach.attachserver import AttachSocket
 from kvstow_service.node.settings import Settings, flag_name
 
 pytestmark = pytest.mark.usefixtures("process_state")

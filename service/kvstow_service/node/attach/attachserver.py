@@ -1,4 +1,4 @@
-"""The attach server: one thread that answers all engines of a node."""
+"""The attach server: its socket, and one thread that answers all engines of a node."""
 
 from __future__ import annotations
 
@@ -13,19 +13,124 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from kvstow.attach.channel import SCRATCH_BYTES, close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer, peer_of
-from kvstow_service.node.attach.attachacceptor import AttachAcceptor
-from kvstow_service.node.attach.attachtally import AttachFigures, AttachTally
+from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clientcalls import ClientCalls
-from kvstow_service.node.attach.clients import Clients, client_limit
+from kvstow_service.node.attach.clients import AttachFigures, AttachTally, Clients, client_limit
 from kvstow_service.node.attach.sessionhost import SessionHost
-from kvstow_service.node.attach.sessionlife import SessionLife, described
-from kvstow_service.node.attach.sessiontable import Member, Session, SessionView
+from kvstow_service.node.attach.sessionlife import Member, SessionLife, SessionView, WireSession, described
 from kvstow_service.process.switchinterval import short_switch_interval
+
+FOLDER_MODE = 0o750
+SOCKET_MODE = 0o660
+
+
+class AttachSocket:
+    """A listening Unix socket of mode 0660. If it had to create the folder, the folder has mode 0750.
+
+    Processes of the service's user and of the group may write to the socket, and so may attach. The owner calls
+    `close`, which is idempotent. It removes the file unless another service has replaced it.
+    """
+
+    def __init__(self, path: Path, group: int | None = None) -> None:
+        """Raises `ConflictError` if another process listens there or the folder cannot be used."""
+        self.path = path
+        require_folder(path.parent, FOLDER_MODE, group)
+        self.listener: socket.socket = bind_unix(path, mode=SOCKET_MODE, group=group)
+        self._file = file_id(path)
+
+    def close(self) -> None:
+        self.listener.close()
+        if self._file is not None and file_id(self.path) == self._file:
+            self.path.unlink(missing_ok=True)
+        self._file = None
+
+
+_ACCEPTS_PER_TURN = 64
+_PAUSE_SECONDS = 1.0
+
+
+class AttachAcceptor:
+    """Accepts for the attach server's thread, the only thread that uses it. At the limit, a connection that has not
+    said hello makes room for a new one, the oldest first. If all have said hello, the new connection is refused."""
+
+    def __init__(
+        self,
+        epoll: select.epoll,
+        listener: socket.socket,
+        clients: Clients,
+        calls: ClientCalls,
+        tally: AttachTally,
+        scratch: bytearray,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._epoll = epoll
+        self._listener = listener
+        self._clients = clients
+        self._calls = calls
+        self._tally = tally
+        self._scratch = scratch
+        self._clock = clock
+        self.paused_until: float | None = None
+        """Set while the process has no descriptor left."""
+
+    def start(self) -> None:
+        self._listener.setblocking(False)
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    def is_listener(self, fd: int) -> bool:
+        return fd == self._listener.fileno()
+
+    def resume(self) -> bool:
+        """Listen again if the pause is over. Returns whether it was."""
+        if self.paused_until is None or self._clock() < self.paused_until:
+            return False
+        self.paused_until = None
+        self._epoll.register(self._listener, select.EPOLLIN)
+        return True
+
+    def accept(self) -> None:
+        """Accept some of the waiting connections."""
+        for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
+                self._pause(error)
+                return
+            self._tally.accepted += 1
+            try:
+                self._admit(accepted)
+            except Exception as error:  # noqa: BLE001 - logged and counted
+                self._tally.fault(error)
+                accepted.close()
+
+    def _pause(self, error: OSError) -> None:
+        self._tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
+        oldest = self._clients.oldest_stranger()
+        if oldest is not None:
+            self._calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
+        self._epoll.unregister(self._listener)
+        self.paused_until = self._clock() + _PAUSE_SECONDS
+
+    def _admit(self, accepted: socket.socket) -> None:
+        oldest = self._clients.oldest_stranger()
+        if oldest is not None and self._clients.is_crowded:
+            self._calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
+        client = self._clients.add(accepted, self._scratch)
+        self._calls.watch(client)
+        if self._clients.is_over_limit:
+            reason = f"the service serves {self._clients.limit} connections already"
+            self._calls.drop(client, "too_many_clients", reason)
+        else:
+            self._calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
+
 
 logger = logging.getLogger("kvstow.attach")
 
@@ -206,7 +311,7 @@ class AttachServer:
             except Exception as error:  # noqa: BLE001 - logged and counted
                 self._tally.fault(error)
 
-    def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+    def push(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
         """On the server's thread. See `SessionLink.push`."""
         self._calls.push(session, message, rank, fds)
 
@@ -215,7 +320,7 @@ class AttachServer:
         if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
             self._life.process_ended(member)
 
-    def _detach(self, session: Session, kill: bool) -> None:
+    def _detach(self, session: WireSession, kill: bool) -> None:
         if kill:
             for member in session.members:
                 if not member.peer.kill() and not member.peer.has_ended():
@@ -254,7 +359,7 @@ class _WatchedProcesses:
 class _Link:
     """The `SessionLink` of one session."""
 
-    def __init__(self, server: AttachServer, session: Session) -> None:
+    def __init__(self, server: AttachServer, session: WireSession) -> None:
         self.session_id = session.session_id
         self._server = server
         self._session = session
@@ -275,7 +380,7 @@ class _Push:
     """A message on its way to the server's thread, with descriptors of its own."""
 
     def __init__(
-        self, server: AttachServer, session: Session, message: Message, rank: int | None, fds: tuple[int, ...]
+        self, server: AttachServer, session: WireSession, message: Message, rank: int | None, fds: tuple[int, ...]
     ) -> None:
         self._server = server
         self._session = session

@@ -6,19 +6,123 @@ import select
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from typing import Final
 
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Lookup,
+    LookupPrompt,
+    Prefill,
+    ReadEvents,
+    Release,
+    Reset,
+    Use,
+)
 from kvstow.attach.channel import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.connection import Message
+from kvstow.attach.extentcalls import Desired, RegisteredExtents, ReleasedExtents, Report
 from kvstow.attach.hello import CallError, Hello, Refused
 from kvstow.attach.payloads import Kind, refusal_of
 from kvstow.attach.peer import Peer
-from kvstow.errors import AttachRefusedError, DisconnectedError, KvstowError, ProtocolError
-from kvstow_service.node.attach.attachtally import AttachTally
-from kvstow_service.node.attach.clients import Client, Clients
-from kvstow_service.node.attach.dispatch import answer_to
+from kvstow.errors import AttachRefusedError, DisconnectedError, InvalidRequestError, KvstowError, ProtocolError
+from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients
 from kvstow_service.node.attach.sessionhost import Later, SessionHost
-from kvstow_service.node.attach.sessionlife import SessionLife, described
-from kvstow_service.node.attach.sessiontable import Member, Session
+from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
+
+
+def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
+    """Make the call and return its answer, if its kind has one. `later`: see `SessionHost`.
+
+    Raises what the host raises. Raises `ProtocolError` for a payload that is not a message of its kind.
+    """
+    if frame.kind == Kind.LOOKUP:
+        return host.lookup(member.session.session_id, Lookup.unpack(frame.payload), later)
+    if frame.kind == Kind.LOOKUP_PROMPT:
+        return host.lookup_prompt(member.session.session_id, LookupPrompt.unpack(frame.payload), later)
+    return _CALLS[frame.kind](host, member, frame)
+
+
+def _release(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.release_leases(member.session.session_id, Release.unpack(frame.payload).lease_ids)
+
+
+def _begin_load(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.begin_load(member.session.session_id, BeginLoad.unpack(frame.payload))
+
+
+def _begin_store(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.begin_store(member.session.session_id, BeginStore.unpack(frame.payload))
+
+
+def _complete(host: SessionHost, member: Member, frame: Frame) -> None:
+    call = Completions.unpack(frame.payload)
+    if call.rank >= member.session.num_ranks or member.rank not in (None, call.rank):
+        raise InvalidRequestError(f"the sender may not report completions of rank {call.rank}")
+    host.complete(member.session.session_id, call)
+
+
+def _use(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.use(member.session.session_id, Use.unpack(frame.payload))
+
+
+def _count_lookup(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.count_lookup(member.session.session_id, CountLookup.unpack(frame.payload))
+
+
+def _note_prefill(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.note_prefill(member.session.session_id, Prefill.unpack(frame.payload))
+
+
+def _reset(host: SessionHost, member: Member, frame: Frame) -> Message:
+    Reset.unpack(frame.payload)
+    return host.reset(member.session.session_id)
+
+
+def _read_events(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.read_events(member.session.session_id, ReadEvents.unpack(frame.payload))
+
+
+def _report(host: SessionHost, member: Member, frame: Frame) -> Message:
+    report = Report.unpack(frame.payload).report
+    rank = _rank_of(member)
+    if report.rank != rank:
+        raise InvalidRequestError(f"a report of rank {report.rank}, from rank {rank}")
+    return Desired(host.take_report(member.session.session_id, rank, report))
+
+
+def _registered(host: SessionHost, member: Member, frame: Frame) -> None:
+    extents = RegisteredExtents.unpack(frame.payload).extents
+    host.extents_registered(member.session.session_id, _rank_of(member), extents)
+
+
+def _released(host: SessionHost, member: Member, frame: Frame) -> None:
+    extent_ids = ReleasedExtents.unpack(frame.payload).extent_ids
+    host.extents_released(member.session.session_id, _rank_of(member), extent_ids)
+
+
+def _rank_of(member: Member) -> int:
+    assert member.rank is not None, "the kinds of workers come from workers"
+    return member.rank
+
+
+_CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]] = {
+    Kind.RELEASE: _release,
+    Kind.BEGIN_LOAD: _begin_load,
+    Kind.BEGIN_STORE: _begin_store,
+    Kind.COMPLETIONS: _complete,
+    Kind.USE: _use,
+    Kind.COUNT_LOOKUP: _count_lookup,
+    Kind.PREFILL: _note_prefill,
+    Kind.RESET: _reset,
+    Kind.READ_EVENTS: _read_events,
+    Kind.REPORT: _report,
+    Kind.REGISTERED: _registered,
+    Kind.LET_GO: _released,
+}
+
 
 _FRAMES_PER_TURN = 64
 """How much is handled for one client before the others have their turn."""
@@ -42,31 +146,31 @@ class ClientCalls:
     ) -> None:
         self.life: SessionLife
         """Set once, before the first call."""
-        self.busy: dict[Client, None] = {}
+        self.busy: dict[ClientConnection, None] = {}
         """Clients with a backlog, in the order of their turns."""
         self._epoll = epoll
         self._host = host
         self._clients = clients
         self._tally = tally
         self._find_peer = find_peer
-        self._connected: dict[Member, Client] = {}
+        self._connected: dict[Member, ClientConnection] = {}
 
     # -- the steps of one client ----------------------------------------------------------------------------
 
-    def on_event(self, client: Client, mask: int) -> None:
+    def on_event(self, client: ClientConnection, mask: int) -> None:
         """epoll has reported the client's socket."""
         self._guarded(client, partial(self._serve, client, mask))
 
-    def on_turn(self, client: Client) -> None:
+    def on_turn(self, client: ClientConnection) -> None:
         """Continue with the client's backlog."""
         self._guarded(client, partial(self._work, client))
 
-    def watch(self, client: Client) -> None:
+    def watch(self, client: ClientConnection) -> None:
         """Begin to watch a new client."""
         client.interest = select.EPOLLIN
         self._epoll.register(client.channel.fileno(), client.interest)
 
-    def _guarded(self, client: Client, step: Callable[[], object]) -> None:
+    def _guarded(self, client: ClientConnection, step: Callable[[], object]) -> None:
         """Take a step for one client. Any error in it ends only that client."""
         try:
             step()
@@ -80,7 +184,7 @@ class ClientCalls:
             self._tally.fault(error)
             self.drop(client, "internal", _FAILED)
 
-    def _serve(self, client: Client, mask: int) -> None:
+    def _serve(self, client: ClientConnection, mask: int) -> None:
         if mask & select.EPOLLOUT:
             client.channel.flush()
             self._rewatch(client)
@@ -91,7 +195,7 @@ class ClientCalls:
                 raise DisconnectedError("the other end has closed the connection")
             self._read(client)
 
-    def _read(self, client: Client) -> None:
+    def _read(self, client: ClientConnection) -> None:
         frames = client.channel.receive()
         if not self._clients.count_partial(client):
             raise ProtocolError("memory", "too many incomplete frames wait in the service")
@@ -99,7 +203,7 @@ class ClientCalls:
             client.backlog.extend(frames)
             self._work(client)
 
-    def _work(self, client: Client) -> None:
+    def _work(self, client: ClientConnection) -> None:
         """Handle some of the client's frames. The rest waits until the other clients have had their turn."""
         self.busy.pop(client, None)
         for _ in range(min(len(client.backlog), _FRAMES_PER_TURN)):
@@ -110,7 +214,7 @@ class ClientCalls:
             self.busy[client] = None
         self._rewatch(client)
 
-    def _handle(self, client: Client, frame: Frame) -> None:
+    def _handle(self, client: ClientConnection, frame: Frame) -> None:
         member = client.member
         if member is None:
             self._greet(client, frame)
@@ -144,21 +248,21 @@ class ClientCalls:
             self._tally.fault(error)
             return CallError("internal", _FAILED)
 
-    def _later(self, client: Client, frame: Frame) -> Later | None:
+    def _later(self, client: ClientConnection, frame: Frame) -> Later | None:
         """Where to send the answer if it takes time."""
         return partial(self._answer_later, client, frame.request_id) if frame.request_id else None
 
-    def _answer_later(self, client: Client, request_id: int, call: Callable[[], Message]) -> None:
+    def _answer_later(self, client: ClientConnection, request_id: int, call: Callable[[], Message]) -> None:
         if client.channel.fileno() >= 0 and not client.has_detached:
             self._guarded(client, partial(self._send_answer, client, request_id, call))
 
-    def _send_answer(self, client: Client, request_id: int, call: Callable[[], Message]) -> None:
+    def _send_answer(self, client: ClientConnection, request_id: int, call: Callable[[], Message]) -> None:
         answer = self._answer_or_error(call, request_id)
         if answer is not None and answer.KIND != Kind.PENDING:  # the client knows that already
             client.channel.send(answer.KIND, answer.pack(), request_id)
             self._rewatch(client)
 
-    def _greet(self, client: Client, frame: Frame) -> None:
+    def _greet(self, client: ClientConnection, frame: Frame) -> None:
         if frame.kind != Kind.HELLO:
             raise ProtocolError("no_hello", "the first frame is not a hello")
         hello = Hello.unpack(frame.payload)
@@ -178,7 +282,7 @@ class ClientCalls:
         self._tally.frames[frame.kind] += 1
         client.channel.send(welcome.KIND, welcome.pack())
 
-    def _hear_farewell(self, client: Client, hello: Hello) -> None:
+    def _hear_farewell(self, client: ClientConnection, hello: Hello) -> None:
         """Handle a farewell. Its session may already be over, and the process may have ended. Neither is the client's
         fault."""
         with (
@@ -189,7 +293,7 @@ class ClientCalls:
         self._tally.frames[Kind.HELLO] += 1
         self.forget(client)
 
-    def _part(self, client: Client, sentence: str) -> None:
+    def _part(self, client: ClientConnection, sentence: str) -> None:
         """The connection has ended. What the client sent last counts, also if it left answers unread: it may have
         detached."""
         with suppress(KvstowError):
@@ -210,7 +314,7 @@ class ClientCalls:
 
     # -- sending unasked ------------------------------------------------------------------------------------
 
-    def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+    def push(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
         """On the server's thread. Send a message to a member, if it is connected."""
         member = session.member_of(rank)
         client = None if member is None else self._connected.get(member)
@@ -220,13 +324,13 @@ class ClientCalls:
             member.has_memory = True
         self._guarded(client, partial(self._push, client, message, fds))
 
-    def _push(self, client: Client, message: Message, fds: Sequence[int]) -> None:
+    def _push(self, client: ClientConnection, message: Message, fds: Sequence[int]) -> None:
         client.channel.send(message.KIND, message.pack(), 0, fds)
         self._rewatch(client)
 
     # -- watching and dropping ------------------------------------------------------------------------------
 
-    def _rewatch(self, client: Client) -> None:
+    def _rewatch(self, client: ClientConnection) -> None:
         """Watch for what the client can do next. Nothing is read from a client that has a backlog or does not read."""
         if client.channel.fileno() < 0:
             return
@@ -240,7 +344,7 @@ class ClientCalls:
             self._epoll.modify(client.channel.fileno(), interest)
             client.interest = interest
 
-    def drop(self, client: Client, reason: str, sentence: str, *, tell: bool = True) -> None:
+    def drop(self, client: ClientConnection, reason: str, sentence: str, *, tell: bool = True) -> None:
         """End a connection, and with it its session."""
         if client.channel.fileno() < 0:
             return
@@ -261,7 +365,7 @@ class ClientCalls:
         if client is not None:
             self.forget(client)
 
-    def forget(self, client: Client) -> None:
+    def forget(self, client: ClientConnection) -> None:
         """Close the connection. Idempotent."""
         if not self._clients.remove(client):
             return

@@ -1,16 +1,81 @@
-"""The attach server's open connections. Their number, the number of strangers and the memory are limited."""
+"""The attach server's connections: their number and memory are limited, and what they do is counted."""
 
 from __future__ import annotations
 
+import logging
 import resource
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
 from kvstow.attach.payloads import Kind
-from kvstow_service.node.attach.sessiontable import Member
+from kvstow_api.limitedlog import LimitedLog
+from kvstow_service.node.attach.sessionlife import Member
+
+logger = logging.getLogger("kvstow.attach")
+
+REASONS = (
+    *("hello_timeout", "identity", "memory", "no_descriptors", "no_pidfd", "peer_ended", "rank", "sharing_off"),
+    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "version"),
+    *("fds_missing", "fds_unwanted", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
+    "unexpected",
+)
+"""Why connections are refused. From `fds_missing` on, why they are ended."""
+
+_LINES_A_MINUTE = 10
+
+
+class AttachFigures(NamedTuple):
+    """What the attach server has counted. `refused`: connections that were refused or ended, by reason. `errors`: calls
+    that failed, by code. `frames`: frames that were received and allowed, by kind. `partial_bytes`: bytes of incomplete
+    frames."""
+
+    clients: int
+    strangers: int
+    sessions: int
+    partial_bytes: int
+    accepted: int
+    frames: Counter[str]
+    refused: Counter[str]
+    errors: Counter[str]
+
+
+class AttachTally:
+    """Written by the attach server's thread. Any thread may call `figures`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.accepted = 0
+        self.frames: Counter[int] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self._refusals = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
+        self._faults = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
+
+    def refuse(self, reason: str, sentence: str) -> None:
+        """Count a connection that was refused or ended because of what its client did."""
+        self.refused[reason] += 1
+        self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
+
+    def fault(self, error: BaseException) -> None:
+        """Count an error that is the service's own."""
+        self.errors["internal"] += 1
+        self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
+
+    def figures(self, *, clients: int, strangers: int, sessions: int, partial_bytes: int) -> AttachFigures:
+        return AttachFigures(
+            clients=clients,
+            strangers=strangers,
+            sessions=sessions,
+            partial_bytes=partial_bytes,
+            accepted=self.accepted,
+            frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(self.frames).items()}),
+            refused=Counter(dict(self.refused)),
+            errors=Counter(dict(self.errors)),
+        )
+
 
 HELLO_SECONDS = 5.0
 MAX_PARTIAL_BYTES = 128 << 20
@@ -22,7 +87,7 @@ _MAX_STRANGERS = 64
 _SHARE_OF_DESCRIPTORS = 8  # each client has a socket and a pidfd; extents and the admin server need the rest
 
 
-class Client:
+class ClientConnection:
     """One accepted connection. It is a stranger until its hello is accepted. Then it is a member of a session."""
 
     __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket")
@@ -55,15 +120,15 @@ class Clients:
         self.limit = limit
         self.max_strangers = min(_MAX_STRANGERS, max(1, limit // 2))
         self._clock = clock
-        self._strangers: dict[int, Client] = {}
+        self._strangers: dict[int, ClientConnection] = {}
         """By descriptor, the oldest first."""
-        self._members: dict[int, Client] = {}
+        self._members: dict[int, ClientConnection] = {}
         self.partial_bytes = 0
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._members)
 
-    def __iter__(self) -> Iterator[Client]:
+    def __iter__(self) -> Iterator[ClientConnection]:
         yield from list(self._strangers.values())
         yield from list(self._members.values())
 
@@ -71,10 +136,10 @@ class Clients:
     def num_strangers(self) -> int:
         return len(self._strangers)
 
-    def get(self, fd: int) -> Client | None:
+    def get(self, fd: int) -> ClientConnection | None:
         return self._members.get(fd) or self._strangers.get(fd)
 
-    def oldest_stranger(self) -> Client | None:
+    def oldest_stranger(self) -> ClientConnection | None:
         return next(iter(self._strangers.values()), None)
 
     @property
@@ -86,17 +151,17 @@ class Clients:
     def is_over_limit(self) -> bool:
         return len(self) > self.limit
 
-    def add(self, accepted: socket.socket, scratch: bytearray) -> Client:
-        client = Client(accepted, scratch, self._clock())
+    def add(self, accepted: socket.socket, scratch: bytearray) -> ClientConnection:
+        client = ClientConnection(accepted, scratch, self._clock())
         self._strangers[client.channel.fileno()] = client
         return client
 
-    def accept_member(self, client: Client) -> None:
+    def accept_member(self, client: ClientConnection) -> None:
         """The client is no longer a stranger."""
         fd = client.channel.fileno()
         self._members[fd] = self._strangers.pop(fd)
 
-    def remove(self, client: Client) -> bool:
+    def remove(self, client: ClientConnection) -> bool:
         """Call before the client's channel is closed. Returns False if the client was already removed."""
         fd = client.channel.fileno()
         found = self._members if self._members.get(fd) is client else self._strangers
@@ -106,14 +171,14 @@ class Clients:
         self.partial_bytes -= client.partial_bytes
         return True
 
-    def count_partial(self, client: Client) -> bool:
+    def count_partial(self, client: ClientConnection) -> bool:
         """Count what is buffered of the client's next frame. Returns False if that is too much over all clients."""
         now = client.channel.buffered_bytes
         self.partial_bytes += now - client.partial_bytes
         client.partial_bytes = now
         return self.partial_bytes <= MAX_PARTIAL_BYTES
 
-    def expired(self) -> list[Client]:
+    def expired(self) -> list[ClientConnection]:
         """Strangers that have not said hello in time. O(those strangers)."""
         latest = self._clock() - HELLO_SECONDS
         found = []

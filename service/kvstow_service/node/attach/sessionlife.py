@@ -1,20 +1,163 @@
-"""The life of sessions. A hello opens a session. The end of a connection makes it lost. It is over when none of its
-processes can reach memory."""
+"""Sessions as the wire sees them: which processes belong to one, and whether any of them can still reach memory.
+
+A hello opens a session. The end of a connection makes it lost. It is over when none of its processes can reach memory.
+"""
 
 from __future__ import annotations
 
 import heapq
 import logging
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
-from kvstow.attach.hello import Hello, Welcome
+from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
-from kvstow_service.node.attach.sessiontable import Member, Session, SessionTable
+
+SessionState = Literal["attached", "lost", "over"]
+
+_ID_BYTES, _TOKEN_BYTES = 8, 16
+
+
+class Member:
+    """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
+
+    `has_memory`: it was sent descriptors, so the service must wait until it ends or says that it has let go.
+    `has_ended`: that has happened.
+    """
+
+    __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "peer", "rank", "session")
+
+    def __init__(self, session: WireSession, hello: Hello, peer: Peer) -> None:
+        self.session = session
+        self.hello = hello
+        self.peer = peer
+        self.rank = None if hello.role == "scheduler" else hello.rank
+        self.is_connected = True
+        self.has_memory = False
+        self.has_ended = False
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.has_memory and not self.has_ended
+
+
+class WireSession:
+    """One engine incarnation: the connection of its scheduler half and one for the worker of each rank."""
+
+    def __init__(self, session_id: str, token: str, hello: Hello, peer: Peer, *, token_digest: str = "") -> None:
+        """`token_digest` is set for a session of the previous service, whose token this service does not know."""
+        self.session_id = session_id
+        self.token = token
+        self.token_digest = token_digest or digest_of(token)
+        self.hello = hello
+        self.uid = peer.uid
+        self.state: SessionState = "attached"
+        self.members: list[Member] = []
+        """Includes members that have ended."""
+
+    @property
+    def num_ranks(self) -> int:
+        return 0 if self.hello.pool is None else self.hello.pool.num_ranks
+
+    def member_of(self, rank: int | None) -> Member | None:
+        """The connected member."""
+        return next((member for member in self.members if member.rank == rank and member.is_connected), None)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any process of the session may still reach memory."""
+        return any(member.is_awaited for member in self.members)
+
+
+class MemberView(NamedTuple):
+    """A process of a session, for display. `rank` is None for the scheduler half. `pid` is 0 if it is not visible."""
+
+    rank: int | None
+    pid: int
+    uid: int
+    device: str
+    is_connected: bool
+    has_memory: bool
+
+
+class SessionView(NamedTuple):
+    """A session, for display."""
+
+    session_id: str
+    state: SessionState
+    engine: str
+    engine_version: str
+    host: str
+    members: tuple[MemberView, ...]
+
+
+class SessionTable:
+    """The sessions that are not over. Used by one thread. Any thread may use `views`."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, WireSession] = {}
+        self._by_token: dict[str, WireSession] = {}
+        """By the digest of the token."""
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[WireSession]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, session_id: str) -> WireSession | None:
+        return self._by_id.get(session_id)
+
+    def of_token(self, token: str) -> WireSession | None:
+        return self._by_token.get(digest_of(token))
+
+    def new_session(self, hello: Hello, peer: Peer) -> WireSession:
+        """A session that still has to be added with `add`."""
+        return WireSession(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
+
+    def add(self, session: WireSession) -> None:
+        self._by_id[session.session_id] = session
+        self._by_token[session.token_digest] = session
+
+    def remove(self, session: WireSession) -> None:
+        session.state = "over"
+        self._by_id.pop(session.session_id, None)
+        self._by_token.pop(session.token_digest, None)
+
+    def session_to_join(self, hello: Hello, peer: Peer) -> WireSession:
+        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
+        session = self.of_token(hello.token)
+        if session is None or session.state != "attached":
+            raise AttachRefusedError(
+                "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"
+            )
+        if peer.uid != session.uid:
+            raise AttachRefusedError("uid", f"the session belongs to uid {session.uid}, the worker runs as {peer.uid}")
+        if hello.rank >= session.num_ranks:
+            raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
+        if session.member_of(hello.rank) is not None:
+            raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
+        return session
+
+    def views(self) -> list[SessionView]:
+        return [_view(session) for session in self]
+
+
+def _view(session: WireSession) -> SessionView:
+    members = tuple(
+        MemberView(
+            member.rank, member.peer.pid, member.peer.uid, member.hello.device, member.is_connected, member.has_memory
+        )
+        for member in list(session.members)
+    )
+    hello = session.hello
+    return SessionView(session.session_id, session.state, hello.engine, hello.engine_version, hello.host, members)
+
 
 logger = logging.getLogger("kvstow.attach")
 
@@ -43,7 +186,7 @@ class SessionLife:
         self,
         host: SessionHost,
         processes: Processes,
-        make_link: Callable[[Session], SessionLink],
+        make_link: Callable[[WireSession], SessionLink],
         *,
         service: str,
         max_awaited: int,
@@ -100,7 +243,7 @@ class SessionLife:
         member = self._add_member(session, hello, peer)
         return member, Welcome(session_id=session.session_id, service=self._service)
 
-    def _add_member(self, session: Session, hello: Hello, peer: Peer) -> Member:
+    def _add_member(self, session: WireSession, hello: Hello, peer: Peer) -> Member:
         member = Member(session, hello, peer)
         try:
             if peer.pidfd is not None:
@@ -135,7 +278,7 @@ class SessionLife:
     def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """Restore a session of the previous service as lost, with the workers that may still reach memory. The host
         already knows it. Owns the peers. Call it before any client can name the session."""
-        session = Session(session_id, "", *workers[0], token_digest=token_digest)
+        session = WireSession(session_id, "", *workers[0], token_digest=token_digest)
         session.state = "lost"
         self.table.add(session)
         for hello, peer in workers:
@@ -155,7 +298,7 @@ class SessionLife:
 
     # -- ending ---------------------------------------------------------------------------------------------
 
-    def lose(self, session: Session, reason: str, *, expected: bool = False) -> None:
+    def lose(self, session: WireSession, reason: str, *, expected: bool = False) -> None:
         """A connection of the session has ended. Idempotent. `expected`: the client or an operator asked for it."""
         if session.state != "attached":
             return
@@ -208,7 +351,7 @@ class SessionLife:
         self._num_trusted += 1
         heapq.heappush(self._trusted, (self._clock() + self._trust_eof, self._num_trusted, member))
 
-    def _end_if_over(self, session: Session) -> None:
+    def _end_if_over(self, session: WireSession) -> None:
         if session.state != "lost" or session.is_awaited:
             return
         self.table.remove(session)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -16,15 +17,247 @@ from kvstow.bytesize import format_size
 from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
+from kvstow.status import MemoryWait
 from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.pools.poolmemories import MemoryFigures, PoolMemories
-from kvstow_service.node.pools.poolmemory import Post
+from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
+from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
+
+_ROUNDS = 1000
+
+logger = logging.getLogger("kvstow.node")
+
+
+class MemoryFigures(NamedTuple):
+    """`waits`: which sessions hold memory that pools should get. `notices` say why else memory that pools should get or
+    give back must wait, and `failures` why workers lack memory of their pools; both are sentences."""
+
+    waits: tuple[MemoryWait, ...] = ()
+    notices: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    allocated_bytes: int = 0
+    spare_bytes: int = 0
+    recalled_bytes: int = 0
+
+
+class PoolMemories:
+    """Owns the budget and the `NodeMemory`. Not locked: the `MemoryThread` makes all calls, and recovery makes those
+    before its start. `figures` are replaced as a whole, so any thread may read them."""
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        post: Post,
+        on_smaller: Callable[[NodePool], object],
+        on_empty: Callable[[NodePool], object],
+    ) -> None:
+        """See `MemoryThread`."""
+        self.memory = memory
+        self.figures = MemoryFigures()
+        self.faults = 0
+        """Calls that failed because of a defect. They are in the log."""
+        self.must_decide = True
+        """What pools want or have may have changed since the budget last decided."""
+        self._budget = memory.budget
+        self._post, self._on_smaller, self._on_empty = post, on_smaller, on_empty
+        self._pools: dict[str, PoolMemory] = {}
+        self._has_revoked_all = False
+        self.records: NodeRecords | None = None
+        """What the next service has to know. Set before the first pool; None if memory ends with the service."""
+        self._claims: dict[str, set[str]] = {}
+        """The sessions of an earlier service that may come back for their pool's memory, by pool."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a pool waits for something whose arrival nobody reports."""
+        return any(pool.waits for pool in self._pools.values())
+
+    def close_records(self) -> None:
+        """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
+        if self.records is not None:
+            self.records.close([found.pool for found in self._pools.values()])
+
+    # -- an earlier life -----------------------------------------------------------------------------------
+
+    def restore_memory(self, survivors: Survivors) -> None:
+        """Take over the memory, whose pools are restored next, before anything is decided."""
+        for fd in survivors.given_up:
+            self.memory.give_up(fd)
+        self.memory.free_given_up()
+        in_rows = {extent for pool in survivors.pools for row in pool.rows for extent in row.extents}
+        for number, (extent, owner) in survivors.extents.items():
+            if number not in in_rows:
+                self._budget.restore_spare(number, extent.num_bytes, extent.numa_node, owner)
+                self.memory.restore(number, extent, None)
+
+    def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
+        """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
+        have attached again, it asks for memory in the name of its session."""
+        assert self.records is not None
+        memory = self._enter_pool(pool, found.record)
+        for number, row in enumerate(found.rows):
+            extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
+            described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
+            self._budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
+            for extent, taken in extents:
+                self.memory.restore(extent, taken, number)
+        memory.restore()
+        self.records.restore_pool(pool, found.record, found.journal)
+        for record, pidfd in found.workers:
+            self.records.add_worker(record, pidfd)
+            place = pool.place_of(record.rank)
+            for row in found.rows:
+                self._budget.record_mapping(record.client, row.extents[place])
+            self._budget.attach(pool.name, record.session_id, record.wanted_slots)
+            self._claims.setdefault(pool.name, set()).add(record.session_id)
+            memory.want()
+
+    # -- pools, sessions and workers -----------------------------------------------------------------------
+
+    def add_pool(self, pool: NodePool, owner: int) -> None:
+        record = pool.record(owner, self._budget.extent_bytes)
+        self._enter_pool(pool, record)
+        if self.records is not None:
+            self.records.add_pool(pool, record)
+
+    def _enter_pool(self, pool: NodePool, record: PoolRecord) -> PoolMemory:
+        self._budget.add_pool(pool.name, record.layout)
+        self._budget.want(pool.name, 0)  # until all workers of an engine have attached
+        on_smaller = partial(self._on_smaller, pool)
+        found = self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
+        return found
+
+    def remove_pool(self, pool: NodePool) -> None:
+        self._budget.remove_pool(pool.name)
+        found = self._pools.pop(pool.name)
+        self.memory.apply()
+        found.dissolve()
+        self.memory.apply()
+        if self.records is not None:
+            self.records.remove_pool(pool)
+
+    def add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
+        if record is not None and self.records is not None:
+            self.records.add_worker(record, pidfd)
+        worker = PoolWorker(session, rank)
+        self._pools[session.pool.name].workers[worker.client] = worker
+
+    def end_client(self, client: str) -> None:
+        self._budget.record_death(client)
+        if self.records is not None:
+            self.records.remove_worker(client)
+
+    def end_claims(self, pool: str) -> None:
+        for session_id in self._claims.pop(pool, ()):
+            self._budget.detach(pool, session_id)
+
+    def start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
+        self._budget.set_nodes(pool.name, nodes[: len(pool.stored_slot_bytes)])
+        self.end_claims(pool.name)
+        self._pools[pool.name].want()
+
+    def revoke_all(self) -> None:
+        self._has_revoked_all = True
+        for found in self._pools.values():
+            found.revoke_all()
+
+    def lose_session(self, session: NodeSession) -> None:
+        found = self._pools[session.pool.name]
+        for client in session.clients():
+            found.workers.pop(client, None)
+        self._budget.detach(session.pool.name, session.session_id)
+
+    def release(self, client: str, extents: Sequence[int]) -> None:
+        for extent in extents:
+            self._budget.record_unmapping(client, extent)
+
+    def grow(self, pool: NodePool) -> None:
+        if pool.name in self._pools:
+            self._pools[pool.name].want()
+
+    # -- deciding, and following ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Call it about once a second."""
+        if self.records is not None:
+            self.guarded(partial(self.records.check, self.memory))
+        if self.memory.given_up:
+            self.guarded(self._free_given_up)
+
+    def _free_given_up(self) -> None:
+        if self.memory.free_given_up():
+            self.must_decide = True
+
+    def follow(self) -> None:
+        """Let the budget decide if it must, record that, and let pools and workers follow."""
+        for _ in range(_ROUNDS):
+            if self.must_decide:
+                self.must_decide = False
+                self.guarded(self.memory.apply)
+                if self.records is not None:
+                    self.guarded(partial(self.records.save, self.memory))
+            for pool in list(self._pools.values()):
+                self.guarded(partial(self._follow, pool))
+            if not self.must_decide:
+                break
+        self._show_figures()
+
+    def guarded(self, action: Callable[[], object]) -> None:
+        """Run `action`. A defect is counted and logged, and the thread continues."""
+        try:
+            action()
+        except Exception:
+            self.faults += 1
+            logger.exception("a change of the node's memory failed")
+
+    def _follow(self, found: PoolMemory) -> None:
+        if self._has_revoked_all:
+            return
+        if found.follow():
+            self.must_decide = True
+        if found.is_empty:
+            self._on_empty(found.pool)
+
+    def _waits(self, due: Mapping[str, int]) -> Iterator[MemoryWait]:
+        """Sessions whose workers have yet to let go of memory. O(extents recalled, and their clients)."""
+        if not self._budget.recalled_bytes:
+            return
+        held: Counter[str] = Counter()
+        for found in self._pools.values():
+            rows = self._budget.rows(found.pool.name).values()
+            for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
+                clients = self._budget.mappers(extent)
+                if found.holder not in clients:  # the pool itself has let go
+                    sessions = {client.rpartition("/")[0] for client in clients}
+                    held.update(dict.fromkeys(sessions, self._budget.extent_size(extent)))
+        for pool, share in due.items():
+            if self._budget.granted_bytes(pool) < share:
+                yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
+
+    def _show_figures(self) -> None:
+        notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
+        failures = [pool.failure for pool in self._pools.values() if pool.failure]
+        if self.records is not None:
+            failures += self.records.problems.values()
+            failures += [self.records.notice] if self.records.notice else []
+        budget = self._budget
+        due = budget.fair_shares()
+        self.figures = MemoryFigures(
+            tuple(self._waits(due)),
+            notices,
+            tuple(failures),
+            budget.allocated_bytes,
+            budget.spare_bytes,
+            budget.recalled_bytes,
+        )
+        for name, found in self._pools.items():
+            found.pool.granted_bytes = self._budget.granted_bytes(name)
+            found.pool.due_bytes = due.get(name, 0)
+
 
 _RETRY_SECONDS = 0.02
 _CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
-
-logger = logging.getLogger("kvstow.node")
 
 
 class MemoryThread:

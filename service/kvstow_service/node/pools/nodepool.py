@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 
-from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.identity import Identity, NamespaceIdentity, PoolIdentity, difference, slug
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
@@ -14,9 +14,18 @@ from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.namespaces import NamespaceLabel
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
-from kvstow.status import HostedNamespace
-from kvstow_service.node.pools.uniquenames import unique_name
-from kvstow_service.node.survival.poolrecord import PoolRecord
+from kvstow.status import NamespaceStatus
+from kvstow_service.node.survival.roster import PoolRecord
+
+_DIGITS = 6
+
+
+def unique_name(identity: Identity, model: str, taken: Container[str]) -> str:
+    """The model as a slug, and six hex digits of the identity. Uses more digits if another identity has that name."""
+    digest = identity.digest.hex()
+    names = (f"{slug(model)}-{digest[:length]}" for length in range(_DIGITS, len(digest) + 1))
+    return next(name for name in names if name not in taken)
+
 
 MAX_RANKS = 1024
 
@@ -33,7 +42,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class KnownNamespace:
-    """A namespace and its name in the pool. `sharing_off`: see `HostedNamespace`."""
+    """A namespace and its name in the pool. `sharing_off`: see `NamespaceStatus`."""
 
     name: str
     identity: NamespaceIdentity
@@ -128,24 +137,20 @@ class NodePool(SharedPool):
         self.known = {name: one for name, one in self.known.items() if name in alive}
         return alive
 
-    def hosted_namespaces(self) -> list[HostedNamespace]:
-        found = []
-        for one in self.namespaces():
-            known = self.known.get(one.name)
-            found.append(
-                HostedNamespace(
-                    name=one.name,
-                    pool=self.name,
-                    model=known.identity.model if known else self.model,
-                    weights_id=known.identity.weights_id if known else None,
-                    weights_source=known.identity.weights_source if known else None,
-                    sessions=one.sessions,
-                    blocks=one.blocks,
-                    dropped=one.dropped,
-                    sharing_off=known.sharing_off if known else (),
-                )
-            )
-        return found
+    def hosted_namespaces(self) -> list[NamespaceStatus]:
+        return [self._hosted(one) for one in self.namespaces()]
+
+    def _hosted(self, namespace: NamespaceStatus) -> NamespaceStatus:
+        known = self.known.get(namespace.name)
+        if known is None:
+            return replace(namespace, model=self.model)
+        return replace(
+            namespace,
+            model=known.identity.model,
+            weights_id=known.identity.weights_id,
+            weights_source=known.identity.weights_source,
+            sharing_off=known.sharing_off,
+        )
 
     def check_size(self, capacity_slots: int) -> None:
         raise ConflictError(
@@ -179,3 +184,40 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
         )
     except ConfigError as error:
         raise AttachRefusedError("identity", str(error)) from error
+
+
+_MAX_REASONS = 4
+
+
+def sharing_off(pool: NodePool, namespace: KnownNamespace, pools: Iterable[NodePool]) -> tuple[str, ...]:
+    """Sentences that say why a session in this namespace shares no blocks with others of its model. Empty if it may
+    share.
+
+    It may share if the namespace already existed, or if the model has no other namespace, unless its identity forbids
+    sharing.
+    """
+    reasons = dict.fromkeys(filter(None, [namespace.identity.unshared]))
+    if reasons or namespace.name in pool.known:
+        return tuple(reasons)
+    for other in sorted(pools, key=lambda one: one is not pool):
+        for known in other.known.values():
+            if known.identity.model != namespace.identity.model or known.is_reset:
+                continue
+            if other is pool:
+                reasons[_namespace_reason(namespace.identity, known)] = None
+            else:
+                reasons[_pool_reason(pool.identity, other)] = None
+    return tuple(reasons)[:_MAX_REASONS]
+
+
+def _namespace_reason(here: NamespaceIdentity, other: KnownNamespace) -> str:
+    reason = f"not shared with namespace {other.name}: {difference(here, other.identity)}"
+    if here.hash_probe != other.identity.hash_probe:
+        reason += "; the engines hash tokens differently: give all of them the same PYTHONHASHSEED and hash algorithm"
+    return reason
+
+
+def _pool_reason(here: PoolIdentity, other: NodePool) -> str:
+    if here.uid != other.identity.uid:
+        return f"not shared with pool {other.name}: its engines run as another user"
+    return f"not shared with pool {other.name}: {difference(here, other.identity)}"

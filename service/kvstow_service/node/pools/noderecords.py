@@ -14,19 +14,19 @@ from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import JournalError, KeeperBusyError, KeeperError, PinError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.nodepool import NodePool
-from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival import keeper
 from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
-from kvstow_service.node.survival.poolrecord import PoolRecord
-from kvstow_service.node.survival.roster import Roster
-from kvstow_service.node.survival.survivors import (
+from kvstow_service.node.survival.roster import (
     EXTENT_PREFIX,
     LOST_PREFIX,
     ROSTER_LABEL,
+    PoolRecord,
+    Roster,
+    WorkerRecord,
     journal_label,
     roster_content,
     worker_label,
 )
-from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 _WAIT_SECONDS = 5.0
 """How long a start waits for a keeper, and for the process of the service before to end."""
@@ -54,7 +54,7 @@ class NodeRecords:
     def __init__(self, folder: Path, keep_timeout: float | None, most_bytes: int) -> None:
         """`most_bytes`: the most memory that a pool may ever have. If `keep_timeout` is None, others start the keeper.
         Raises `KeeperError` if the state folder cannot be used."""
-        statefolder.require_state_folder(folder)
+        keeper.require_state_folder(folder)
         self.problems: dict[str, str] = {}
         """Why a pool's index would not survive, as a sentence, by pool."""
         self.notice: str | None = None

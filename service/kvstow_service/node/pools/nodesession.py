@@ -1,12 +1,12 @@
-"""An engine's session over the wire, on top of a session of the control plane."""
+"""An engine's session over the wire, on top of a session of the control plane, and the memory that its workers have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -30,17 +30,171 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
-from kvstow.errors import LeaseError
+from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import HostedSession
+from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
-from kvstow_service.node.pools.memorywaits import MemoryWaits
-from kvstow_service.node.pools.rankmemory import RankMemory
-from kvstow_service.node.survival.workerrecord import WorkerRecord
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.survival.roster import WorkerRecord
 
-if TYPE_CHECKING:
-    from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-    from kvstow_service.node.tier.namespacetier import NamespaceTier
+
+@dataclass(slots=True)
+class _GrantedExtent:
+    grant: ExtentGrant
+    registered: int = 0
+    revoked: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.grant.first_slot + self.grant.num_slots
+
+
+class RankMemory:
+    """The extents that a worker was sent and has not let go of. Used only by the attach server's thread. O(extents
+    given), except `released`, which is O(all extents)."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, _GrantedExtent] = {}
+        self._by_number: dict[int, _GrantedExtent] = {}
+        self._num_full = 0
+        """How many leading extents have all their slots registered."""
+        self.top_slot = 0
+        """A slot number that is above all slots of all its extents."""
+        self.applied = 0
+        """The newest desired state above whose capacity the worker is known to have no memory."""
+
+    def granted(self, grants: Iterable[ExtentGrant]) -> None:
+        """Extents were sent to the worker."""
+        for grant in grants:
+            extent = self._by_id[grant.extent_id] = self._by_number[grant.number] = _GrantedExtent(grant)
+            self.top_slot = max(self.top_slot, extent.end)
+
+    def revoked(self, extent_ids: Iterable[int]) -> None:
+        """The worker was asked to let go of these extents."""
+        for extent_id in extent_ids:
+            if extent_id in self._by_id:
+                self._by_id[extent_id].revoked = True
+
+    def registered(self, extents: Sequence[ExtentSlots]) -> None:
+        """The worker can copy to and from so many slots of each extent. Raises `InvalidRequestError`, and changes
+        nothing, for extents that it does not have, or that have fewer slots."""
+        for extent_id, num_slots in extents:
+            if num_slots > self._find(extent_id).grant.num_slots:
+                raise InvalidRequestError(
+                    f"{num_slots} slots of extent {extent_id} are registered; "
+                    f"allowed: its {self._find(extent_id).grant.num_slots} slots at most"
+                )
+        for extent_id, num_slots in extents:
+            extent = self._find(extent_id)
+            extent.registered = num_slots
+            if num_slots < extent.grant.num_slots:
+                self._num_full = min(self._num_full, extent.grant.number)
+        while (following := self._by_number.get(self._num_full)) and following.registered == following.grant.num_slots:
+            self._num_full += 1
+
+    def released(self, extent_ids: Sequence[int]) -> None:
+        """The worker has let go of these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
+        it was not asked to let go of."""
+        for extent_id in extent_ids:
+            if not self._find(extent_id).revoked:
+                raise InvalidRequestError(
+                    f"extent {extent_id} was not revoked: a worker keeps what it was sent until then"
+                )
+        for extent_id in set(extent_ids):
+            extent = self._by_id.pop(extent_id)
+            number = extent.grant.number
+            if self._by_number.get(number) is extent:
+                del self._by_number[number]
+                self._num_full = min(self._num_full, number)
+        self.top_slot = max((extent.end for extent in self._by_id.values()), default=0)
+
+    @property
+    def registered_slots(self) -> int:
+        """The number below which all slots are registered. O(1)."""
+        extent = self._by_number.get(self._num_full)
+        if extent is not None:
+            return extent.grant.first_slot + extent.registered
+        return self._by_number[self._num_full - 1].end if self._num_full else 0
+
+    def _find(self, extent_id: int) -> _GrantedExtent:
+        extent = self._by_id.get(extent_id)
+        if extent is None:
+            raise InvalidRequestError(f"extent {extent_id} is none that this worker was sent")
+        return extent
+
+
+MOST_SECONDS = 1.0
+TOKENS_PER_SECOND = 16_000
+"""A lookup is worth waiting for as long as it would take to compute the tokens at this speed, which is that of an 8B
+model on an H200."""
+STALLED_SECONDS = 1.0
+"""Registering counts as stalled if no slot was added for this long."""
+MOST_WAITING = 256
+
+
+class _Wait(NamedTuple):
+    end: int
+    until: float
+    answer: Callable[[], object]
+
+
+class MemoryWaits:
+    """The lookups of one session that wait for memory. An engine that restarts takes seconds to register 40 GiB.
+    Without waiting, its first request would find nothing and be computed, which slows registering down.
+
+    Used only by the attach server's thread. The owner calls `expire` at `next_deadline`.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._slots = 0
+        self._grown_at = clock()
+        self._rate: float | None = None
+        self._waiting: list[_Wait] = []
+        self.next_deadline: float | None = None
+        """When the first wait is over. None if there is none."""
+
+    def put(self, end: int, tokens: int, answer: Callable[[], object]) -> bool:
+        """Call `answer` once all slots below `end` are registered, or the time is over that computing `tokens` takes.
+        Returns False, and never calls it, if registering has stalled or would take more than twice as long. `answer`
+        must not raise."""
+        now = self._clock()
+        seconds = min(MOST_SECONDS, tokens / TOKENS_PER_SECOND)
+        if len(self._waiting) >= MOST_WAITING or now - self._grown_at > STALLED_SECONDS:
+            return False
+        if self._rate is not None and end - self._slots > 2 * seconds * self._rate:
+            return False
+        self._waiting.append(_Wait(end, now + seconds, answer))
+        self._note_deadline()
+        return True
+
+    def advance(self, slots: int) -> None:
+        """All ranks have registered this many slots. Answers the lookups that have waited for these slots."""
+        now = self._clock()
+        if slots > self._slots:
+            seconds = now - self._grown_at
+            if self._slots and seconds > 0:  # the first slots come after the mapping
+                self._rate = (slots - self._slots) / seconds
+            self._grown_at = now
+        self._slots = slots
+        self.expire()
+
+    def expire(self) -> None:
+        """Answer the lookups that have waited long enough, and those whose memory is registered. O(1) without any."""
+        if not self._waiting:
+            return
+        now = self._clock()
+        waiting, self._waiting = self._waiting, []
+        over = list[_Wait]()
+        for wait in waiting:
+            (over if wait.end <= self._slots or wait.until <= now else self._waiting).append(wait)
+        self._note_deadline()
+        for wait in over:
+            wait.answer()
+
+    def _note_deadline(self) -> None:
+        self.next_deadline = min((wait.until for wait in self._waiting), default=None)
+
 
 _L = TypeVar("_L", Lookup, LookupPrompt)
 
@@ -48,6 +202,19 @@ _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
+
+
+class SessionTier(Protocol):
+    """The fleet tier of a session's namespace: see `NamespaceTier`."""
+
+    @property
+    def may_have_more(self) -> bool: ...
+
+    def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
+
+    def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
+
+    def note_prefill(self, tokens: int, seconds: float) -> None: ...
 
 
 class NodeSession:
@@ -58,7 +225,7 @@ class NodeSession:
 
     is_engine = True
     """False for the node's own transfers, which do not keep a pool."""
-    tier: NamespaceTier | None = None
+    tier: SessionTier | None = None
     """The fleet tier for its namespace."""
 
     def __init__(
@@ -311,18 +478,14 @@ class NodeSession:
 
     # -- status ---------------------------------------------------------------------------------------------
 
-    def view(self) -> HostedSession:
+    def status(self) -> SessionStatus:
         """From any thread."""
-        status = self.control.status()
         hello = self.hello
-        return HostedSession(
-            session_id=self.session_id,
+        return replace(
+            self.control.status(),
             engine=hello.engine,
             model=hello.namespace.model if hello.namespace else "",
-            pool=self.pool.name,
-            namespace=status.namespace,
             host=hello.host,
             pid=self.pid,
             age_seconds=self.pool.clock() - self._began,
-            status=status,
         )

@@ -1,36 +1,207 @@
 """The keeper holds the service's memory while the service restarts.
 
 It holds file descriptors under labels, and decides nothing: what they mean stands in one of them, which it does not
-read. It serves one service at a time, over a Unix socket that only its own uid can reach. It ends some time after the
-last service has gone. `keeperprocess` is its process.
+read. It serves one service at a time, over a Unix socket in the state folder that only its own uid can reach. It ends
+some time after the last service has gone. A keeper outlives the services that use it, and so their versions: the
+messages, JSON and descriptors in one packet each, do not change. Its process needs neither numpy nor the engine:
+
+    python -m kvstow_service.node.survival.keeper STATE_FOLDER KEEP_TIMEOUT_SECONDS [--daemon | --stay]
+
+With --daemon it continues in the background. With --stay it gives up everything instead of ending, and waits for the
+next service: in a container of its own, ending would cause a restart.
 """
 
 from __future__ import annotations
 
+import array
 import errno
+import fcntl
+import json
 import os
+import resource
 import select
+import signal
 import socket
+import struct
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from kvstow_service.node.survival.keepermessages import (
-    BUSY,
-    MAX_HELD,
-    MAX_LABEL,
-    MESSAGE_FDS,
-    VERSION,
-    Garbage,
-    is_readable,
-    receive,
-    send,
-    take_apart,
-)
-from kvstow_service.node.survival.keeperpeer import KeeperPeer, uid_of
+from kvstow.errors import KeeperError
+
+VERSION = 1
+MESSAGE_BYTES = 64 << 10
+MESSAGE_FDS = 200  # the kernel takes 253
+MAX_LABEL, MAX_HELD = 128, 8192
+BUSY = "busy"
+"""Why a hello is refused while the process of the service before lives."""
+
+_MAGIC = b"KVK1"
+
+
+class Garbage(Exception):
+    """A message that no program of KVStow sends."""
+
+
+def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
+    """A message, its descriptors, which the caller owns, and whether a part of either was cut off."""
+    room = socket.CMSG_SPACE(253 * array.array("i").itemsize)
+    data, ancillary, flags, _ = peer.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+
+
+def is_readable(fd: int, seconds: float = 0.0) -> bool:
+    """Whether a socket or a pidfd has news within so many seconds. For any number: there are more than 1,024."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def send(peer: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    peer.sendmsg([_MAGIC + json.dumps(message, separators=(",", ":")).encode()], ancillary)
+
+
+def take_apart(data: bytes, is_cut: bool) -> dict[str, Any]:
+    """The content of a message. Raises `Garbage`."""
+    if is_cut or not data.startswith(_MAGIC):
+        raise Garbage
+    try:
+        message = json.loads(data[len(_MAGIC) :])
+    except (ValueError, RecursionError) as error:
+        raise Garbage from error
+    if not isinstance(message, dict):
+        raise Garbage
+    return message
+
+
+LOCK, SOCKET = "keeper.lock", "keeper.sock"
+_MODE = 0o700
+_LONGEST_PATH = 100  # of a socket; the kernel allows 107 bytes
+
+
+def require_state_folder(folder: Path) -> Path:
+    """Creates the folder if it does not exist. Raises `KeeperError` if others may enter it or it cannot be created."""
+    try:
+        folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise KeeperError(f"the state folder {folder} cannot be used: {error.strerror}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        is_now = f"mode {found.st_mode & 0o777:o} of uid {found.st_uid}"
+        raise KeeperError(f"the state folder {folder} has {is_now}; allowed: mode 700 of uid {os.geteuid()}")
+    return folder
+
+
+def try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the keeper's lock until it is closed, which the end of the process does, too. None if
+    there is a keeper already."""
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def listen(folder: Path) -> socket.socket:
+    """The keeper's socket, for this uid only. The caller holds the lock, so an existing socket has no owner."""
+    (folder / SOCKET).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _socket_path(folder) as path:
+            listener.bind(path)
+        os.chmod(folder / SOCKET, 0o600)
+        listener.listen(8)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(folder: Path, timeout: float) -> socket.socket:
+    """A connection to the keeper. Raises `OSError` if there is none."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout)
+        with _socket_path(folder) as path:
+            connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextmanager
+def _socket_path(folder: Path) -> Iterator[str]:
+    """A path of the socket that is short enough for the kernel."""
+    path = str(folder / SOCKET)
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        yield path
+        return
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{SOCKET}"
+    finally:
+        os.close(fd)
+
+
+_SO_PEERPIDFD = 77  # Linux 6.5
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class KeeperPeer:
+    """One connection, the pidfd of the process that made it, and what it has put and not yet committed. The pidfd is
+    None if the kernel cannot say which process that is."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.pidfd = _pidfd_of(connected)
+        self.staged: dict[str, int] = {}
+
+    def close(self) -> None:
+        self.socket.close()
+        for fd in self.staged.values():
+            os.close(fd)
+        self.staged.clear()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def uid_of(connected: socket.socket) -> int:
+    return _credentials_of(connected)[1]
+
+
+def _pidfd_of(connected: socket.socket) -> int | None:
+    try:
+        return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pid = _credentials_of(connected)[0]
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except OSError:
+        return None
+
+
+def _credentials_of(connected: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
+
 
 _MAX_CONNECTIONS = 8
 _MAX_FORMER = 256
@@ -279,3 +450,65 @@ def _strings(request: dict[str, Any], key: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise Garbage
     return found
+
+
+PROCESS_NAME = "kvstow-keeper"
+ALREADY_RUNNING = 3  # exit status
+
+
+def main(arguments: list[str]) -> int:
+    """Become the keeper of a state folder, or say why not."""
+    try:
+        folder, keep_timeout = Path(arguments[0]).absolute(), float(arguments[1])
+        option = "".join(arguments[2:])
+        if keep_timeout < 0 or option not in ("", "--daemon", "--stay"):
+            raise ValueError
+    except (IndexError, ValueError):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        lock = try_lock(require_state_folder(folder))
+        if lock is None:
+            print(f"the state folder {folder} has a keeper already", file=sys.stderr)
+            return ALREADY_RUNNING
+        listener = listen(folder)
+    except (KeeperError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if option == "--daemon" and not _daemonize():
+        return 0
+    _run(Keeper(listener, keep_timeout, stays=option == "--stay"), folder)
+    return 0
+
+
+def _run(keeper: Keeper, folder: Path) -> None:
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as process 1 of a container, it would be ignored
+    try:
+        while keeper.step():
+            pass
+    finally:
+        # The lock is held still, so the socket is this keeper's.
+        (folder / SOCKET).unlink(missing_ok=True)
+        keeper.close()
+
+
+def _daemonize() -> bool:
+    """Continue in a child process that signals to the service's process group do not reach. Returns False in the
+    parent."""
+    if os.fork():
+        return False
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    os.close(null)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.errors import KeeperBusyError, KeeperError
-from kvstow_service.node.survival import statefolder
-from kvstow_service.node.survival.keepermessages import (
+from kvstow_service.node.survival.keeper import (
+    ALREADY_RUNNING,
     BUSY,
     MESSAGE_FDS,
     VERSION,
     Garbage,
+    connect,
     is_readable,
     receive,
     send,
     take_apart,
 )
-from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING
 
 _START_SECONDS = 30.0
 _ANSWER_SECONDS = 2.0
@@ -30,8 +30,8 @@ _ANSWER_SECONDS = 2.0
 
 
 def keeper_command(folder: Path, keep_timeout: float, option: str) -> tuple[list[str], dict[str, str]]:
-    """The command that becomes the keeper of a state folder, and its environment. For `option`, see `keeperprocess`."""
-    module = "kvstow_service.node.survival.keeperprocess"
+    """The command that becomes the keeper of a state folder, and its environment. For `option`, see `keeper`."""
+    module = "kvstow_service.node.survival.keeper"
     command = [sys.executable, "-m", module, str(folder), str(keep_timeout), option]
     return command, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -61,7 +61,7 @@ class KeeperClient:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._socket = statefolder.connect(folder, _ANSWER_SECONDS)
+            self._socket = connect(folder, _ANSWER_SECONDS)
         except OSError as error:
             raise KeeperError(f"no keeper answers in {folder}: {error.strerror or error}") from error
 

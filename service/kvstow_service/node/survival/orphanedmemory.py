@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstow.bytesize import format_size
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow_api.numberformat import counted
-from kvstow_service.node.survival.keeperprocess import PROCESS_NAME
+from kvstow_service.node.survival.keeper import PROCESS_NAME
 
 _LINK = f"/memfd:{EXTENT_NAME} (deleted)"
 _MAPPED = re.compile(rf"^\S+ \S+ \S+ (\S+) (\d+) +{re.escape(_LINK)}$", re.MULTILINE)
@@ -22,7 +22,7 @@ _Extents = dict[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class OrphanedMemory:
+class HoldingProcess:
     """A process that keeps extents alive. `num_bytes`: how much its extents take, without those that the process has
     only mapped, whose size is not visible. `added_bytes`: the same without extents that an earlier process in the list
     also has, so that the sum is right."""
@@ -43,7 +43,7 @@ class OrphanedMemory:
         )
 
 
-def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
+def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[HoldingProcess]:
     """Processes with extents that none of the processes `in_use` has. These are the running services, which hold all of
     theirs, and keepers, which hold what is their services' while these are away. It finds only processes that this one
     can see and inspect: in a container, usually those of the container. If it finds any, it looks again, because the
@@ -59,7 +59,7 @@ def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc"))
             added = sum(num_bytes for extent, num_bytes in sizes.items() if not before.get(extent))
             before |= {extent: num_bytes for extent, num_bytes in sizes.items() if num_bytes}
             command = _command(proc / str(pid))
-            found.append(OrphanedMemory(pid, command, len(sizes), sum(sizes.values()), added))
+            found.append(HoldingProcess(pid, command, len(sizes), sum(sizes.values()), added))
     return found
 
 

@@ -6,15 +6,70 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import lcm
 from typing import NamedTuple
 
+from kvstow.attach.identity import GroupIdentity, PoolIdentity
 from kvstow.control.attachedsession import TierSession
 from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.keys import group_of
 from kvstow.tier.fingerprint import TIER_FAILED
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.longesthit import GroupNeeds
 from kvstow_service.node.pools.nodepool import KnownNamespace
-from kvstow_service.node.tier.askedkeys import groups_of, needs_of
 from kvstow_service.node.tier.pooltier import PoolTier
+
+
+def groups_of(identity: PoolIdentity) -> KVGroups | None:
+    """None if there are kinds of groups that this version does not know."""
+    groups = [_group(index, group) for index, group in enumerate(identity.groups)]
+    known = tuple([group for group in groups if group is not None])
+    if not known or len(known) < len(groups):
+        return None
+    return KVGroups(known, lcm(*(group.block_tokens for group in known)))
+
+
+def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
+    """`keys`: those of a prompt's tokens, one group after the other, as engines ask for them. None if a group has no
+    key.
+
+    The first tokens may be left out, as those on the GPU are. Then it is not known where a chunk begins, and what is
+    fetched may be too little for a hit. But engines ask for all tokens when a request arrives.
+    """
+    of_group: dict[int, list[bytes]] = {}
+    for key in keys:
+        of_group.setdefault(group_of(key), []).append(key)
+    if len(of_group) < len(groups.groups):
+        return None
+    prompt = _AskedPrompt([of_group[index] for index in sorted(of_group)])  # numbers may be left out: see `KVGroups`
+    end = min(len(prompt.of_group[group.index]) * group.block_tokens for group in groups.groups)
+    return GroupNeeds(groups, prompt, end)
+
+
+class _AskedPrompt:
+    """`PromptKeys` of the engine's."""
+
+    def __init__(self, of_group: list[list[bytes]]) -> None:
+        self.of_group = of_group
+
+    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
+        return self.of_group[group.index][first:end]
+
+
+def _group(index: int, identity: GroupIdentity) -> KVGroup | None:
+    tokens, window = identity.block_tokens, identity.window
+    hashes = tokens // max(1, identity.hash_tokens)
+    kind = identity.kind.partition(" ")[0]
+    if kind.startswith("full"):
+        return KVGroup(index, tokens, hashes)
+    if kind == "window" and window is not None:
+        return KVGroup(index, tokens, hashes, window=window)
+    if kind == "chunk" and window:
+        return KVGroup(index, tokens, hashes, chunk=window)
+    if kind == "state":
+        return KVGroup(index, tokens, hashes, is_state=True)
+    return None
+
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -112,7 +167,7 @@ class NamespaceTier:
         """Take results, answer the requests whose wait is over, and start what is due."""
         if self.failed is not None:
             with suppress(Exception):  # its state may be broken
-                self.pool_tier.submit(self, self.failed.take_plans())  # transfers under way end as usual
+                self.pool_tier.submit(self.control, self.failed.take_plans())  # transfers under way end as usual
         fleet = self.fleet
         if fleet is None:
             return
@@ -122,7 +177,7 @@ class NamespaceTier:
             self._requests = [one for one in self._requests if one.wait.state != "over"]
             for one in over:
                 self._post(one.then)
-        self.pool_tier.submit(self, fleet.take_plans())
+        self.pool_tier.submit(self.control, fleet.take_plans())
 
     @property
     def next_deadline(self) -> float | None:

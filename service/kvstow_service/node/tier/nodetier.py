@@ -18,15 +18,12 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow_api.hostedtier import TierClient
+from kvstow.tier.tierstatus import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.tier.actionthread import ActionThread
-from kvstow_service.node.tier.askedkeys import groups_of
-from kvstow_service.node.tier.namespacetier import NamespaceTier
-from kvstow_service.node.tier.pooltier import PoolTier
-from kvstow_service.node.tier.sharedclients import SharedLookups, SharedTransfers
+from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
+from kvstow_service.node.tier.pooltier import ActionThread, PoolTier, SharedLookups, SharedTransfers
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 logger = logging.getLogger("kvstow.tier")
@@ -211,7 +208,7 @@ class NodeTier:
         fleet, tier.fleet, tier.failed = tier.fleet or tier.failed, None, None
         if fleet is not None:
             self.view.remove(fleet)
-            tier.pool_tier.submit(tier, fleet.take_plans())
+            tier.pool_tier.submit(tier.control, fleet.take_plans())
             self._mapper.do(fleet.close)
 
     def _retire_all(self) -> None:
@@ -223,7 +220,7 @@ class NodeTier:
         for tier in list(self._tiers):
             if tier.is_obsolete:
                 self._retire(tier)
-                tier.pool_tier.retire(tier)
+                tier.pool_tier.retire(tier.control)
 
     def close(self) -> None:
         """Waits until nothing touches any slot for the store, and all ops have ended. Idempotent."""

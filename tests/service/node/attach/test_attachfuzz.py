@@ -25,7 +25,7 @@ from kvstow.attach.payloads import Kind
 from kvstow.errors import CallFailedError, DisconnectedError
 from kvstow.messages import Completion
 from kvstow_service.node.attach import clients
-from kvstow_service.node.attach.attachtally import AttachFigures
+from kvstow_service.node.attach.clients import AttachFigures
 
 KEYS = [bytes([number]) * 34 for number in range(8)]
 ROUNDS = 300

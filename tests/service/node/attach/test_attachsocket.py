@@ -13,7 +13,7 @@ import pytest
 
 from kvstow.errors import ConfigError, ConflictError
 from kvstow_service.admin.sockets import group_id, runtime_folder
-from kvstow_service.node.attach.attachsocket import AttachSocket
+from kvstow_service.node.attach.attachserver import AttachSocket
 
 
 def mode_of(path: Path) -> int:

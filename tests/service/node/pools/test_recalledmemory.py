@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
-from tests.service.node.pools.test_sharing import OTHER
+from tests.service.node.pools.test_nodepool import OTHER
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import Hold
@@ -114,7 +114,7 @@ def test_a_pool_gets_its_rows_back_with_the_same_slots_only_when_all_have_let_go
     assert len(old.pool.extents) == 4
     assert {grant.number for grant in old.grants[0].values()} == {0, 1, 2, 3}
     old.register()
-    assert bench.host.sessions()[0].status.registered_slots == 4 * ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == 4 * ROW_SLOTS
 
 
 def test_a_rank_without_memory_keeps_none_from_anybody(make_bench: MakeBench) -> None:

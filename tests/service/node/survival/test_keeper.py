@@ -21,24 +21,34 @@ from tests.service.node.keepers import listing_of, look
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.survival import keeperpeer, statefolder
-from kvstow_service.node.survival.keeper import Keeper
+from kvstow_service.node.survival.keeper import (
+    MAX_HELD,
+    MAX_LABEL,
+    SOCKET,
+    Keeper,
+    listen,
+    receive,
+    require_state_folder,
+    send,
+    take_apart,
+    try_lock,
+)
+from kvstow_service.node.survival.keeper import connect as connect_to
 from kvstow_service.node.survival.keeperclient import KeeperClient
-from kvstow_service.node.survival.keepermessages import MAX_HELD, MAX_LABEL, receive, send, take_apart
 
 KEEP_TIMEOUT = 600.0
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return statefolder.require_state_folder(tmp_path / "state")
+    return require_state_folder(tmp_path / "state")
 
 
 class Running:
     """A keeper whose steps another thread makes."""
 
     def __init__(self, folder: Path, clock: FakeClock, *, stays: bool = False) -> None:
-        self.keeper = Keeper(statefolder.listen(folder), KEEP_TIMEOUT, stays=stays, clock=clock)
+        self.keeper = Keeper(listen(folder), KEEP_TIMEOUT, stays=stays, clock=clock)
         self._stop = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -233,7 +243,7 @@ def test_a_life_that_another_one_has_followed_does_not_come_back(running: Runnin
 def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(
     running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeperpeer, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr("kvstow_service.node.survival.keeper._SO_PEERPIDFD", 9999)
     connect(folder).close()
     with pytest.raises(KeeperBusyError, match="still there"):
         connect(folder, "second")
@@ -245,7 +255,7 @@ def test_a_service_whose_death_nothing_tells_of_is_refused(
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(keeperpeer, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr("kvstow_service.node.survival.keeper._SO_PEERPIDFD", 9999)
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(KeeperError, match=r"older than 6\.5.*Run both in one"):
         connect(folder)
@@ -364,7 +374,7 @@ def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> No
 
 def exchange(folder: Path, *messages: bytes, fds: tuple[int, ...] = ()) -> bytes:
     """Its last answer to packets that no client sends; nothing where it closed the connection."""
-    peer = statefolder.connect(folder, 5.0)
+    peer = connect_to(folder, 5.0)
     data = b""
     try:
         for message in messages:
@@ -458,7 +468,7 @@ def test_random_bytes_do_not_end_it(client: KeeperClient, folder: Path) -> None:
 
 
 def test_too_many_connections_are_turned_away(client: KeeperClient, folder: Path) -> None:
-    peers = [statefolder.connect(folder, 5.0) for _ in range(7)]
+    peers = [connect_to(folder, 5.0) for _ in range(7)]
     for peer in peers:
         send(peer, {"do": "list", "start": 0}, [])
         assert take_apart(*receive(peer)[::2])["ok"]
@@ -485,7 +495,7 @@ def test_without_a_descriptor_left_a_connection_is_turned_away_at_once(
             return real.accept()
 
     monkeypatch.setattr(keeper, "_listener", Short())
-    peer = statefolder.connect(folder, 5.0)
+    peer = connect_to(folder, 5.0)
     assert keeper.step(1)
     assert peer.recv(10) == b""
     assert keeper._refused == 1
@@ -498,14 +508,14 @@ def test_another_uid_is_turned_away(clock: FakeClock) -> None:
     code += 's.send(b\'KVK1\' + b\'{{"do":"list","start":0}}\'); print(len(s.recv(9)))'
     with ExitStack() as stack:
         outer = Path(stack.enter_context(tempfile.TemporaryDirectory()))  # others may not enter the folders of pytest
-        folder = statefolder.require_state_folder(outer / "state")
+        folder = require_state_folder(outer / "state")
         running = Running(folder, clock)
         stack.callback(running.close)
         for path in (outer, folder):
             path.chmod(0o711)
-        (folder / statefolder.SOCKET).chmod(0o666)
+        (folder / SOCKET).chmod(0o666)
         result = subprocess.run(
-            ["/usr/bin/env", "python3", "-I", "-S", "-c", code.format(str(folder / statefolder.SOCKET))],
+            ["/usr/bin/env", "python3", "-I", "-S", "-c", code.format(str(folder / SOCKET))],
             user=65534,
             group=65534,
             capture_output=True,
@@ -519,24 +529,24 @@ def test_another_uid_is_turned_away(clock: FakeClock) -> None:
 
 def test_its_socket_and_folder_are_for_its_uid_only(client: KeeperClient, folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert (folder / statefolder.SOCKET).stat().st_mode & 0o777 == 0o600
+    assert (folder / SOCKET).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o750)
     with pytest.raises(KeeperError, match=r"mode 750 of uid .* allowed: mode 700"):
-        statefolder.require_state_folder(tmp_path / "open")
+        require_state_folder(tmp_path / "open")
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KeeperError, match="cannot be used"):
-        statefolder.require_state_folder(tmp_path / "file" / "state")
+        require_state_folder(tmp_path / "file" / "state")
 
 
 def test_a_long_path_works(tmp_path: Path, clock: FakeClock) -> None:
-    folder = statefolder.require_state_folder(tmp_path / ("x" * 120))
+    folder = require_state_folder(tmp_path / ("x" * 120))
     running = Running(folder, clock)
     try:
         client = connect(folder)
@@ -548,11 +558,11 @@ def test_a_long_path_works(tmp_path: Path, clock: FakeClock) -> None:
 
 
 def test_the_lock_is_held_once(folder: Path) -> None:
-    lock = statefolder.try_lock(folder)
+    lock = try_lock(folder)
     assert lock is not None
-    assert statefolder.try_lock(folder) is None
+    assert try_lock(folder) is None
     os.close(lock)
-    again = statefolder.try_lock(folder)
+    again = try_lock(folder)
     assert again is not None
     os.close(again)
 
@@ -572,16 +582,16 @@ def test_it_goes_on_when_the_machine_has_no_descriptor_left(folder: Path, monkey
     def refuse(*_: object) -> int:
         raise OSError(errno.ENFILE, "too many open files in system")
 
-    listener = _Full(fileno=statefolder.listen(folder).detach())
+    listener = _Full(fileno=listen(folder).detach())
     listener.setblocking(False)
     keeper = Keeper(listener, KEEP_TIMEOUT)
-    with statefolder.connect(folder, 5.0), monkeypatch.context() as patch:
+    with connect_to(folder, 5.0), monkeypatch.context() as patch:
         listener.is_full = True
         patch.setattr(os, "open", refuse)
         for _ in range(2):
             assert keeper.step(0)
     listener.is_full = False
-    with statefolder.connect(folder, 5.0) as peer:
+    with connect_to(folder, 5.0) as peer:
         send(peer, {"do": "list", "start": 0}, [])
         for _ in range(10):  # it accepts both peers, and answers
             assert keeper.step(0)

@@ -16,9 +16,8 @@ from tests.service.node.keepers import listing_of, look
 from tests.service.node.survival.test_keeper import connect
 
 from kvstow.errors import KeeperBusyError, KeeperError
-from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival.keeper import ALREADY_RUNNING, LOCK, SOCKET, main, require_state_folder
 from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
-from kvstow_service.node.survival.keeperprocess import ALREADY_RUNNING, main
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +25,7 @@ SERVICE = """
     import os, sys, time
     from pathlib import Path
     from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
-    from kvstow_service.node.survival.statefolder import require_state_folder
+    from kvstow_service.node.survival.keeper import require_state_folder
 
     folder = require_state_folder(Path(sys.argv[1]))
     start_keeper(folder, float(sys.argv[2]))
@@ -83,7 +82,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def start(folder: Path) -> KeeperClient:
     """A service at the keeper that is running, or at a new one."""
-    start_keeper(statefolder.require_state_folder(folder), 600)
+    start_keeper(require_state_folder(folder), 600)
     return connect(folder, str(os.urandom(4)))
 
 
@@ -108,7 +107,7 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     assert first_bytes(client) == {"extent-1": b"kv of the first service"}
     client.end()
     assert wait_for_end(keeper)
-    assert not (folder / statefolder.SOCKET).exists()
+    assert not (folder / SOCKET).exists()
 
 
 def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
@@ -133,7 +132,7 @@ def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_enviro
 
 def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
     client = start(folder)
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600"]
     result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
     assert result.returncode == ALREADY_RUNNING
     assert "has a keeper already" in result.stderr
@@ -142,7 +141,7 @@ def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]
 
 
 def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeperprocess", str(folder), "600", "--daemon"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600", "--daemon"]
     started = [subprocess.Popen(command, env=child_environ, stderr=subprocess.DEVNULL) for _ in range(6)]
     assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
 
@@ -189,7 +188,7 @@ def test_it_leads_a_session_of_its_own_and_holds_no_pipe_of_its_service(folder: 
 
 def test_a_folder_that_it_cannot_use_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
-    (tmp_path / "state" / statefolder.LOCK).mkdir()
+    (tmp_path / "state" / LOCK).mkdir()
     with pytest.raises(KeeperError, match=r"does not start: .*Is a directory"):
         start_keeper(tmp_path / "state", 600)
 

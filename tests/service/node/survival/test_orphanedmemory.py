@@ -14,8 +14,8 @@ from tests.service.node.survival.test_keeperprocess import start
 
 from kvstow.memory.extents import Extent
 from kvstow_service.node.survival import orphanedmemory
-from kvstow_service.node.survival.keeperprocess import PROCESS_NAME
-from kvstow_service.node.survival.orphanedmemory import OrphanedMemory, find_orphaned_memory, running_services
+from kvstow_service.node.survival.keeper import PROCESS_NAME
+from kvstow_service.node.survival.orphanedmemory import HoldingProcess, find_orphaned_memory, running_services
 
 pytestmark = pytest.mark.process
 
@@ -39,7 +39,7 @@ def extent() -> Iterator[Extent]:
     extent.close()
 
 
-def found(*in_use: int) -> dict[int, OrphanedMemory]:
+def found(*in_use: int) -> dict[int, HoldingProcess]:
     return {one.pid: one for one in find_orphaned_memory(in_use)}
 
 
@@ -86,7 +86,7 @@ def test_services_of_the_machine_are_known_by_their_command_lines_and_keepers_by
         2: ["/usr/local/bin/kvstow", "serve", "--memory=1GiB"],
         3: ["/usr/local/bin/vllm", "serve", "model", '{"kv_connector_module_path": "kvstow_service.connectors.vllm"}'],
         6: ["/usr/bin/python", "/opt/kvstow_service/__main__.py", "serve"],
-        4: ["/usr/bin/python", "-m", "kvstow_service.node.survival.keeperprocess"],
+        4: ["/usr/bin/python", "-m", "kvstow_service.node.survival.keeper"],
     }
     for pid, line in lines.items():
         (tmp_path / str(pid)).mkdir()

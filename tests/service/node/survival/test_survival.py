@@ -26,9 +26,7 @@ from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.survival.roster import Roster
-from kvstow_service.node.survival.survivors import Survivors, read_survivors
-from kvstow_service.node.survival.workerrecord import WorkerRecord
+from kvstow_service.node.survival.roster import Roster, Survivors, WorkerRecord, read_survivors
 
 pytestmark = pytest.mark.process
 

@@ -1,0 +1,107 @@
+"""What the routes, the status page and the conditions read of a host: its pools, sessions, transfers and tier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvstow.stats import DIRECTIONS, PendingTransfers
+from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
+from kvstow_api.answers import NO_TIER, PoolView, TierView, TransfersView
+from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.sampler import Sampler
+
+
+def settings_etag(pool: HostedPool) -> str:
+    """Identifies the current settings. Never reused, not even if a change is reverted. Read it before the settings
+    themselves, so that a change in between is noticed."""
+    return f'"{pool.facade.engine_id}-{pool.facade.admin.settings_revision}"'
+
+
+def pool_views(directory: Directory, sampler: Sampler) -> list[PoolView]:
+    """Of all pools. O(pools + sessions)."""
+    states: dict[str, Counter[SessionState]] = {}
+    for session in directory.sessions():
+        states.setdefault(session.pool, Counter())[session.state] += 1
+    return [_view(sampler, pool, states.get(pool.name, Counter())) for pool in directory.pools()]
+
+
+def pool_view(directory: Directory, sampler: Sampler, pool: HostedPool) -> PoolView:
+    states = Counter(session.state for session in directory.sessions() if session.pool == pool.name)
+    return _view(sampler, pool, states)
+
+
+def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -> PoolView:
+    etag = settings_etag(hosted)
+    facade, highest = hosted.facade, hosted.max_capacity_slots
+    readiness, stats, desired, bypass = facade.readiness(), facade.stats(), facade.desired(), facade.admin.bypass
+    pool = stats.pool
+    return PoolView(
+        name=hosted.name,
+        model=hosted.model,
+        state=readiness.state,
+        reason=readiness.reason,
+        sessions=states.total(),
+        session_states={state: states[state] for state in SESSION_STATES},
+        resizable=hosted.is_resizable,
+        etag=etag,
+        slot_bytes=pool.slot_bytes,
+        block_tokens=stats.block_tokens,
+        capacity_slots=pool.capacity_slots,
+        capacity_bytes=pool.capacity_slots * pool.slot_bytes,
+        max_capacity_slots=highest,
+        max_capacity_bytes=highest * pool.slot_bytes,
+        usable_slots=pool.usable_slots,
+        usable_bytes=pool.usable_slots * pool.slot_bytes,
+        slots=pool.slots,
+        policy=pool.policy,
+        pinning_paused=desired.paused,
+        leases=pool.leases,
+        num_ranks=facade.config.num_ranks,
+        granted_bytes=hosted.granted_bytes,
+        due_bytes=hosted.due_bytes,
+        drain_mode=facade.admin.drain_status.mode,
+        bypassed=[direction for direction in DIRECTIONS if getattr(bypass, direction)],
+        pending=stats.transfers.pending,
+        now=sampler.now_of_pool(hosted.name),
+    )
+
+
+def sessions_now(directory: Directory, sampler: Sampler) -> list[SessionStatus]:
+    """All sessions, the oldest first, with what they load and store now."""
+    return [sampler.now_of_session(one) for one in directory.sessions()]
+
+
+def transfers_view(
+    pools: Sequence[HostedPool],
+    most: int,
+    *,
+    scanned: int | None = None,
+    wanted: Callable[[TransferStatus], bool] | None = None,
+) -> TransfersView:
+    """The oldest `most` of those that are `wanted`, searched among the oldest `scanned` (by default `most`) of each
+    pool."""
+    items = [
+        item for pool in pools for item in pool.facade.transfers(scanned or most) if wanted is None or wanted(item)
+    ]
+    items.sort(key=lambda item: -item.age_seconds)
+    return TransfersView(pending=_sum_of([pool.facade.stats().transfers.pending for pool in pools]), items=items[:most])
+
+
+def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:
+    return PendingTransfers(
+        loads=sum(one.loads for one in pending),
+        stores=sum(one.stores for one in pending),
+        load_blocks=sum(one.load_blocks for one in pending),
+        store_blocks=sum(one.store_blocks for one in pending),
+        load_bytes=sum(one.load_bytes for one in pending),
+        store_bytes=sum(one.store_bytes for one in pending),
+        oldest_seconds=max((one.oldest_seconds for one in pending), default=0.0),
+        stuck=sum(one.stuck for one in pending),
+    )
+
+
+def tier_view(directory: Directory) -> TierView:
+    """Of all pools. O(pools + clients)."""
+    tier = directory.tier
+    return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))

@@ -1,0 +1,184 @@
+"""The first requests of an engine that has restarted find what the service keeps, while its ranks still register it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.service.node.hostbench import Engine, HostBench
+from tests.service.node.rawengine import key_of
+
+from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending
+from kvstow.attach.connection import Message
+from kvstow.testing.fakes import FakeClock
+from kvstow_service.node.pools.nodesession import (
+    MOST_SECONDS,
+    MOST_WAITING,
+    STALLED_SECONDS,
+    TOKENS_PER_SECOND,
+    MemoryWaits,
+)
+
+TOKENS = TOKENS_PER_SECOND // 10
+"""Of a lookup that waits for a tenth of a second."""
+KEYS = [key_of(number) for number in range(10)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[HostBench]:
+    bench = HostBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def successor(bench: HostBench) -> Engine:
+    """An engine that is attached and has registered nothing; another one has stored KEYS."""
+    bench.start().store(*range(10))
+    engine = bench.attach()
+    engine.join()
+    bench.run()
+    engine.report()
+    return engine
+
+
+def ask(engine: Engine, hold: Hold = Hold.PRESENT, keys: list[bytes] = KEYS) -> tuple[Message, list[Message]]:
+    """What is answered at once, and what later."""
+    later: list[Message] = []
+    answer = engine.bench.host.lookup(engine.session_id, Lookup(keys, hold), lambda call: later.append(call()))
+    return answer, later
+
+
+@pytest.mark.parametrize("hold", [Hold.PRESENT, Hold.LEADING, Hold.NOTHING])
+def test_the_first_lookup_waits_until_what_it_has_found_is_registered(successor: Engine, hold: Hold) -> None:
+    answer, later = ask(successor, hold)
+    assert isinstance(answer, Pending)
+    successor.register(limit=5)
+    assert not later
+    successor.register(limit=10)
+    (found,) = later
+    assert isinstance(found, Found)
+    assert found.runs == ((0, 10),)
+    assert bool(found.lease_id) == (hold != Hold.NOTHING)
+    successor.register()
+    assert len(later) == 1
+    answer, later = ask(successor, hold)
+    assert isinstance(answer, Found)
+
+
+def test_a_lookup_of_a_whole_prompt_waits_as_well(successor: Engine, bench: HostBench) -> None:
+    later: list[Message] = []
+    answer = bench.host.lookup_prompt(successor.session_id, LookupPrompt(KEYS), lambda call: later.append(call()))
+    assert isinstance(answer, Pending)
+    successor.register(limit=9)
+    assert not later
+    successor.register()
+    assert later == [Found(0, ((0, 10),))]
+
+
+def test_a_lookup_waits_no_longer_than_computing_takes(successor: Engine, bench: HostBench) -> None:
+    answer, later = ask(successor)
+    assert isinstance(answer, Pending)
+    successor.register(limit=4)
+    assert bench.host.next_deadline() == bench.clock() + len(KEYS) * 16 / TOKENS_PER_SECOND
+    bench.host.expire()
+    assert not later
+    bench.clock.advance(len(KEYS) * 16 / TOKENS_PER_SECOND)
+    bench.host.expire()
+    assert bench.host.next_deadline() is None
+    (found,) = later
+    assert isinstance(found, Found)
+    assert found.runs == ((0, 4),), "what is registered by then"
+
+
+def test_a_lookup_waits_for_no_memory_that_does_not_come(successor: Engine, bench: HostBench) -> None:
+    bench.clock.advance(STALLED_SECONDS + 0.1)
+    answer, later = ask(successor)
+    assert answer == Found(0, ())
+    assert not later
+
+
+@pytest.mark.parametrize("what", ["bypass", "drain"])
+def test_a_lookup_that_may_load_nothing_does_not_wait(successor: Engine, what: str) -> None:
+    admin = successor.pool.facade.admin
+    if what == "bypass":
+        admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    else:
+        admin.drain("all", None)
+    answer, later = ask(successor)
+    assert answer == Found(0, ())
+    assert not later
+
+
+def test_what_nobody_has_stored_is_not_waited_for(successor: Engine) -> None:
+    answer, _ = ask(successor, keys=[key_of(number) for number in range(50, 60)])
+    assert answer == Found(0, ())
+
+
+def test_an_engine_that_cannot_wait_is_answered_at_once(successor: Engine) -> None:
+    assert successor.find(*range(10), hold=Hold.PRESENT) == Found(0, ())
+
+
+def test_the_second_lookup_of_a_hit_does_not_wait(successor: Engine) -> None:
+    """What it asks for was within reach at the first."""
+    answer, _ = ask(successor, Hold.ALL)
+    assert answer == Found(0, ())
+
+
+def test_a_session_that_has_ended_answers_nothing(successor: Engine, bench: HostBench) -> None:
+    _, later = ask(successor)
+    session = list(bench.host._sessions.values())[-1]
+    successor.lose()
+    session.registered(0, [])
+    bench.clock.advance(MOST_SECONDS)
+    session.registered(0, [])
+    assert not later
+
+
+def test_registering_that_takes_too_long_is_not_waited_for() -> None:
+    clock = FakeClock()
+    waits = MemoryWaits(clock)
+    answered: list[str] = []
+    waits.advance(100)
+    clock.advance(0.1)
+    waits.advance(200)  # 1,000 slots a second
+    assert not waits.put(401, TOKENS, lambda: answered.append("far"))
+    assert waits.put(400, TOKENS, lambda: answered.append("near"))
+    clock.advance(0.1)
+    waits.advance(700)  # 5,000
+    assert answered == ["near"]
+    assert waits.put(1700, TOKENS, lambda: answered.append("far"))
+    waits.advance(1700)
+    assert answered == ["near", "far"]
+
+
+def test_the_first_deadline_is_the_next() -> None:
+    clock = FakeClock()
+    waits = MemoryWaits(clock)
+    answered: list[str] = []
+    assert waits.next_deadline is None
+    assert waits.put(10, TOKENS, lambda: answered.append("long"))
+    assert waits.put(5, TOKENS // 2, lambda: answered.append("short"))
+    assert waits.next_deadline == clock() + 0.05
+    clock.advance(0.05)
+    waits.expire()
+    assert answered == ["short"]
+    assert waits.next_deadline == pytest.approx(clock() + 0.05)
+    waits.advance(10)
+    assert answered == ["short", "long"]
+    assert waits.next_deadline is None
+
+
+def test_waits_are_bounded_in_time_and_number() -> None:
+    clock = FakeClock()
+    waits = MemoryWaits(clock)
+    answered: list[int] = []
+    for number in range(MOST_WAITING):
+        assert waits.put(10, 100 * TOKENS_PER_SECOND, partial(answered.append, number))
+    assert not waits.put(10, TOKENS, lambda: answered.append(-1))
+    clock.advance(MOST_SECONDS)
+    waits.expire()
+    assert answered == list(range(MOST_WAITING))
+    assert waits.put(10, TOKENS, lambda: answered.append(-1))
