@@ -59,7 +59,7 @@ class Chooser:
         self._requests += 1
         self._blocks += request.queried
         self._since_change += request.queried
-        self._hits = [have + more for have, more in zip(self._hits, request.hits, strict=False)]
+        self._hits = [have + more for have, more in zip(self._hits, request.hits.tolist(), strict=False)]
         if self._requests * _PIECES < _WINDOW_REQUESTS or self._blocks * _PIECES < _WINDOW_POOLS * self.num_slots:
             return None
         self._pieces.append((self._requests, self._blocks, self._hits))

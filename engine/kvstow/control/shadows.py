@@ -8,11 +8,15 @@ shadows share, and a shadow is little more than the place in each list where its
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, nextafter
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashes, smoothed
 
@@ -21,6 +25,10 @@ MOST_FOLLOWED = 16_384
 _POOLS_FOLLOWED = 8
 """How many times the keys of a full pool are followed: its own, those of larger shadows, and evicted ones."""
 _GONE = -1
+_SLACK = 0.005
+"""By how much of its size a shadow of a sample may be too large: it evicts several keys at once."""
+
+Floats = npt.NDArray[np.float64]
 
 
 class Part(NamedTuple):
@@ -31,10 +39,12 @@ class Part(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a request has hit, in blocks, in each shadow. `queried`: how many blocks it looked up."""
+    """What a request has hit in each shadow. `queried`: how many blocks it looked up. `blocks`: how many of these the
+    sample stands for; the share of them that hits is less random than that of all blocks."""
 
     queried: int
-    hits: Sequence[float]
+    blocks: float
+    hits: Floats
 
 
 class _List:
@@ -48,28 +58,29 @@ class _List:
 
 
 class _Shadow:
-    """A simulated pool. `starts[c]`: where its part of the list of class `c` begins; `cuts[c]`: the order of use from
-    which on keys of the class are in it. Sizes are in slots of the pool."""
+    """A simulated pool. `starts[c]`: where its part of the list of class `c` begins. Sizes are in slots of the pool."""
 
-    __slots__ = ("age", "cuts", "k", "num_slots", "size", "starts")
+    __slots__ = ("age", "k", "num_slots", "row", "starts")
 
-    def __init__(self, k: float, num_slots: float) -> None:
-        self.k, self.num_slots = k, num_slots
-        self.size = 0.0
+    def __init__(self, row: int, k: float, num_slots: float) -> None:
+        self.row, self.k, self.num_slots = row, k, num_slots
         self.age: float | None = None
         self.starts = [0] * NUM_CLASSES
-        self.cuts = [0] * NUM_CLASSES
 
 
 class Shadows:
-    """Not locked. A request costs O(its followed keys x shadows)."""
+    """Not locked. A request costs O(its followed keys x shadows), in steps of numpy as far as none is evicted."""
 
     def __init__(self, variants: Sequence[tuple[float, float]], num_slots: int, most: int = MOST_FOLLOWED) -> None:
         """`variants`: of each shadow the `k`, and how many times as large as the pool of `num_slots` it is."""
         self.most = most
         self.num_slots = num_slots
         self._times = [times for _, times in variants]
-        self._shadows = [_Shadow(k, times * num_slots) for k, times in variants]
+        self._shadows = [_Shadow(row, k, times * num_slots) for row, (k, times) in enumerate(variants)]
+        self._sizes = np.zeros(len(variants))
+        self._most = np.array([shadow.num_slots for shadow in self._shadows])
+        self._cuts = np.zeros((len(variants), NUM_CLASSES), np.int64)
+        """By shadow and class: the order of use from which on keys of the class are in the shadow."""
         self._set_rate(self._best_rate())
         self._hot = HotKeys()
         self._lists = [_List() for _ in range(NUM_CLASSES)]
@@ -109,52 +120,43 @@ class Shadows:
         that it looked up."""
         hashes = [each for part in parts for each in part.hashes]
         positions = [each for part in parts for each in part.positions]
-        return Request(len(looked_up), self._request(hashes, positions, looked_up, now))
-
-    def _request(self, hashes: list[int], positions: list[int], looked_up: range, now: float) -> list[float]:
+        if not hashes:
+            return Request(len(looked_up), 0.0, np.zeros(len(self._shadows)))
         keys = [self._key_of.get(each, _GONE) for each in hashes]
-        order_of, uses = self._order_of, self._uses
-        weights = [self._weight if key == _GONE else self._weight_of[key] for key in keys]
-        if self._hot.keys:
-            weights = [1.0 if each in self._hot.keys else weight for each, weight in zip(hashes, weights, strict=True)]
-        places = [(_GONE, 0) if key == _GONE else (order_of[key], CLASSES[uses[key]]) for key in keys]
-        asked = [
-            (place, weight)
-            for place, weight, position in zip(places, weights, positions, strict=True)
-            if position in looked_up
-        ]
-        hits: list[float] = []
-        total = sum(weights)
-        held: list[float] = []
-        for shadow in self._shadows:
-            cuts, found = shadow.cuts, 0.0
-            for (order, number), weight in asked:
-                if order < cuts[number] or order == _GONE:
-                    break
-                found += weight
-            hits.append(found)
-            held.append(
-                sum(
-                    [
-                        weight
-                        for (order, number), weight in zip(places, weights, strict=True)
-                        if order >= cuts[number] and order != _GONE
-                    ]
-                )
-            )
+        weights = self._weights(hashes, keys)
+        orders = np.array([_GONE if key == _GONE else self._order_of[key] for key in keys])
+        classes = [0 if key == _GONE else CLASSES[self._uses[key]] for key in keys]
+        is_there = orders >= self._cuts[:, classes]
+        first, last = bisect_left(positions, looked_up.start), bisect_left(positions, looked_up.stop)
+        asked = np.concatenate(([0.0], np.cumsum(weights[first:last])))
+        found = is_there[:, first:last]
+        leading = np.where(found.all(axis=1), last - first, found.argmin(axis=1) if last > first else 0)
+        self._replace(hashes, keys, weights, is_there @ weights, now)
+        return Request(len(looked_up), float(asked[-1]), asked[leading])
+
+    def _weights(self, hashes: list[int], keys: list[int]) -> Floats:
+        """How many slots each key stands for."""
+        if self.rate == 1.0:
+            return np.ones(len(keys))
+        hot = self._hot.keys
+        return np.array([1.0 if each in hot else self._weight for each in hashes])
+
+    def _replace(self, hashes: list[int], keys: list[int], weights: Floats, held: Floats, now: float) -> None:
+        """Admit the keys everywhere. `held`: the slots that each shadow had for them; while others make room, its own
+        blocks stay."""
         for key in keys:
             if key != _GONE:
-                order_of[key] = _GONE  # while others make room, its own blocks stay
-        for shadow, kept in zip(self._shadows, held, strict=True):
-            shadow.size -= kept
-            self._evict(shadow, shadow.num_slots - total, now)
-        self._admit(hashes, keys, weights, now)
-        for shadow in self._shadows:
-            shadow.size += total
-            if shadow.size > shadow.num_slots:  # the chain is larger than the shadow
-                self._evict(shadow, shadow.num_slots, now)
+                self._order_of[key] = _GONE
+        total = float(weights.sum())
+        self._sizes -= held
+        slack = 0.0 if self.rate == 1.0 else _SLACK
+        for row in (self._sizes + total > self._most * (1.0 + slack)).nonzero()[0].tolist():
+            self._evict(self._shadows[row], self._most[row] - total, now)
+        self._admit(hashes, keys, weights.tolist(), now)
+        self._sizes += total
+        for row in (self._sizes > self._most * (1.0 + slack)).nonzero()[0].tolist():  # the chain is larger than that
+            self._evict(self._shadows[row], self._most[row], now)
         self._forget()
-        return hits
 
     def _admit(self, hashes: list[int], keys: list[int], weights: list[float], now: float) -> None:
         least = 0
@@ -191,13 +193,12 @@ class Shadows:
 
     def _evict(self, shadow: _Shadow, most: float, now: float) -> None:
         """Evict from a shadow until it has at most so many slots."""
-        if shadow.size <= most:
-            return
+        row, size = shadow.row, float(self._sizes[shadow.row])
         used_at, order_of, weight_of = self._used_at, self._order_of, self._weight_of
         scale = shadow.k * (shadow.age or 0.0)
         heads = [head for number in range(NUM_CLASSES) if (head := self._head(shadow, number, scale)) is not None]
         ages, count = 0.0, 0.0
-        while shadow.size > most and heads:
+        while size > most and heads:
             least = min(heads)
             heads.remove(least)
             number = least[1]
@@ -210,19 +211,20 @@ class Shadows:
             while at < len(keys):
                 key = keys[at]
                 if order_of[key] == orders[at]:
-                    if not is_first and (used_at[key] > until or shadow.size <= most):
+                    if not is_first and (used_at[key] > until or size <= most):
                         break
                     is_first = False
                     weight = weight_of[key]
-                    shadow.size -= weight
+                    size -= weight
                     ages += weight * (now - used_at[key])
                     count += weight
                 at += 1
             shadow.starts[number] = at
-            shadow.cuts[number] = orders[at] if at < len(keys) else self._last_order + 1
+            self._cuts[row, number] = orders[at] if at < len(keys) else self._last_order + 1
             head = self._head(shadow, number, scale)
             if head is not None:
                 heads.append(head)
+        self._sizes[row] = size
         if count:
             shadow.age = smoothed(shadow.age, ages / count, count, shadow.num_slots)
 
@@ -253,10 +255,7 @@ class Shadows:
                 self._compact(number)
 
     def _drop(self, key: int) -> None:
-        order, number = self._order_of[key], CLASSES[self._uses[key]]
-        for shadow in self._shadows:
-            if order >= shadow.cuts[number]:
-                shadow.size -= self._weight_of[key]
+        self._sizes[self._holders(key)] -= self._weight_of[key]
         self._order_of[key] = _GONE
         del self._key_of[self._hash_of[key]]
         self._free.append(key)
@@ -279,11 +278,12 @@ class Shadows:
             self._drop(key)
             return
         weight = 1.0 if hash_ in self._hot.keys else self._weight
-        order, number = self._order_of[key], CLASSES[self._uses[key]]
-        for shadow in self._shadows:
-            if order >= shadow.cuts[number]:
-                shadow.size += weight - self._weight_of[key]
+        self._sizes[self._holders(key)] += weight - self._weight_of[key]
         self._weight_of[key] = weight
+
+    def _holders(self, key: int) -> npt.NDArray[np.bool_]:
+        """Which shadows have a key."""
+        return self._order_of[key] >= self._cuts[:, CLASSES[self._uses[key]]]
 
     # -- size -----------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Shadows:
         """The pool has another size. O(1) unless the rate changes."""
         self.num_slots = num_slots
         for shadow, times in zip(self._shadows, self._times, strict=True):
-            shadow.num_slots = times * num_slots
+            shadow.num_slots = self._most[shadow.row] = times * num_slots
         if not self.rate / 2 < self._best_rate() <= self.rate * 2:
             self._resample(self._best_rate())
 
@@ -312,15 +312,15 @@ class Shadows:
             else:
                 self._reweigh(hash_)
 
+    def set_k(self, row: int, k: float) -> None:
+        self._shadows[row].k = k
+
     def check(self) -> None:
         """Raises `AssertionError` if a size is not that of the keys. O(keys x shadows): for tests."""
-        for shadow in self._shadows:
-            inside = [
-                self._weight_of[key]
-                for key in self._key_of.values()
-                if self._order_of[key] >= shadow.cuts[CLASSES[self._uses[key]]]
-            ]
-            assert abs(sum(inside) - shadow.size) < 1e-6 * max(1.0, shadow.size), (sum(inside), shadow.size)
+        sizes = np.zeros(len(self._shadows))
+        for key in self._key_of.values():
+            sizes[self._holders(key)] += self._weight_of[key]
+        assert np.allclose(sizes, self._sizes), (sizes, self._sizes)
 
 
 _HOT_SHARE = 0.01

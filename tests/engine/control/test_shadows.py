@@ -98,10 +98,10 @@ def long_traffic() -> list[list[bytes]]:
 
 def run(shadows: Shadows, requests: list[list[bytes]], start: int = 0) -> list[float]:
     """The ratio of hits of each shadow."""
-    blocks, hits = 0, np.zeros(len(shadows.use([], range(0), 0.0).hits))
+    blocks, hits = 0.0, np.zeros(len(shadows.use([], range(0), 0.0).hits))
     for number, chain in enumerate(requests, start):
         found = shadows.use([shadows.choose(hash_keys(chain))], range(len(chain)), float(number))
-        blocks += found.queried
+        blocks += found.blocks
         hits += found.hits
     shadows.check()
     return list(hits / blocks)
@@ -163,7 +163,7 @@ def hits_of(better: float, by: float) -> list[float]:
 
 def ask(chooser: Chooser, count: int, hits: list[float]) -> list[Change]:
     """So many requests of 100 blocks."""
-    return [change for _ in range(count) if (change := chooser.add(Request(100, hits))) is not None]
+    return [change for _ in range(count) if (change := chooser.add(Request(100, 100.0, np.array(hits)))) is not None]
 
 
 def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
@@ -180,7 +180,9 @@ def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
     for slots, needed in ((10, 152), (1000, 152), (100_000, 4000)):
         chooser = Chooser(slots)
         first = next(
-            number for number in range(1, 5000) if chooser.add(Request(100, hits_of(1.0, by=20.0))) is not None
+            number
+            for number in range(1, 5000)
+            if chooser.add(Request(100, 100.0, np.array(hits_of(1.0, by=20.0)))) is not None
         )
         assert needed <= first <= needed + 16
 
@@ -191,7 +193,7 @@ def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
     changed = []
     for number in range(4000):
         better = CHOICES[number // 40 % len(CHOICES)]
-        changed += [number] * (chooser.add(Request(100, hits_of(better, by=50.0))) is not None)
+        changed += [number] * (chooser.add(Request(100, 100.0, np.array(hits_of(better, by=50.0)))) is not None)
     assert all(after - before >= 200 for before, after in pairwise(changed))
 
 
