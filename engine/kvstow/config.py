@@ -47,7 +47,7 @@ class EngineConfig:
 
     `rank_slot_bytes`: bytes of a slot on each rank, if they differ (pipeline stages of different depth); `slot_bytes`
     is then the largest of them. Empty: `slot_bytes` on all ranks. `capacity_slots`: slots wanted on every rank.
-    `policy`: see `parse_policy`.
+    `policy`: see `parse_policy`. `curve`: estimate what pools of other sizes would hit, at a cost for each request.
     `block_tokens`: tokens in a block, for the counters of tokens; None if the host does not know. `transfer_timeout`:
     an op older than this is stuck. A stuck store is abandoned, and its slots are quarantined until every rank has
     finished it; a stuck load keeps waiting, because a rank may still write its blocks. `report_timeout`: a rank silent
@@ -59,6 +59,7 @@ class EngineConfig:
     capacity_slots: int
     num_ranks: int = 1
     policy: str = "auto"
+    curve: bool = True
     block_tokens: int | None = None
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0

@@ -13,6 +13,7 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.comparison import Curve
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
@@ -79,6 +80,12 @@ class PoolFacade:
         """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""
         with self._pool.lock:
             self._pool.counters.faults.errors[code] += 1
+
+    def curve(self) -> Curve | None:
+        """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
+        ended. Without the pool's lock."""
+        comparison = self._pool.comparison
+        return None if comparison is None else comparison.curve()
 
     # -- snapshots ------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.choice import Change, Choice
+from kvstow.control.comparison import Change, Comparison
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
@@ -246,10 +246,10 @@ class Pool:
         self.lock = Lock()
         self.slots = SlotMap()
         self.policy = ""
-        self.choice: Choice | None = None
-        """None where `k` is fixed."""
+        self.comparison: Comparison | None = None
+        """None where `k` is fixed and no curve is wanted."""
         self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
-        """What `choice` has chosen lately."""
+        """What was chosen lately."""
         self.index = Index()
         self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
@@ -283,12 +283,14 @@ class Pool:
         if policy != self.policy:
             self.policy = policy
             self.index.uses.k = fixed_k(policy) or 0.0
-            self.choice = Choice(self.slots.limit) if fixed_k(policy) is None else None
+            self.comparison = None
+            if self.config.curve or fixed_k(policy) is None:
+                self.comparison = Comparison(self.slots.limit, fixed_k(policy), has_curve=self.config.curve)
 
-    def apply_change(self, choice: Choice, change: Change) -> None:
-        """`choice` has chosen another `k`. Without the lock."""
+    def apply_change(self, comparison: Comparison, change: Change) -> None:
+        """Another `k` was chosen. Without the lock."""
         with self.lock:
-            if self.choice is not choice:
+            if self.comparison is not comparison:
                 return
             self.index.uses.k = change.k
             self.changes.append(change)

@@ -285,19 +285,19 @@ class Session:
         """
         pool = self.pool
         with pool.lock:
-            now, choice, num_slots = pool.clock(), pool.choice, pool.slots.limit
+            now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             least = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = least if start else 0
-        if choice is None or not num_slots:
+        if comparison is None or not num_slots:
             return
-        choice.resize(num_slots)
-        self._parts_behind.append(choice.choose(keys, self.namespace.tag, start))
+        comparison.resize(num_slots)
+        self._parts_behind.append(comparison.choose(keys, self.namespace.tag, start))
         if not start:
             parts = self._parts_behind[::-1]
             self._parts_behind.clear()
-            change = choice.use(parts, range(*(looked_up or (0, len(keys)))), now)
+            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
-                pool.apply_change(choice, change)
+                pool.apply_change(comparison, change)
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class Shadows:
         """The keys to follow, of a chain or a part of it. `start`: how many keys of the chain come before these."""
         if self.rate == 1.0:
             return Part(hashes.tolist(), list(range(start, start + len(hashes))))
-        positions = (hashes < self._threshold).nonzero()[0].tolist()
+        positions = (hashes < np.uint64(self._threshold)).nonzero()[0].tolist()
         if not start:
             leading = self._hot.lead(hashes)
             for key in self._hot.take_changed():
@@ -293,7 +293,7 @@ class Shadows:
     def _set_rate(self, rate: float) -> None:
         self.rate = rate
         self._weight = 1.0 / rate
-        self._threshold = int(min((1 << 64) - 1, rate * (1 << 64)))
+        self._threshold = min((1 << 64) - 1, int(rate * (1 << 64)))
 
     def resize(self, num_slots: int) -> None:
         """The pool has another size. O(1) unless the rate changes."""

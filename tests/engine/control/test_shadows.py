@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.config import EngineConfig
-from kvstow.control.choice import CHOICES, Change, Chooser
+from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Window
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.shadows import HotKeys, Request, Shadows
 from kvstow.control.uses import hash_keys
@@ -167,7 +167,7 @@ def ask(chooser: Chooser, count: int, hits: list[float]) -> list[Change]:
 
 
 def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
-    chooser = Chooser(num_slots=1000)
+    chooser = Chooser(Window(1000))
     assert ask(chooser, 1000, hits_of(4.0, by=0.4)) == []
     (change,) = ask(chooser, 300, hits_of(4.0, by=3.0))
     assert (change.before, change.k, chooser.k) == (0.0, 4.0, 4.0)
@@ -178,7 +178,7 @@ def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
 def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
     """Eight pools of blocks, or 300 requests if those are more."""
     for slots, needed in ((10, 152), (1000, 152), (100_000, 4000)):
-        chooser = Chooser(slots)
+        chooser = Chooser(Window(slots))
         first = next(
             number
             for number in range(1, 5000)
@@ -188,7 +188,7 @@ def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
 
 
 def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
-    chooser = Chooser(num_slots=20_000)
+    chooser = Chooser(Window(20_000))
     assert len(ask(chooser, 2000, hits_of(4.0, by=20.0))) == 1
     changed = []
     for number in range(4000):
@@ -220,5 +220,35 @@ def test_a_pool_chooses_for_itself_and_says_so(
     assert engine.stats().pool.k == pool.index.uses.k == pool.changes[-1].k > 0
     assert f"from k = 0 to k = {pool.changes[0].k:g}: over the last" in caplog.text
     engine.admin.set_policy("lru")
-    assert (pool.choice, engine.stats().pool.k) == (None, 0.0)
+    assert engine.stats().pool.k == 0.0
     engine.check_integrity()
+
+
+# -- the curve ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0.0, 2.0])
+def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[bytes]], k: float) -> None:
+    """All keys are followed, and the window has just these requests."""
+    requests, slots = long_traffic[:304], 160
+    engines = {times: Pool(int(times * slots), k) for times in SIZES}
+    plain = {times: Pool(int(times * slots), 0.0) for times in SIZES}
+    blocks = sum(map(len, requests))
+    found = [
+        {times: sum(map(pool.serve, requests)) / blocks for times, pool in pools.items()} for pools in (plain, engines)
+    ]
+    curve = engines[1.0].engine.curve()
+    assert curve is not None
+    assert (curve.requests, curve.blocks, curve.k) == (304, blocks, k)
+    assert [point.num_slots for point in curve.points] == [20, 40, 80, 160, 320, 640, 1280]
+    assert [point.lru for point in curve.points] == pytest.approx(list(found[0].values()))
+    assert [point.own for point in curve.points] == pytest.approx(list(found[1].values()))
+
+
+def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:
+    for policy in ("lru", "4"):
+        engine = make_engine(policy=policy, curve=False)
+        assert engine.pool.comparison is None
+        engine.use([key(1)])
+        assert engine.curve() is None
+    assert make_engine(policy="auto", curve=False).pool.comparison is not None, "it chooses k"
