@@ -85,6 +85,7 @@ def test_values_reach_the_connector(find: Find) -> None:
         max_bytes=4 << 40,  # of the four ranks of one engine
         lazy_offload=True,
         policy="lru",
+        curve=False,
         copy_strategy="staged",
         pin_chunk=64 << 20,
         pin_pause=0.002,

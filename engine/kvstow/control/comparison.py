@@ -75,7 +75,7 @@ class Window:
 
     def ratios(self) -> Floats:
         """The share of blocks that each shadow has hit. Only where the window `is_meaningful`."""
-        hits = sum((piece.hits for piece in self._pieces), np.zeros(1))
+        hits = np.sum([np.asarray(piece.hits) for piece in self._pieces], axis=0)
         found: Floats = hits / max(1.0, sum(piece.sampled for piece in self._pieces))
         return found
 

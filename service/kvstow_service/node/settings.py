@@ -96,6 +96,7 @@ class Settings(BaseModel):
     )
     pin_pause: Duration = Field(_written("2ms"), description="Pace of populating: pause between two steps.")
     policy: Policy = Field("auto", description=f"How pools choose what they evict: {ALLOWED_POLICIES}.")
+    curve: Flag = Field(True, description="Estimate what pools of other sizes would hit, from a sample of the keys.")
     host: str = Field(
         "127.0.0.1",
         description="Address of the admin server; other than loopback, it needs --token-file or --tls-client-ca.",

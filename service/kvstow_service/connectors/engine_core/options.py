@@ -112,6 +112,7 @@ _OF_SERVICE = (
     "cpu_bytes_to_use_per_rank",
     "max_bytes",
     "policy",
+    "curve",
     "transfer_timeout",
     "huge_pages",
     "admin_host",
@@ -175,6 +176,7 @@ class ConnectorOptions:
     lazy_offload: Annotated[bool, _flag] = False
     async_register_cache: Annotated[bool, _flag] = True
     policy: Annotated[str, _policy] = "auto"
+    curve: Annotated[bool, _flag] = True
     transfer_timeout: Annotated[float, _positive_seconds] = 30.0
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
     load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "async"
@@ -276,6 +278,7 @@ class ConnectorOptions:
             capacity_slots=self.capacity_slots(rank_slot_bytes),
             num_ranks=len(rank_slot_bytes),
             policy=self.policy,
+            curve=self.curve,
             block_tokens=block_tokens,
             transfer_timeout=self.transfer_timeout,
         )
