@@ -25,11 +25,11 @@ from kvstow.messages import Completion
 from kvstow_service.replay.simulated import SimulatedWorker
 
 POOLS = {
-    "conversation": (1000, 2000, 4000, 16_000),
-    "synthetic": (1000, 2000, 4000, 8000),
-    "shifts": (500, 2000, 8000),
-    "stays": (500, 2000, 8000),
-    "sessions": (500, 2000, 8000),
+    "conversation": (2000, 4000, 16_000),
+    "synthetic": (1000, 2000, 8000),
+    "shifts": (500, 4000),
+    "stays": (500, 4000),
+    "sessions": (500, 4000),
 }
 CURVES = {"conversation": 20_000, "synthetic": 20_000, "sessions": 20_000}
 FIXED = ("lru", "0.5", "1", "2", "4", "8")

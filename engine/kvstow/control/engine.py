@@ -13,7 +13,7 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.comparison import Curve
+from kvstow.control.comparison import Change, Curve
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
@@ -86,6 +86,14 @@ class PoolFacade:
         ended. Without the pool's lock."""
         comparison = self._pool.comparison
         return None if comparison is None else comparison.curve()
+
+    def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
+        """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of
+        them, as far as they are kept. O(1)."""
+        pool = self._pool
+        with pool.lock:
+            new = min(pool.num_changes - seen, len(pool.changes))
+            return pool.num_changes, list(pool.changes)[len(pool.changes) - new :]
 
     # -- snapshots ------------------------------------------------------------------------------------------
 

@@ -249,7 +249,8 @@ class Pool:
         self.comparison: Comparison | None = None
         """None where `k` is fixed and no curve is wanted."""
         self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
-        """What was chosen lately."""
+        """What was chosen lately, the newest last."""
+        self.num_changes = 0
         self.index = Index()
         self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
@@ -294,6 +295,7 @@ class Pool:
                 return
             self.index.uses.k = change.k
             self.changes.append(change)
+            self.num_changes += 1
         self.log(logging.INFO, "%s", change)
         self.write_log()
 
