@@ -25,8 +25,9 @@ MOST_FOLLOWED = 16_384
 _POOLS_FOLLOWED = 8
 """How many times the keys of a full pool are followed: its own, those of larger shadows, and evicted ones."""
 _GONE = -1
-_SLACK = 0.005
-"""By how much of its size a shadow of a sample may be too large: it evicts several keys at once."""
+_SLACK = 0.01
+"""By how much of its size a shadow of a sample may be too large, and is too small after it has evicted: it evicts
+several keys at once."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -151,7 +152,7 @@ class Shadows:
         self._sizes -= held
         slack = 0.0 if self.rate == 1.0 else _SLACK
         for row in (self._sizes + total > self._most * (1.0 + slack)).nonzero()[0].tolist():
-            self._evict(self._shadows[row], self._most[row] - total, now)
+            self._evict(self._shadows[row], self._most[row] * (1.0 - slack) - total, now)
         self._admit(hashes, keys, weights.tolist(), now)
         self._sizes += total
         for row in (self._sizes > self._most * (1.0 + slack)).nonzero()[0].tolist():  # the chain is larger than that

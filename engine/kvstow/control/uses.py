@@ -7,6 +7,7 @@ plus `k` times the age that blocks reach in this pool times the logarithm of its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from math import floor, log2
 
@@ -35,15 +36,25 @@ _MIX_TAG = 0x94D049BB133111EB
 _SHIFT = np.uint64(32)
 
 
+@cache
+def _words_of(width: int) -> np.dtype[np.void]:
+    """The first and the last 8 bytes of keys of so many bytes."""
+    places = {"names": ["head", "tail"], "formats": ["<u8", "<u8"], "offsets": [0, width - _WORD], "itemsize": width}
+    return np.dtype(places)  # type: ignore[call-overload,no-any-return]
+
+
 def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
     """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
     data, count = b"".join(keys), len(keys)
     width = len(keys[0]) if count else 0
     if width < _WORD or len(data) != count * width:  # keys of several lengths
         data, width = b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
-    rows = np.frombuffer(data, np.uint8).reshape(count, width)
-    head, tail = (rows[:, part].copy().view("<u8")[:, 0] for part in (slice(_WORD), slice(width - _WORD, width)))
-    mixed = (tail ^ (head * _MIX_HEAD) ^ np.uint64(tag * _MIX_TAG & (1 << 64) - 1)) * _MIX_TAIL
+    words = np.frombuffer(data, _words_of(width))
+    mixed: Hashes = words["head"] * _MIX_HEAD
+    mixed ^= words["tail"]
+    if tag:
+        mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
+    mixed *= _MIX_TAIL
     mixed ^= mixed >> _SHIFT
     mixed *= _MIX_HEAD
     mixed ^= mixed >> _SHIFT
@@ -96,7 +107,10 @@ class Ghosts:
         if not self:
             return bytes(len(hashes))
         words = self._words[hashes % np.uint64(len(self._words))]
-        return np.where((words ^ hashes) <= _COUNT, words & _COUNT, 0).astype(np.uint8).tobytes()
+        is_known = (words ^ hashes) <= _COUNT
+        if not is_known.any():
+            return bytes(len(hashes))
+        return np.where(is_known, words & _COUNT, 0).astype(np.uint8).tobytes()
 
 
 class Uses:
