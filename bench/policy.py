@@ -16,9 +16,9 @@ import numpy as np
 from bench.policytraces import TRACES, Trace
 from bench.report import Table, verdict
 from kvstow.config import EngineConfig
-from kvstow.control.comparison import SIZES
+from kvstow.control.comparison import CHOICES, SIZES
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.shadows import Shadows
+from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows
 from kvstow.control.uses import hash_keys
 from kvstow.keys import make_key
 from kvstow.messages import Completion
@@ -32,9 +32,12 @@ POOLS = {
     "sessions": (500, 4000),
 }
 CURVES = {"conversation": 20_000, "synthetic": 20_000, "sessions": 20_000}
-FIXED = ("lru", "0.5", "1", "2", "4", "8")
 _ARC = {
-    "conversation": {1000: 5.29, 2000: 7.19, 4000: 9.67, 8000: 19.19, 16_000: 27.05},
+    "conversation": {1000: 5.29, 2000: 7.19, 4000: 9.67, 8000: 19.19, 16_000: 27.05, 30_000: 31.09},
+    "synthetic": {1000: 9.07, 2000: 14.91, 4000: 24.96, 8000: 39.00, 16_000: 55.73},
+    "shifts": {500: 21.92, 1000: 28.11, 2000: 34.93, 4000: 40.92, 8000: 47.25, 16_000: 55.06},
+    "stays": {500: 23.77, 1000: 30.55, 2000: 37.96, 4000: 45.42, 8000: 53.11, 16_000: 60.80},
+    "sessions": {500: 11.90, 1000: 15.16, 2000: 21.01, 4000: 36.96, 8000: 58.66, 16_000: 77.62},
 }
 _SLOT_BYTES = 64
 _MEAN_ERROR, _LARGEST_ERROR = 1.0, 3.0
@@ -113,24 +116,25 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
     rows = []
     for slots in POOLS[name]:
         began = time.perf_counter()
-        found = {policy: sum(hits(trace, keys, slots, policy)) for policy in ("auto", *FIXED)}
-        shares = {policy: 100 * count / blocks for policy, count in found.items()}
-        best = max(shares[policy] for policy in FIXED)
+        auto, lru = (100 * sum(hits(trace, keys, slots, policy)) / blocks for policy in ("auto", "lru"))
+        fixed = (100 * _hits_of_choices(trace, keys, slots) / blocks).tolist()
+        optimum = 100 * min_hits(trace, slots) / blocks
         arc = _ARC.get(name, {}).get(slots)
-        rows.append(
-            [
-                f"{slots:,}",
-                f"{shares['auto']:.2f}",
-                *(f"{shares[policy]:.2f}" for policy in FIXED),
-                "" if arc is None else f"{arc:.2f}",
-                f"{100 * min_hits(trace, slots) / blocks:.2f}",
-                f"{shares['auto'] - shares['lru']:+.2f}",
-                f"{shares['auto'] - best:+.2f}",
-            ]
-        )
+        cells = [f"{share:.2f}" for share in (auto, lru, *fixed[1:])]
+        cells += ["" if arc is None else f"{arc:.2f}", f"{optimum:.2f}"]
+        rows.append([f"{slots:,}", *cells, f"{auto - lru:+.2f}", f"{auto - max(fixed):+.2f}"])
         say(f"{trace.name}, {slots:,} slots, {time.perf_counter() - began:.0f} s: {rows[-1]}")
-    head = ["slots", "auto", *FIXED, "ARC", "MIN", "auto to lru", "to the best"]
+    head = ["slots", "auto", "lru", *(f"k = {k:g}" for k in CHOICES[1:]), "ARC", "MIN", "auto to lru", "to the best k"]
     return Table(f"{trace.name}: {len(keys):,} requests, % of {blocks:,} blocks that hit", head, rows)
+
+
+def _hits_of_choices(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int) -> Floats:
+    """With each `k`, all of the trace: of shadows that follow every key."""
+    shadows = Shadows([(k, 1.0) for k in CHOICES], slots, most=POOLS_FOLLOWED * slots)
+    found = np.zeros(len(CHOICES))
+    for chain, now in zip(keys, trace.times, strict=True):
+        found += shadows.use([shadows.choose(hash_keys(chain))], range(len(chain)), now).hits
+    return found
 
 
 def run_curves(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:

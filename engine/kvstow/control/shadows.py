@@ -22,7 +22,7 @@ from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashe
 
 MOST_FOLLOWED = 16_384
 """Keys that are followed."""
-_POOLS_FOLLOWED = 8
+POOLS_FOLLOWED = 8
 """How many times the keys of a full pool are followed: its own, those of larger shadows, and evicted ones."""
 _GONE = -1
 _SLACK = 0.01
@@ -289,7 +289,7 @@ class Shadows:
     # -- size -----------------------------------------------------------------------------------------------
 
     def _best_rate(self) -> float:
-        return min(1.0, self.most / (_POOLS_FOLLOWED * max(1, self.num_slots)))
+        return min(1.0, self.most / (POOLS_FOLLOWED * max(1, self.num_slots)))
 
     def _set_rate(self, rate: float) -> None:
         self.rate = rate
