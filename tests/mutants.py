@@ -64,6 +64,8 @@ LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
 
 NODE_API = "tests/api/node/test_conditions.py"
+NODE_HOST = "tests/service/node/test_nodehost.py"
+NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
 MUTANTS = [
     Mutant(
@@ -113,7 +115,7 @@ MUTANTS = [
     ),
     Mutant(
         "a_life_is_counted_at_once",
-        "api/kvstow_api/rankcounters.py",
+        "api/kvstow_api/sampler.py",
         "self._boots.get(name) or now._replace(pin_failures={})",
         "self._boots.get(name) or CountedRank()",
         "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
@@ -134,14 +136,14 @@ MUTANTS = [
     ),
     Mutant(
         "silent_ranks_are_no_condition",
-        "api/kvstow_api/conditions/engine.py",
+        "api/kvstow_api/conditions/pools.py",
         "        if silence:\n",
         "        if False:\n",
         f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
     ),
     Mutant(
         "dropped_stores_are_no_condition",
-        "api/kvstow_api/conditions/engine.py",
+        "api/kvstow_api/conditions/pools.py",
         "        if dropped and not (outcome",
         "        if False and not (outcome",
         f"{NODE_API}::test_stores_that_are_dropped_are_told",
@@ -169,21 +171,21 @@ MUTANTS = [
     ),
     Mutant(
         "one_refusal_is_told_twice",
-        "api/kvstow_api/conditions/memory.py",
+        "api/kvstow_api/conditions/pools.py",
         "        return  # what has been refused",
         "        pass  # what has been refused",
         "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
     ),
     Mutant(
         "memory_that_is_yet_to_be_given_back_is_no_condition",
-        "api/kvstow_api/conditions/memory.py",
+        "api/kvstow_api/conditions/pools.py",
         "left > GIVEN_BACK_BYTES:",
         "left > 1 << 60:",
         "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
     ),
     Mutant(
         "early_requests_lose_no_blocks",
-        "api/kvstow_api/conditions/engine.py",
+        "api/kvstow_api/conditions/pools.py",
         '"warning" if lacking else "info",',
         '"info",',
         "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
@@ -197,10 +199,10 @@ MUTANTS = [
     ),
     Mutant(
         "silent_ranks_are_ready",
-        "api/kvstow_api/rankrows.py",
+        "api/kvstow_api/columns.py",
         "age > _REPORTS_ARE_FRESH else",
         "False else",
-        "tests/api/test_rankrows.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+        "tests/api/test_columns.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
     ),
     Mutant(
         "ops_of_another_boot_are_copied",
@@ -237,14 +239,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads_that_fail_on_a_rank_are_not_launched_there",
-        f"{JAX}/loads.py",
+        f"{JAX}/deviceloads.py",
         "                        self._scatter_nothing(bucket_of(self._buckets, len(pieces[number])), arrays, split)\n",
         "",
         "tests/jax/test_device.py::test_a_load_that_fails_here_is_launched_and_writes_nothing",
     ),
     Mutant(
         "stores_that_fail_on_a_rank_are_not_launched_there",
-        f"{JAX}/stores.py",
+        f"{JAX}/devicestores.py",
         "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n",
         "        held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)\n"
         "        if held is None:\n            return\n",
@@ -452,6 +454,63 @@ MUTANTS = [
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
     ),
     Mutant(
+        "a_user_has_any_number_of_pools",
+        "service/kvstow_service/node/nodehost.py",
+        "if len(mine) < POOLS_OF_USER:",
+        "if True:",
+        f"{NODE_HOST}::test_a_user_has_so_many_pools_and_one_without_sessions_makes_room",
+    ),
+    Mutant(
+        "a_user_has_any_number_of_ranks",
+        "service/kvstow_service/node/nodehost.py",
+        "if there + num_ranks > RANKS_OF_USER:",
+        "if False:",
+        f"{NODE_HOST}::test_the_sessions_of_a_user_have_so_many_ranks",
+    ),
+    Mutant(
+        "the_end_of_a_session_frees_millions_of_slots_at_once",
+        "engine/kvstow/control/pool.py",
+        "            if not self._free_owed():\n                return\n",
+        "            while self._free_owed():\n                pass\n",
+        f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
+    ),
+    Mutant(
+        "one_user_takes_all_places",
+        "service/kvstow_service/node/attach/clientcalls.py",
+        "if not self._clients.has_place_for(peer.uid):",
+        "if False:",
+        "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
+    ),
+    Mutant(
+        "settings_of_any_length",
+        "engine/kvstow/attach/payloads.py",
+        "> _MAX_PAIRS_TEXT:",
+        "< 0:",
+        "tests/engine/attach/test_messages.py::test_the_settings_of_an_engine_have_a_bound",
+    ),
+    Mutant(
+        "a_user_has_any_number_of_namespaces",
+        "service/kvstow_service/node/nodehost.py",
+        "            self._require_namespace(pool.identity.uid)\n",
+        "",
+        f"{NODE_HOST}::test_a_user_has_so_many_namespaces",
+    ),
+    Mutant(
+        "each_session_keeps_its_hello",
+        "service/kvstow_service/node/nodehost.py",
+        "hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)",
+        "pass",
+        f"{NODE_HOST}::test_a_session_keeps_no_identities_of_its_own",
+    ),
+    Mutant(
+        "a_client_fills_the_log",
+        "service/kvstow_service/process/logwriter.py",
+        "if written.lines >= _LINES_OF_MESSAGE:",
+        "if False:",
+        "tests/service/process/test_logwriter.py"
+        "::test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_were_not",
+    ),
+    Mutant(
         "descriptors_of_clients_are_accepted",
         "service/kvstow_service/node/attach/clients.py",
         "Channel(accepted, scratch=scratch, limit=MAX_HELLO_BYTES)",
@@ -518,18 +577,54 @@ MUTANTS = [
         "tests/service/node/survival/test_keeper.py::test_a_life_that_another_one_has_followed_does_not_come_back",
     ),
     Mutant(
-        "memory_is_closed_while_a_process_maps_it",
-        "engine/kvstow/memory/extents.py",
-        "            is_unused = seal_writes(self.fd)\n",
-        "            is_unused = True\n",
-        "tests/engine/memory/test_nodememory.py",
+        "memory_is_free_that_a_process_has_open",
+        "engine/kvstow/memory/nodememory.py",
+        "is_unused = not is_open_elsewhere(extent.fd)",
+        "is_unused = True",
+        f"{NODE_MEMORY}::test_memory_that_is_pinned_while_it_is_given_up_is_not_free",
     ),
     Mutant(
-        "memory_that_is_given_up_does_not_count",
+        "memory_is_free_although_it_is_pinned",
+        "engine/kvstow/memory/nodememory.py",
+        "            return seal_writes(extent.fd)\n",
+        "            return True\n",
+        f"{NODE_MEMORY}::test_memory_goes_to_another_owner_only_when_no_process_has_it",
+    ),
+    Mutant(
+        "memory_is_free_when_it_is_closed",
+        "engine/kvstow/memory/nodememory.py",
+        "(() if self._ends is None else self._ends.remaining())",
+        "()",
+        f"{NODE_MEMORY}::test_memory_goes_to_another_owner_only_when_no_process_has_it",
+    ),
+    Mutant(
+        "memory_whose_seals_are_sealed_is_free_at_once",
+        "engine/kvstow/memory/nodememory.py",
+        "return not self.budget.closed()[number].had",
+        "return True",
+        f"{NODE_MEMORY}::test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended",
+    ),
+    Mutant(
+        "pinned_memory_holds_up_the_rest",
+        "engine/kvstow/memory/nodememory.py",
+        "self.given_up[number] = extent  # the last one to be looked at again",
+        "self.given_up = {number: extent, **self.given_up}",
+        f"{NODE_MEMORY}::test_pinned_memory_does_not_hold_up_the_rest",
+    ),
+    Mutant(
+        "workers_share_an_open_file",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "fds.append(extent.open_for_client())",
+        'fds.append(__import__("os").dup(extent.fd))',
+        "tests/service/node/pools/test_recalledmemory.py"
+        "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
+    ),
+    Mutant(
+        "what_an_owner_keeps_costs_all_alike",
         "engine/kvstow/memory/budget.py",
-        "        return self._book.allocated_bytes + self.given_up_bytes\n",
-        "        return self._book.allocated_bytes\n",
-        "tests/engine/memory/test_budget.py::test_memory_that_is_given_up_counts_until_it_is_closed",
+        "            kept[extent.owner] += extent.num_bytes if extent.is_kept else 0\n",
+        "            kept[None] += extent.num_bytes if extent.is_kept else 0\n",
+        "tests/engine/memory/test_budget.py::test_for_memory_that_a_process_keeps_others_give_up_theirs",
     ),
     Mutant(
         "memory_that_an_engine_has_sealed_is_handed_out",
@@ -667,6 +762,14 @@ MUTANTS = [
         "found, link = folder.stat(), folder.lstat()",
         "found = link = folder.stat()",
         "tests/service/node/attach/test_attachsocket.py::test_a_link_of_another_user_is_refused",
+    ),
+    Mutant(
+        "a_group_replaces_the_socket",
+        "service/kvstow_service/admin/sockets.py",
+        "(stat.S_IWGRP | stat.S_IWOTH)",
+        "stat.S_IWOTH",
+        "tests/service/node/attach/test_attachsocket.py"
+        "::test_a_folder_in_which_a_group_may_replace_the_socket_is_refused",
     ),
     # -- the fleet tier --------------------------------------------------------------------------------------
     Mutant(
@@ -855,7 +958,7 @@ MUTANTS = [
     # -- what a key means --------------------------------------------------------------------------------------
     Mutant(
         "a_block_of_an_unknown_hash_is_the_models",
-        f"{ENGINE_CORE}/gpublocks.py",
+        f"{ENGINE_CORE}/stores.py",
         "return [self._mix(each) if each in known else None for each in hashes]",
         "return [self._mix(each) if each in known else each for each in hashes]",
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",
@@ -890,7 +993,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights_are_told_by_times_that_can_be_set",
-        "service/kvstow_service/connectors/vllm/weightsid.py",
+        "service/kvstow_service/connectors/vllm/modelweights.py",
         "{stat.st_mtime_ns} {stat.st_ctime_ns}",
         "{stat.st_mtime_ns}",
         "tests/vllm/test_sharing.py::test_weights_that_were_replaced_with_their_old_times_are_others",
@@ -998,6 +1101,7 @@ PATCHED = [
             "forgets_a_count",
             "believes_a_death_of_others",
             "spends_recalled_memory",
+            "spends_memory_that_is_not_free_yet",
             "ignores_owners",
             "gives_an_extent_twice",
             "gives_rows_beside_recalled_ones",

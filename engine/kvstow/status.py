@@ -120,11 +120,22 @@ class NamespaceStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWait:
-    """A pool that waits for memory which the processes of a session can still reach."""
+    """A pool that has waited so long for memory which the processes of a session can still reach."""
 
     pool: str
     session: str
     num_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that was given back so long ago, and that some process has still. The sessions are those that had it and
+    are not over; there may be none."""
+
+    sessions: tuple[str, ...]
+    num_bytes: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +144,9 @@ class MemoryStatus:
     grow further, or null.
 
     `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
-    to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way.
-    `orphaned_bytes` are taken by processes that no
-    service uses any more; null where that is not measured.
+    to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way. `kept`:
+    memory that engines have given back, and that processes have all the same; it still counts. `orphaned_bytes` are
+    taken by processes that no service uses any more; null where that is not measured.
 
     `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
     `keeper_restarts`: how often a keeper has taken the place of one that was gone, or has come back.
@@ -149,6 +160,7 @@ class MemoryStatus:
     recalled_bytes: int = 0
     orphaned_bytes: int | None = None
     waits: tuple[MemoryWait, ...] = ()
+    kept: tuple[KeptMemory, ...] = ()
     notices: tuple[str, ...] = ()
     keeper: KeeperState | None = None
     keeper_restarts: int = 0

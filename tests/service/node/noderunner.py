@@ -81,7 +81,7 @@ def shown(node: Node) -> dict[str, Any]:
         "sessions": sessions,
         "shares": shares_of(node),
         "allocated": node.memory.figures.allocated_bytes,
-        "given_up": node.memory.memory.budget.given_up_bytes,
+        "given_up": node.memory.memory.budget.closed_bytes,
         "problems": node.memory.figures.failures,
         "faults": node.memory.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
 
 SessionState = Literal["attached", "lost", "over"]
@@ -34,7 +35,7 @@ class Member:
 
     def __init__(self, session: WireSession, hello: Hello, peer: Peer) -> None:
         self.session = session
-        self.hello = hello
+        self.hello = hello.in_session()
         self.peer = peer
         self.rank = None if hello.role == "scheduler" else hello.rank
         self.is_connected = True
@@ -54,15 +55,12 @@ class WireSession:
         self.session_id = session_id
         self.token = token
         self.token_digest = token_digest or digest_of(token)
-        self.hello = hello
+        self.hello = hello.in_session()
+        self.num_ranks = 0 if hello.pool is None else hello.pool.num_ranks
         self.uid = peer.uid
         self.state: SessionState = "attached"
         self.members: list[Member] = []
         """Includes members that have ended."""
-
-    @property
-    def num_ranks(self) -> int:
-        return 0 if self.hello.pool is None else self.hello.pool.num_ranks
 
     def member_of(self, rank: int | None) -> Member | None:
         """The connected member."""
@@ -161,6 +159,8 @@ def _view(session: WireSession) -> SessionView:
 
 logger = logging.getLogger("kvstow.attach")
 
+_LINES_A_MINUTE = 60
+
 
 class Processes(Protocol):
     """Where the ends of processes are watched: the attach server's epoll."""
@@ -206,6 +206,8 @@ class SessionLife:
         self._trusted: list[tuple[float, int, Member]] = []
         """A heap of the times at which members without a pidfd count as ended."""
         self._num_trusted = 0
+        # A client may attach and leave a thousand times a second.
+        self._begun, self._lost, self._over = (LimitedLog(logger, clock, burst=_LINES_A_MINUTE) for _ in range(3))
 
     @property
     def needs_pidfd(self) -> bool:
@@ -226,7 +228,8 @@ class SessionLife:
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
         self.table.add(session)
         member = self._add_member(session, hello, peer)
-        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
+        text = "session %s: %r on %r attached"
+        self._begun.log(logging.INFO, text, session.session_id, hello.engine, hello.host)
         return member, Welcome(
             session_id=session.session_id,
             service=self._service,
@@ -303,7 +306,8 @@ class SessionLife:
         if session.state != "attached":
             return
         session.state = "lost"
-        logger.log(logging.INFO if expected else logging.WARNING, "session %s ends: %s", session.session_id, reason)
+        level = logging.INFO if expected else logging.WARNING
+        self._lost.log(level, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
                 self._processes.disconnect(member)
@@ -355,7 +359,8 @@ class SessionLife:
         if session.state != "lost" or session.is_awaited:
             return
         self.table.remove(session)
-        logger.info("session %s is over: none of its processes can reach memory", session.session_id)
+        text = "session %s is over: none of its processes can reach memory"
+        self._over.log(logging.INFO, text, session.session_id)
         self._tell("session_over", session.session_id)
 
     def _forget(self, member: Member) -> None:
