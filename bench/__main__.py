@@ -43,9 +43,9 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
             return []
         return control.run_trace(options.trace, control.TRACE_SIZES, _say)
     if name == "policy":
-        return policy.run(policy.POOLS, _say)
+        return policy.run(tuple(policy.POOLS), _say)
     if name == "curve":
-        return policy.run_curves(policy.CURVES, _say)
+        return policy.run_curves(tuple(policy.CURVES), _say)
     if name == "steps":
         return steps.run(options.sizes, options.repeats, _say)
     if name == "admin":
