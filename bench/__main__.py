@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import admin, attach, control, populate, startup, steps, tier
+from bench import admin, attach, control, policy, populate, startup, steps, tier
 from bench.machine import describe
 from bench.report import PAGE, Table, page, record
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate", "attach", "tier")
+BENCHMARKS = ("control", "trace", "policy", "curve", "steps", "admin", "startup", "populate", "attach", "tier")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +42,10 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
             _say(f"no trace at {options.trace}: pass --trace")
             return []
         return control.run_trace(options.trace, control.TRACE_SIZES, _say)
+    if name == "policy":
+        return policy.run(tuple(policy.POOLS), _say)
+    if name == "curve":
+        return policy.run_curves(tuple(policy.CURVES), _say)
     if name == "steps":
         return steps.run(options.sizes, options.repeats, _say)
     if name == "admin":

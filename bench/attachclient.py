@@ -189,6 +189,9 @@ class AttachedSubject:
 
     request = use
 
+    def end(self, keys: Sequence[bytes]) -> None:
+        self.engine.use(keys)
+
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         return {}
 

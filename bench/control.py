@@ -20,11 +20,11 @@ VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 SIZES = (10_000, 100_000, 1_000_000)
 TRACE_SIZES = (1_000, 10_000, 30_000, 100_000)
 
-_OURS = ("kvstow-lru-1", "kvstow-arc-1", "kvstow-lru-8")
+_OURS = ("kvstow-auto-1", "kvstow-lru-1", "kvstow-auto-8")
 _NAMES = {
-    "kvstow-lru-1": "KVStow LRU",
-    "kvstow-arc-1": "KVStow ARC",
-    "kvstow-lru-8": "KVStow LRU, 8 ranks",
+    "kvstow-auto-1": "KVStow",
+    "kvstow-lru-1": "KVStow, policy lru",
+    "kvstow-auto-8": "KVStow, 8 ranks",
     "vllm": "vLLM BlockPool",
 }
 _PATIENCE_SECONDS = 8.0
@@ -56,8 +56,8 @@ _OPERATIONS = (
 _OWN_FIGURES = (
     ("store_present_fresh", "begin a store of 8,192 present blocks"),
     ("store_present_worn", "the same, worn pool"),
-    ("refresh_fresh", "refresh 8,192 blocks"),
-    ("refresh_worn", "the same, worn pool"),
+    ("use_long_fresh", "a request ends that has used 8,192 blocks"),
+    ("use_long_worn", "the same, worn pool"),
     ("store_shrinking", "begin a store of 16 when the pool has begun to shrink to 2 %"),
     ("purge_slice_median", "slice of a purge of all, median"),
     ("purge_slice_max", "longest"),
@@ -86,7 +86,7 @@ def run(sizes: Sequence[int], repeats: int, say: Callable[[str], None]) -> list[
 def run_trace(trace: Path, sizes: Sequence[int], say: Callable[[str], None]) -> list[Table]:
     """The whole trace through both, one request at a time."""
     rows = []
-    subjects = [name for name in _subjects() if name != "kvstow-lru-8"]
+    subjects = [name for name in _subjects() if name != "kvstow-auto-8"]
     for slots in sizes:
         wait_until_quiet(_PATIENCE_SECONDS)
         found = {name: probe(name, slots, str(trace)) for name in subjects}
@@ -130,7 +130,7 @@ def _medians(runs: Sequence[Figures]) -> Figures:
 
 def _table(slots: int, found: dict[str, Figures]) -> Table:
     largest = slots == max(SIZES)
-    head = ["", *(_NAMES[name] for name in found), "LRU to BlockPool", "bar"]
+    head = ["", *(_NAMES[name] for name in found), "to BlockPool", "bar"]
     rows = [_operation_row(operation, found, with_bar=largest) for operation in _OPERATIONS]
     return Table(f"{slots:,} slots", head, [*rows, *_memory_rows(found, with_bar=largest), *_own_rows(found)])
 
@@ -139,16 +139,21 @@ def _operation_row(operation: Operation, found: dict[str, Figures], *, with_bar:
     cells = [_us(figures.get(operation.figure)) for figures in found.values()]
     if "vllm" not in found or operation.figure == "keys_fresh":
         return [operation.title, *cells, "", ""]
-    ratio = found["vllm"][operation.figure] / found["kvstow-lru-1"][operation.figure]
+    ratio = found["vllm"][operation.figure] / found["kvstow-auto-1"][operation.figure]
     bar = f"{operation.bar:g} x, {verdict(ratio >= operation.bar)}" if operation.bar and with_bar else ""
     return [operation.title, *cells, f"{ratio:.1f} x faster", bar]
 
 
 def _memory_rows(found: dict[str, Figures], *, with_bar: bool) -> Iterator[list[str]]:
+    for figure, title in (
+        ("bytes_per_slot", "bytes a cached slot, with its key"),
+        ("bytes_per_slot_worn", "the same, worn pool, with what is remembered of evicted blocks"),
+    ):
+        sizes = [figures[figure] for figures in found.values()]
+        ratio = f"{sizes[0] / sizes[-1]:.2f} of it" if "vllm" in found else ""
+        bar = f"at most {_BYTES_BAR}, {verdict(sizes[0] <= _BYTES_BAR)}" if with_bar else ""
+        yield [title, *(f"{size:.0f}" for size in sizes), ratio, bar]
     sizes = [figures["bytes_per_slot"] for figures in found.values()]
-    ratio = f"{sizes[0] / sizes[-1]:.2f} of it" if "vllm" in found else ""
-    bar = f"at most {_BYTES_BAR}, {verdict(sizes[0] <= _BYTES_BAR)}" if with_bar else ""
-    yield ["bytes a cached slot, with its key", *(f"{size:.0f}" for size in sizes), ratio, bar]
     yield ["bytes a cached slot, without", *(f"{size - _KEY_BYTES:.0f}" for size in sizes), "", ""]
 
 

@@ -17,7 +17,7 @@ SLOT_BYTES = 2 << 20
 class EngineSubject:
     """One key group, as a model with full attention has."""
 
-    def __init__(self, slots: int, *, policy: str = "lru", ranks: int = 1) -> None:
+    def __init__(self, slots: int, *, policy: str = "auto", ranks: int = 1) -> None:
         self.engine = OffloadEngine(
             EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=slots, num_ranks=ranks, policy=policy)
         )
@@ -52,11 +52,15 @@ class EngineSubject:
         if hits < len(keys):
             self.store(keys[hits:])
         self.engine.release_lease(lease)
+        self.engine.use(keys)
         return hits
+
+    def end(self, keys: Sequence[bytes]) -> None:
+        self.engine.use(keys)
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         engine = self.engine
-        return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "refresh": engine.refresh}
+        return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": engine.use}
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float:
         """To 2 %, when the blocks that would be evicted first all lie above that."""
@@ -67,7 +71,7 @@ class EngineSubject:
             page = self.engine.blocks(slot, limit - slot)
             kept += [bytes.fromhex(block.key) for block in page.blocks]
             slot = page.next_slot
-        self.engine.refresh(kept)
+        self.engine.use(kept)
         sweep = self.engine.admin.resize(limit)
         started = time.perf_counter()
         self.engine.begin_store(keys, range(len(keys)))

@@ -44,6 +44,9 @@ class Subject(Protocol):
     def request(self, keys: Sequence[bytes]) -> int:
         """All of a request: look up and keep, store the rest, give back. Returns the leading run found."""
 
+    def end(self, keys: Sequence[bytes]) -> None:
+        """A request with these keys has ended."""
+
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         """Operations on a long prefix that is present, which only this subject has."""
 
@@ -72,9 +75,10 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     found |= _long_prefixes(subject, hashes, slots - LONG_BLOCKS, "_fresh")
     stored, times = wear(subject, hashes, slots)
     found["store_evicting"] = median(times[-_STORES:])
-    if stored:  # ARC keeps what was used twice, here the chains of the first fill, and none of these
-        found |= _lookups(subject, hashes, stored, "_worn")
-        found |= _long_prefixes(subject, hashes, 2 * slots - LONG_BLOCKS, "_worn")
+    gc.collect()
+    found["bytes_per_slot_worn"] = (_resident_bytes() - before) / slots
+    found |= _lookups(subject, hashes, stored, "_worn")
+    found |= _long_prefixes(subject, hashes, 2 * slots - LONG_BLOCKS, "_worn")
     shrinking = subject.store_while_shrinking(subject.keys(hashes.run(3 * slots - _SMALL_STORE, _SMALL_STORE)))
     if shrinking is not None:
         found["store_shrinking"] = shrinking
@@ -104,8 +108,7 @@ def fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
 
 def wear(subject: Subject, hashes: Hashes, slots: int) -> tuple[list[int], list[float]]:
     """Store as many new blocks as there are slots, in prefixes of mixed lengths. Returns where the whole chains in
-    the last half of them start, as far as they are still there (LRU keeps all), and the seconds of each full-size
-    store."""
+    the last half of them start, as far as they are still there, and the seconds of each full-size store."""
     choose = random.Random(2)
     at, times, chains = slots, [], []
     while at < 2 * slots:
@@ -123,6 +126,7 @@ def _store_prefix(subject: Subject, hashes: list[bytes]) -> list[float]:
     keys = subject.keys(hashes)
     pieces = [keys[start : start + STORE_BLOCKS] for start in range(0, len(keys), STORE_BLOCKS)]
     times = [_seconds(subject.store, piece) for piece in pieces]
+    subject.end(keys)
     return [seconds for seconds, piece in zip(times, pieces, strict=True) if len(piece) == STORE_BLOCKS]
 
 

@@ -48,6 +48,9 @@ class BlockPoolSubject:
         self._pool.free_blocks(reversed(blocks))
         return len(found)
 
+    def end(self, keys: Sequence[bytes]) -> None:
+        """The order of its free blocks follows from when they are given back."""
+
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         return {}
 

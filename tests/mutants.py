@@ -68,6 +68,35 @@ NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
 MUTANTS = [
+    Mutant(
+        "uses_begin_behind_the_gpus_hit",
+        f"{ENGINE_CORE}/stores.py",
+        "keys = tracked.keys_between(self._groups, start, end)",
+        "keys = tracked.keys_between(self._groups, max(start, tracked.start), max(end, tracked.start))",
+        "tests/service/connectors/engine_core/test_eviction.py"
+        "::test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included",
+    ),
+    Mutant(
+        "look_ups_count_as_uses",
+        "engine/kvstow/control/session.py",
+        "        self.pool.index.hold(slots)\n",
+        "        self.pool.index.hold(slots)\n        self.pool.index.uses.count([slots])\n",
+        f"{CONTROL}/test_uses.py::test_only_the_use_of_a_request_counts",
+    ),
+    Mutant(
+        "a_forgotten_ancestor_has_fewer_uses_than_its_descendants",
+        "engine/kvstow/control/uses.py",
+        "if uses[-1] < least or uses != bytes(sorted(uses, reverse=True)):",
+        "if False:",
+        f"{CONTROL}/test_uses.py::test_a_chain_that_is_given_in_parts_is_one_chain",
+    ),
+    Mutant(
+        "blocks_outlive_those_that_they_depend_on",
+        "engine/kvstow/control/index.py",
+        "least = self.uses.count(runs, least)",
+        "least = self.uses.count([run[1:] for run in runs], least)",
+        f"{CONTROL}/test_uses.py::test_no_block_outlives_one_that_it_depends_on",
+    ),
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(
         "keepers_are_orphans",

@@ -132,7 +132,7 @@ class ProblemView:
     retry_after: int | None
 
 
-EventType = Literal["state", "session", "rank", "tier", "operation", "change", "stored", "removed", "lost"]
+EventType = Literal["state", "session", "rank", "tier", "policy", "operation", "change", "stored", "removed", "lost"]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
 """One for each batch of blocks: sent only to clients that ask for them."""
@@ -142,13 +142,15 @@ BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
 class EventView:
     """`id` resumes the stream after this event (Last-Event-ID). `data` by type:
 
-    `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason; the
-    state is `over` when none of its processes can reach the memory any more. `rank`: pool, session, rank, state,
-    error, boot_id. `tier`: pool, namespace, store, state, reason, of the fleet tier of a namespace; the state is
-    `over` when the store was detached or the namespace is gone. `operation`: id, pool, kind, dry_run, state, error.
-    `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys, reason. `lost`:
-    the number of events that a slow reader has missed, or null if the id is of an earlier life of the server. All
-    but `lost`, `stored` and `removed` also have `time`.
+    `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason; the state is
+    `over` when none of its processes can reach the memory any more. `rank`: pool, session, rank, state, error, boot_id.
+    `tier`: pool, namespace, store, state, reason, of the fleet tier of a namespace; the state is `over` when the store
+    was detached or the namespace is gone. `policy`: pool, before, k, ratio_before, ratio, requests, blocks: the policy
+    `auto` keeps often used blocks for longer (a larger k) or shorter from now on, because the last requests would have
+    hit the share `ratio` of their blocks so, and `ratio_before` as before. `operation`: id, pool, kind, dry_run, state,
+    error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys, reason.
+    `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the server.
+    All but `lost`, `stored` and `removed` also have `time`.
     """
 
     id: str

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -16,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvstow.errors import InvalidRequestError
+from kvstow.config import ALLOWED_POLICIES, parse_policy
+from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, parse_key
 from kvstow.messages import RankReport
 from kvstow.status import DrainMode
@@ -69,6 +71,20 @@ REPORT_SCHEMA: dict[str, Any] = {**TypeAdapter(RankReport).json_schema(), "examp
 """JSON schema of the body that `RankReport.from_json` reads."""
 
 
+def _policy(value: Any) -> str:
+    try:
+        return parse_policy(value)
+    except ConfigError as error:
+        raise PydanticCustomError("not_allowed", "{allowed}", {"allowed": error.allowed}) from error
+
+
+Policy = Annotated[
+    str,
+    BeforeValidator(_policy),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}], "description": ALLOWED_POLICIES}),
+]
+
+
 # -- pools and blocks ----------------------------------------------------------------------------------------------
 
 
@@ -78,7 +94,7 @@ class PoolPatch(Body):
 
     capacity_slots: Count | None = None
     capacity_bytes: Count | None = None
-    policy: Literal["lru", "arc"] | None = None
+    policy: Policy | None = None
     pinning_paused: bool | None = None
     dry_run: bool = False
 

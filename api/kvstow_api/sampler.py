@@ -247,6 +247,9 @@ class Sampler:
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
             logger.info("pool %s is %s: %s", pool.name, readiness.state, readiness.reason)
             samples.state = readiness.state
+        samples.policy_changes, changes = pool.facade.policy_changes(samples.policy_changes)
+        for change in changes:
+            self._journal.add("policy", pool=pool.name, **change._asdict())
         samples.add(Sample(time.monotonic(), pool.facade.stats()))
 
     def _note_node(self) -> None:
@@ -311,6 +314,8 @@ class _PoolSamples:
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
         self.state: str | None = None
+        self.policy_changes = 0
+        """How many of the pool's own changes of its order of eviction are in the journal."""
         self.kept: deque[Sample] = deque(maxlen=CURVE_POINTS + 1)
         self.recent: deque[Sample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
         self._ticks = 0

@@ -7,7 +7,9 @@ from typing import Literal, get_args
 
 from kvstow.errors import ConfigError
 
-POLICIES = ("lru", "arc")
+POLICIES = ("auto", "lru")
+_MOST_K = 64
+ALLOWED_POLICIES = f"auto, lru, or a number from 0 to {_MOST_K}"
 
 CopyStrategy = Literal["auto", "staged", "direct"]
 COPY_STRATEGIES: tuple[CopyStrategy, ...] = get_args(CopyStrategy)
@@ -16,12 +18,36 @@ HugePages = Literal["advised", "reserved"]
 HUGE_PAGES: tuple[HugePages, ...] = get_args(HugePages)
 
 
+def parse_policy(value: object, key: str = "policy") -> str:
+    """How a pool chooses what it evicts, as text: `lru`; a number, which says how much more than their age the uses of
+    blocks count (0 is `lru`); or `auto`, with which the pool chooses the number. Raises `ConfigError` for `key`."""
+    if value in POLICIES:
+        return str(value)
+    try:
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            raise ValueError
+        k = float(value)
+    except ValueError:
+        k = -1.0
+    if not 0 <= k <= _MOST_K:
+        raise ConfigError(key, value, ALLOWED_POLICIES)
+    return f"{k:g}"
+
+
+def fixed_k(policy: str) -> float | None:
+    """The number that a parsed policy stands for; None if the pool chooses it."""
+    if policy == "auto":
+        return None
+    return 0.0 if policy == "lru" else float(policy)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The control plane of one pool. Times are in seconds.
 
     `rank_slot_bytes`: bytes of a slot on each rank, if they differ (pipeline stages of different depth); `slot_bytes`
     is then the largest of them. Empty: `slot_bytes` on all ranks. `capacity_slots`: slots wanted on every rank.
+    `policy`: see `parse_policy`. `curve`: estimate what pools of other sizes would hit, at a cost for each request.
     `block_tokens`: tokens in a block, for the counters of tokens; None if the host does not know. `transfer_timeout`:
     an op older than this is stuck. A stuck store is abandoned, and its slots are quarantined until every rank has
     finished it; a stuck load keeps waiting, because a rank may still write its blocks. `report_timeout`: a rank silent
@@ -32,7 +58,8 @@ class EngineConfig:
     slot_bytes: int
     capacity_slots: int
     num_ranks: int = 1
-    policy: str = "lru"
+    policy: str = "auto"
+    curve: bool = True
     block_tokens: int | None = None
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0
@@ -47,8 +74,7 @@ class EngineConfig:
         for key in ("transfer_timeout", "report_timeout"):
             if not getattr(self, key) > 0:
                 raise ConfigError(key, getattr(self, key), "more than 0 seconds")
-        if self.policy not in POLICIES:
-            raise ConfigError("policy", self.policy, " or ".join(POLICIES))
+        parse_policy(self.policy)
         self._check_ranks()
 
     def _check_ranks(self) -> None:

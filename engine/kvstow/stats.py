@@ -103,13 +103,14 @@ class SlotCounts:
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Slots are of one rank; every rank has the same. Where slots differ in size among the ranks, `slot_bytes` is the
-    largest size."""
+    largest size. `k`: see `kvstow.control.uses`."""
 
     name: str
     capacity_slots: int
     usable_slots: int
     slot_bytes: int
     policy: str
+    k: float
     leases: int
     slots: SlotCounts
 

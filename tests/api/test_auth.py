@@ -28,7 +28,7 @@ ADDRESSES = ("http://127.0.0.1:9595", "unix:/run/kvstow-admin/admin.sock")
 
 REPORT: tuple[str, str, Any] = ("POST", "/v1/ranks/{rank}/report", {})
 CHANGES: list[tuple[str, str, Any]] = [
-    ("PATCH", "/v1/pools/host", {"policy": "arc"}),
+    ("PATCH", "/v1/pools/host", {"policy": "lru"}),
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
     ("POST", "/v1/pools/host/purge", {"all": True}),
     ("POST", "/v1/pools/host/protect", {"keys": ["00aa"]}),

@@ -13,6 +13,7 @@ from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEvent
+from kvstow.control.comparison import Change
 from kvstow.control.engine import OffloadEngine
 from kvstow_api import eventstream
 from kvstow_api.answers import EventView
@@ -227,6 +228,22 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
     assert journal.after(0)[0][-1].data["error"] == "no more memory"
 
 
+def test_the_watch_notes_how_the_order_of_eviction_changes(engine: OffloadEngine, ranks: Any, journal: Journal) -> None:
+    sampler, pool = Sampler(EmbeddedDirectory(engine, 16), journal), engine.pool
+    assert pool.comparison is not None
+    for k in (4.0, 1.0):
+        pool.apply_change(pool.comparison, Change(0.0, k, 0.25, 0.5, 300, 9000))
+        for _ in range(2):
+            sampler.tick()
+    told = [entry.data for entry in journal.after(0)[0] if entry.type == "policy"]
+    assert [each["k"] for each in told] == [4.0, 1.0]
+    assert (told[0]["pool"], told[0]["ratio_before"], told[0]["ratio"], told[0]["blocks"]) == ("host", 0.25, 0.5, 9000)
+    for _ in range(40):
+        pool.apply_change(pool.comparison, Change(0.0, 2.0, 0.25, 0.5, 300, 9000))
+    sampler.tick()
+    assert 2 < sum(entry.type == "policy" for entry in journal.after(0)[0]) < 40, "the pool keeps a few"
+
+
 def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Journal) -> None:
     sampler = Sampler(tiered_host.directory(16), journal)
     tier = tiered_host.begin()
@@ -278,10 +295,10 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     await other.post("/v1/lookup", json={"keys": ["00aa"]})
     await other.get("/v1/pools")
     await other.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True}, params={"wait": 20})
-    await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
+    await other.patch("/v1/pools/host", json={"policy": "lru", "dry_run": True})
     over = (await other.get("/v1/operations")).json()["items"][0]["id"]
     await other.post(f"/v1/operations/{over}/cancel")
-    await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
+    await other.patch("/v1/pools/host", json={"policy": "lru", "dry_run": True})
     await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=AGENT)
     entries, lost = apps[0].state.kvstow.journal.after(0)
     told = [

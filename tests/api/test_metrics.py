@@ -321,7 +321,7 @@ async def test_all_families_of_a_pool_have_its_name_and_model(launch: Any, engin
         for sample in families[name].samples:
             assert (sample.labels["pool"], sample.labels["model"]) == ("host", "llama"), sample
     (sample,) = families["kvstow_config_info"].samples
-    assert (sample.labels["policy"], sample.value) == ("lru", 1)
+    assert (sample.labels["policy"], sample.value) == ("auto", 1)
 
 
 async def test_the_expiry_of_the_certificate_is_current(launch: Any) -> None:

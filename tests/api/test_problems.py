@@ -43,7 +43,7 @@ def raising(error: Exception) -> Any:
     ("error", "status"),
     [
         (InvalidRequestError("no"), 422),
-        (ConfigError("policy", "mru", "lru or arc"), 422),
+        (ConfigError("policy", "mru", "auto or lru"), 422),
         (NotFoundError("no"), 404),
         (ConflictError("no"), 409),
         (LeaseError("no"), 409),
@@ -66,9 +66,9 @@ async def test_errors_of_the_engine_become_problems(launch: Any, error: KvstowEr
 
 
 async def test_a_config_error_names_key_value_and_allowed_values(launch: Any) -> None:
-    answer = await (await launch(raising(ConfigError("policy", "mru", "lru or arc")))).get("/raise")
+    answer = await (await launch(raising(ConfigError("policy", "mru", "auto or lru")))).get("/raise")
     (error,) = answer.json()["errors"]
-    assert (error["field"], error["value"], error["allowed"]) == ("policy", "mru", "lru or arc")
+    assert (error["field"], error["value"], error["allowed"]) == ("policy", "mru", "auto or lru")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret"), CopyError("secret"), IntegrityError("secret")])

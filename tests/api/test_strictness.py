@@ -28,7 +28,7 @@ CHANGES = [
     ("DELETE", f"/v1/pools/host/blocks/{KEY}", None),
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
     ("POST", "/v1/pools/host/purge", {"all": True}),
-    ("PATCH", "/v1/pools/host", {"policy": "arc"}),
+    ("PATCH", "/v1/pools/host", {"policy": "lru"}),
 ]
 
 

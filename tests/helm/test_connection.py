@@ -84,7 +84,8 @@ def test_values_reach_the_connector(find: Find) -> None:
         cpu_bytes_to_use_per_rank=40 << 30,
         max_bytes=4 << 40,  # of the four ranks of one engine
         lazy_offload=True,
-        policy="arc",
+        policy="lru",
+        curve=False,
         copy_strategy="staged",
         pin_chunk=64 << 20,
         pin_pause=0.002,
@@ -171,7 +172,7 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None
     }
     others = {"engine-sidecar-full": 512 << 30, "engine-sidecar-tier": 64 << 30, "node-tier": 64 << 30}
     assert settings.memory == {**sizes, **others}.get(case, 512 << 20)
-    assert (settings.policy == "arc") == case.endswith("-full")
+    assert (settings.policy == "lru") == case.endswith("-full")
     assert settings.pin_pause == (0.005 if case == "node-full" else 0.002)
     assert (settings.huge_pages == "reserved") == (case in ("node-hugepages", "engine-sidecar-full"))
     assert settings.drain_deadline == 60

@@ -27,7 +27,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         (["pool.size=0Gi"], "at '/pool/size': '0Gi' does not match pattern"),
         (["pool.size=64G"], "at '/pool/size': '64G' does not match pattern '^[1-9][0-9]*(Mi|Gi|Ti)$'"),
         (["pool.size=64"], "at '/pool/size': got number, want string"),
-        (["pool.policy=fifo"], "at '/pool/policy': value must be one of 'lru', 'arc'"),
+        (["pool.policy=fifo"], "at '/pool/policy': value must be one of 'auto', 'lru'"),
         (["pool.size=64Gi", "pool.maxSize=32Gi"], "pool.maxSize: 32Gi is less than pool.size, 64Gi"),
         (["pool.pinning.latencyTarget=soon"], "at '/pool/pinning/latencyTarget': 'soon' does not match pattern"),
         (["pool.pinning.latencyTarget=1ms", "pool.pinning.pause=1ms"], "pinning.latencyTarget: cannot be combined"),

@@ -185,8 +185,8 @@ async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_matc
             operation = app.operations.start("resize", pool.name, lambda: admin.resize(capacity))
         if patch.pinning_paused is not None:
             admin.pause_pinning(patch.pinning_paused)
-        if patch.policy is not None:  # O(pool): all slots are copied in order of eviction
-            await run_in_threadpool(admin.set_policy, patch.policy)
+        if patch.policy is not None:
+            admin.set_policy(patch.policy)
         return operation
 
 

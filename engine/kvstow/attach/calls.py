@@ -334,21 +334,24 @@ class SettledOps:
 
 
 @dataclass(frozen=True, slots=True)
-class Refresh:
-    """See `OffloadEngine.refresh`. No answer."""
+class Use:
+    """A request has used these keys; see `OffloadEngine.use`. No answer."""
 
-    KIND: ClassVar[Kind] = Kind.REFRESH
+    KIND: ClassVar[Kind] = Kind.USE
     keys: Sequence[bytes]
+    start: int
+    looked_up: tuple[int, int]
 
     def pack(self) -> bytes:
-        return pack_keys(self.keys)
+        return _USE.pack(self.start, *self.looked_up) + pack_keys(self.keys)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "refresh")
+        reader = PayloadReader(payload, "use")
+        start, *looked_up = reader.fields(_USE)
         keys = reader.keys()
         reader.end()
-        return cls(keys)
+        return cls(keys, start, (looked_up[0], looked_up[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +412,7 @@ _U32, _U64, _PAIR, _TWO_U64 = (struct.Struct(layout) for layout in ("<I", "<Q", 
 _LOOKUP = struct.Struct("<B?")
 _PREFILL = struct.Struct("<Qd")
 _LOAD = struct.Struct("<QII")
+_USE = struct.Struct("<III")
 _COMPLETION = struct.Struct("<QBQdd")
 _SETTLED = struct.Struct("<QBB")
 _TOO_LONG = 1e9

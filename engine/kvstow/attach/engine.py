@@ -27,12 +27,12 @@ from kvstow.attach.calls import (
     LookupPrompt,
     Prefill,
     ReadEvents,
-    Refresh,
     Release,
     Reset,
     ResetDone,
     SettledOps,
     StoreBegun,
+    Use,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer, AttachConnection, Call, Message
@@ -274,9 +274,9 @@ class AttachedEngine:
             return self._room
         return PROBE_BLOCKS
 
-    def refresh(self, keys: Sequence[bytes]) -> None:
-        """See `Session.refresh`."""
-        self._tell(Refresh(keys))
+    def use(self, keys: Sequence[bytes], *, start: int = 0, looked_up: tuple[int, int] | None = None) -> None:
+        """See `Session.use`."""
+        self._tell(Use(keys, start, looked_up or (0, len(keys))))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.

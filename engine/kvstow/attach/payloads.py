@@ -47,7 +47,7 @@ class Kind(IntEnum):
     STORE_BEGUN = 22
     COMPLETIONS = 23
     SETTLED = 24
-    REFRESH = 25
+    USE = 25
     COUNT_LOOKUP = 26
     RESET = 27
     RESET_DONE = 28
@@ -93,7 +93,7 @@ RULES: Final[dict[int, Rule]] = {
     Kind.STORE_BEGUN: Rule(_SERVICE),
     Kind.COMPLETIONS: Rule(_CLIENT),
     Kind.SETTLED: Rule(_SERVICE),
-    Kind.REFRESH: Rule(_SCHEDULER),
+    Kind.USE: Rule(_SCHEDULER),
     Kind.COUNT_LOOKUP: Rule(_SCHEDULER),
     Kind.RESET: Rule(_SCHEDULER),
     Kind.RESET_DONE: Rule(_SERVICE),

@@ -10,11 +10,11 @@ from math import inf
 from threading import Lock
 from typing import Literal
 
-from kvstow.config import POLICIES
+from kvstow.config import parse_policy
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
-from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult, ProtectionResult
 
@@ -364,15 +364,11 @@ class Administrator:
         return self._pool.settings_revision
 
     def set_policy(self, name: str) -> None:
-        """Change the eviction policy, which starts from the current order. Raises `ConfigError`."""
-        if name not in POLICIES:
-            raise ConfigError("policy", name, " or ".join(POLICIES))
+        """Change how the pool chooses what it evicts; see `parse_policy`. Raises `ConfigError`. O(1)."""
+        name = parse_policy(name)
         with self._pool.lock:
-            replaced = self._pool.index.set_policy(name)
-            self._pool.settings_revision += bool(replaced)
-        for policy in replaced:
-            while policy.forget(self._pool.slice_slots):
-                pass
+            self._pool.settings_revision += name != self._pool.policy
+            self._pool.set_policy(name)
 
     # -- protections ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.comparison import Change, Curve
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
@@ -80,6 +81,20 @@ class PoolFacade:
         with self._pool.lock:
             self._pool.counters.faults.errors[code] += 1
 
+    def curve(self) -> Curve | None:
+        """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
+        ended. Without the pool's lock."""
+        comparison = self._pool.comparison
+        return None if comparison is None else comparison.curve()
+
+    def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
+        """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of
+        them, as far as they are kept. O(1)."""
+        pool = self._pool
+        with pool.lock:
+            new = min(pool.num_changes - seen, len(pool.changes))
+            return pool.num_changes, list(pool.changes)[len(pool.changes) - new :]
+
     # -- snapshots ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -92,7 +107,8 @@ class PoolFacade:
                 capacity_slots=pool.capacity,
                 usable_slots=pool.slots.in_service,
                 slot_bytes=config.slot_bytes,
-                policy=pool.index.policy_name,
+                policy=pool.policy,
+                k=pool.index.uses.k,
                 leases=pool.num_leases,
                 slots=_slot_counts(pool),
             )

@@ -3,7 +3,7 @@
 Every used slot is in exactly one of these sets:
 
     filling      a store is writing it; its key is invisible
-    cached       visible and evictable; exactly these are in the eviction policy
+    cached       visible and evictable; exactly these are in an order of eviction
     held         leased (by `hold`); visible, or an orphan whose key was removed meanwhile
     protected    visible and protected by an operator (may be held too)
     quarantined  a store was given up while some rank may still write it
@@ -17,9 +17,9 @@ from itertools import chain, islice
 from typing import Literal
 
 from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
-from kvstow.control.policy import ArcPolicy, EvictionPolicy, Links, LruPolicy, RecencyList
+from kvstow.control.policy import EvictionOrder, Links
 from kvstow.control.slots import Protections, RefCounts, SlotTimes
-from kvstow.errors import ConfigError
+from kvstow.control.uses import Uses
 
 _SHARE = 16
 """Blocks that are evicted from one namespace before the next one is chosen."""
@@ -50,28 +50,26 @@ class Index:
     Sequences of keys and slots are in prefix order, root first; the root is evicted last.
     """
 
-    def __init__(self, policy: str) -> None:
-        self._links = Links()
+    def __init__(self, k: float = 0.0) -> None:
+        """`k`: see `Uses`."""
+        links = self._links = Links()
+        self.times = SlotTimes()
+        uses = self.uses = Uses(self.times, k)
         self.slot_keys = SlotKeys()
-        self.policy_name = policy
-        self.namespaces = Namespaces(self.slot_keys, self._make_empty_policy)
+        self.namespaces = Namespaces(self.slot_keys, lambda: EvictionOrder(links, uses))
         self._held = RefCounts()
-        self._put_while_new: set[int] = set()
-        """Held slots that were new to their policy, and that nobody has used since."""
         self._orphans: set[int] = set()
         self._protections = Protections()
         self._held_and_protected = 0
         self._quarantined: set[int] = set()
-        self.times = SlotTimes()
-        self._num_slots = 0
 
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
     def num_cached(self) -> int:
         if self.namespaces.only:
-            return len(self.namespaces.only.policy)
-        return sum([len(namespace.policy) for namespace in self.namespaces])
+            return len(self.namespaces.only.order)
+        return sum([len(namespace.order) for namespace in self.namespaces])
 
     @property
     def num_filling(self) -> int:
@@ -109,26 +107,17 @@ class Index:
 
     # -- holds ----------------------------------------------------------------------------------------------
 
-    def hold(self, slots: list[int], *, is_put: bool = False) -> None:
-        """Keep visible slots of one namespace from eviction until `unhold` with the same slots. `is_put`: only to copy
-        them to another place, so blocks that nobody has used yet are not used by it."""
-        if self._put_while_new and not is_put:
-            self._put_while_new.difference_update(slots)
+    def hold(self, slots: list[int]) -> None:
+        """Keep visible slots of one namespace from eviction until `unhold` with the same slots."""
         slots = self._held.increment(slots)
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected += len(slots) - len(unprotected)
         if unprotected:
-            policy = self.namespaces.policy_of(unprotected)
-            if is_put:
-                self._put_while_new.update(policy.new_among(unprotected))
-            policy.detach(unprotected)
+            self.namespaces.order_of(unprotected).detach(unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
         slots = self._held.decrement(slots)
-        new = self._put_while_new.intersection(slots) if self._put_while_new else set[int]()
-        if new:
-            self._put_while_new -= new
         freed: list[int] = []
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
@@ -137,32 +126,33 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected -= len(slots) - len(unprotected)
         if unprotected:
-            policy = self.namespaces.policy_of(unprotected)
-            if new:
-                policy.attach_new([slot for slot in unprotected if slot in new])
-                unprotected = [slot for slot in unprotected if slot not in new]
-            policy.attach(unprotected)
+            self.namespaces.order_of(unprotected).attach(unprotected)
         return freed
 
-    def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """The visible blocks in these runs of slots, of one namespace, were used, without being held."""
-        self.times.mark_used(runs, now)
-        if self._put_while_new:
-            self._put_while_new.difference_update(*runs)
-        slots = self.evictable(runs)
-        if slots:
-            self.namespaces.policy_of(slots).use(slots)
-
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Mark these visible slots of one namespace as just used. Held and protected ones return to the policy as just
+        """Mark these visible slots of one namespace as just used. Held and protected ones return to the order as just
         used anyway."""
         self.times.mark_used(runs, now)
         slots = self.evictable(runs)
         if slots:
-            self.namespaces.policy_of(slots).refresh(slots)
+            self.namespaces.order_of(slots).refresh(slots)
+
+    def use(self, namespace: Namespace, keys: Sequence[bytes], now: float, least: int = 0) -> int:
+        """A request has used the blocks of this chain of keys: that counts, and those that are visible are marked as
+        just used. `least`, and what is returned: see `Uses.count`."""
+        runs = namespace.keys.present_runs(keys)
+        slots = self.evictable(runs)
+        classes = self.uses.classes(slots)
+        least = self.uses.count(runs, least)
+        self.times.mark_used(runs, now)
+        namespace.order.reclassify(slots, classes)
+        if sum(map(len, runs)) < len(keys):
+            absent = [key for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True) if slot is None]
+            self.uses.count_absent(absent, namespace.tag)
+        return least
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
-        """The slots among these that the policy has, without repeats."""
+        """The slots among these that are evictable, without repeats."""
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(slots))
@@ -180,7 +170,8 @@ class Index:
             slots = [slot for slot in slots if slot not in disowned]
         namespace.keys.put(keys, slots)
         self.times.mark_stored(slots, now)
-        namespace.policy.admit(list(slots))
+        self.uses.admit(keys, slots, namespace.tag)
+        namespace.order.attach(list(slots))
         return Removal(tuple(keys), list(disowned))
 
     def lose_contents(self, low: int, now: float) -> None:
@@ -208,36 +199,45 @@ class Index:
 
     def evict(self, num_slots: int) -> Removal:
         """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
-        ones before others, then the one that was left first. Within one, in the policy's order; among those with
-        sessions, the blocks that were used longest ago, 16 at a time."""
+        ones before others, then the one that was left first. Within one, in its order; among those with sessions, the
+        blocks with the least worth, 16 at a time."""
         if only := self.namespaces.only:
-            slots = only.policy.evict(num_slots)
-            return Removal(tuple(only.keys.take(slots)), slots, counts=((only, len(slots)),))
-        keys: list[bytes] = []
+            keys, slots = self._evict_from(only, num_slots)
+            return Removal(tuple(keys), slots, counts=((only, len(slots)),))
+        keys = []
         freed: list[int] = []
         counts: list[tuple[Namespace, int]] = []
         while len(freed) < num_slots and (namespace := self._next_to_evict()):
             missing = num_slots - len(freed)
-            slots = namespace.policy.evict(min(missing, _SHARE) if namespace.num_sessions else missing)
-            keys += namespace.keys.take(slots)
+            some, slots = self._evict_from(namespace, min(missing, _SHARE) if namespace.num_sessions else missing)
+            keys += some
             freed += slots
             counts.append((namespace, len(slots)))
             self.namespaces.forget_if_empty(namespace)
         return Removal(tuple(keys), freed, counts=counts)
 
+    def _evict_from(self, namespace: Namespace, count: int) -> tuple[list[bytes], list[int]]:
+        slots = namespace.order.evict(count)
+        keys = namespace.keys.take(slots)
+        self.uses.evict(keys, slots, namespace.tag)
+        return keys, slots
+
     def _next_to_evict(self) -> Namespace | None:
         """The namespace whose block is evicted next."""
         for namespace in self.namespaces.unused():
-            if len(namespace.policy):
+            if len(namespace.order):
                 return namespace
-        found = (namespace for namespace in self.namespaces if len(namespace.policy))
-        return min(found, key=lambda one: self.times.used_at(next(iter(one.policy))), default=None)
+        found = (namespace for namespace in self.namespaces if len(namespace.order))
+        return min(found, key=lambda one: one.order.next_worth(), default=None)
 
     def evict_below(self, slot: int, num_slots: int, budget: int) -> Removal:
         """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
-        order = chain.from_iterable(namespace.policy for namespace in chain(self.namespaces.unused(), used))
+        order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
+        for namespace, some in self.namespaces.grouped(found):
+            keys = [key for one in some if (key := self.slot_keys.key_of[one]) is not None]
+            self.uses.evict(keys, some, namespace.tag)
         return self.remove(found)
 
     def remove(self, slots: Iterable[int]) -> Removal:
@@ -257,7 +257,7 @@ class Index:
                 if not protected:
                     cached.append(slot)
         for namespace, some in self.namespaces.grouped(cached):
-            namespace.policy.detach(some)
+            namespace.order.detach(some)
         keys: list[bytes] = []
         counts: list[tuple[Namespace, int]] = []
         for namespace, some in self.namespaces.grouped(visible):
@@ -274,7 +274,7 @@ class Index:
         unheld = self._held.free_of(unprotected)
         self._held_and_protected += len(unprotected) - len(unheld)
         for namespace, some in self.namespaces.grouped(unheld):
-            namespace.policy.detach(some)
+            namespace.order.detach(some)
         for slot in slots:
             self._protections.add(slot, end)
 
@@ -297,7 +297,7 @@ class Index:
         unheld = self._held.free_of(slots)
         self._held_and_protected -= len(slots) - len(unheld)
         for namespace, some in self.namespaces.grouped(unheld):
-            namespace.policy.attach(some)
+            namespace.order.attach(some)
         return len(slots)
 
     def num_protected_from(self, slot: int) -> int:
@@ -312,43 +312,14 @@ class Index:
         visible = [slot for slot in until(moment, low, high) if self.slot_keys.key_of[slot] is not None]
         return self._protections.unprotected(self._held.free_of(visible))
 
-    # -- policy and size ------------------------------------------------------------------------------------
-
-    def set_policy(self, name: str) -> list[EvictionPolicy]:
-        """Change the eviction policy of each namespace in O(1): the new policy starts from the current order. Returns
-        the replaced policies."""
-        if name == self.policy_name:
-            return []
-        self.policy_name = name
-        replaced: list[EvictionPolicy] = []
-        for namespace in self.namespaces:
-            replaced.append(namespace.policy)
-            namespace.policy = self._make_policy(name, namespace.policy.hand_over())
-            namespace.policy.set_capacity(self._num_slots)
-        return replaced
+    # -- size -----------------------------------------------------------------------------------------------
 
     def set_num_slots(self, num_slots: int) -> None:
         """The pool has the slots below `num_slots`; the caller removes blocks above."""
-        self._num_slots = num_slots
         self._links.grow(num_slots)
         self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
-        for namespace in self.namespaces:
-            namespace.policy.set_capacity(num_slots)
-
-    def _make_empty_policy(self) -> EvictionPolicy:
-        policy = self._make_policy(self.policy_name, RecencyList(self._links))
-        policy.set_capacity(self._num_slots)
-        return policy
-
-    def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
-        if name == "lru":
-            lru = LruPolicy(self._links)
-            lru.absorb(order)
-            return lru
-        if name == "arc":
-            return ArcPolicy(order, self._links, self.slot_keys.key_of)
-        raise ConfigError("policy", name, "lru or arc")
+        self.uses.set_num_slots(num_slots)
 
     # -- integrity ------------------------------------------------------------------------------------------
 
@@ -361,7 +332,7 @@ class Index:
         return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
 
     def _cached(self) -> list[int]:
-        return [slot for namespace in self.namespaces for slot in namespace.policy]
+        return [slot for namespace in self.namespaces for slot in namespace.order]
 
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
@@ -394,8 +365,6 @@ class Index:
             found.append("the count of held and protected slots is wrong")
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the count of filling slots is wrong")
-        if not self._put_while_new <= held:
-            found.append("a new slot that is being put is not held")
         if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")
         if not self._protections.is_consistent():

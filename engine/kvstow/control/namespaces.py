@@ -11,7 +11,7 @@ from itertools import compress, count, repeat, takewhile
 from operator import ne
 from typing import Any, NamedTuple
 
-from kvstow.control.policy import EvictionPolicy
+from kvstow.control.policy import EvictionOrder
 from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
 
@@ -257,13 +257,13 @@ class Namespace:
     to be evicted. One that is forgotten counts as dropped: whoever still has it must fill no slot in it.
     """
 
-    __slots__ = ("is_dropped", "keys", "name", "num_sessions", "pending_stores", "policy", "tag")
+    __slots__ = ("is_dropped", "keys", "name", "num_sessions", "order", "pending_stores", "tag")
 
-    def __init__(self, name: str, tag: int, slot_keys: SlotKeys, policy: EvictionPolicy) -> None:
+    def __init__(self, name: str, tag: int, slot_keys: SlotKeys, order: EvictionOrder) -> None:
         self.name, self.tag = name, tag
         self.keys = KeyMap(slot_keys, tag)
         self.pending_stores = PendingStores()
-        self.policy = policy
+        self.order = order
         self.num_sessions = 0
         self.is_dropped = False
 
@@ -283,9 +283,9 @@ class Namespaces:
     `only`: the namespace, if there is exactly one.
     """
 
-    def __init__(self, slot_keys: SlotKeys, make_policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, slot_keys: SlotKeys, make_order: Callable[[], EvictionOrder]) -> None:
         self._slot_keys = slot_keys
-        self._make_policy = make_policy
+        self._make_order = make_order
         self._by_name: dict[str, Namespace] = {}
         self._by_tag: dict[int, Namespace] = {}
         self._unused: dict[int, Namespace] = {}
@@ -350,7 +350,7 @@ class Namespaces:
         return namespace
 
     def _add(self, name: str, tag: int) -> Namespace:
-        namespace = Namespace(name, tag, self._slot_keys, self._make_policy())
+        namespace = Namespace(name, tag, self._slot_keys, self._make_order())
         self._by_name[name] = self._by_tag[tag] = namespace
         self._slot_keys.has_namespaces |= len(self._by_tag) > 1 or tag > 0
         self.only = namespace if len(self._by_tag) == 1 else None
@@ -366,9 +366,9 @@ class Namespaces:
             namespace.is_dropped = True
         self.only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
 
-    def policy_of(self, slots: Sequence[int]) -> EvictionPolicy:
-        """The policy of slots of one namespace."""
-        return self.of_slot(slots[0]).policy
+    def order_of(self, slots: Sequence[int]) -> EvictionOrder:
+        """The order of eviction that slots of one namespace are in."""
+        return self.of_slot(slots[0]).order
 
     def of_slot(self, slot: int) -> Namespace:
         """The namespace of the block in this slot."""

@@ -155,7 +155,7 @@ def _make_room(session: PoolSession, count: int, present: Sequence[Sequence[int]
         slots += _evict(pool, missing, now, below)
         slots += _evict_leased(pool, count - len(slots), now, below)
     elif present:
-        pool.index.use(present, now)
+        pool.index.refresh(present, now)
     slots.sort()
     return slots
 
@@ -185,6 +185,7 @@ def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
             break
         pool.counters.evictions["capacity"] += len(removal.keys)
         pool.ages.sample_evicted(removal.freed, now)
+        index.uses.note_ages(removal.freed, now)
         pool.note_removed_keys(removal, "capacity")
         slots += pool.reuse(removal.freed)
     return slots

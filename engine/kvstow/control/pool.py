@@ -16,8 +16,9 @@ from math import inf
 from threading import Lock
 from typing import Protocol
 
-from kvstow.config import EngineConfig
+from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.comparison import Change, Comparison
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
@@ -32,6 +33,9 @@ SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
 _SLICES_AT_ONCE = 16
 """So much is freed at the end of leases, before the rest is owed."""
+
+
+_KEPT_CHANGES = 16
 
 
 class PoolAcceptance:
@@ -243,7 +247,14 @@ class Pool:
         """Slots that bulk work visits before it releases the lock."""
         self.lock = Lock()
         self.slots = SlotMap()
-        self.index = Index(config.policy)
+        self.policy = ""
+        self.comparison: Comparison | None = None
+        """None where `k` is fixed and no curve is wanted."""
+        self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
+        """What was chosen lately, the newest last."""
+        self.num_changes = 0
+        self.index = Index()
+        self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
@@ -272,6 +283,26 @@ class Pool:
         """Slots of leases and loads that have ended, and that are kept until `free_owed` comes to them: a session of a
         node's pool may have held 4 million."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
+
+    def set_policy(self, policy: str) -> None:
+        """Change how what is evicted is chosen; see `parse_policy`, whose result is given. O(1)."""
+        if policy != self.policy:
+            self.policy = policy
+            self.index.uses.k = fixed_k(policy) or 0.0
+            self.comparison = None
+            if self.config.curve or fixed_k(policy) is None:
+                self.comparison = Comparison(self.slots.limit, fixed_k(policy), has_curve=self.config.curve)
+
+    def apply_change(self, comparison: Comparison, change: Change) -> None:
+        """Another `k` was chosen. Without the lock."""
+        with self.lock:
+            if self.comparison is not comparison:
+                return
+            self.index.uses.k = change.k
+            self.changes.append(change)
+            self.num_changes += 1
+        self.log(logging.INFO, "%s", change)
+        self.write_log()
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Queue a log line for `write_log`, because a log handler may block."""

@@ -12,6 +12,7 @@ from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
+from kvstow.control.shadows import Part
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -62,6 +63,10 @@ class Session:
         """What the host calls the session."""
         self.label = ""
         """Begins the sentences about this session."""
+        self._uses_behind = 0
+        """Uses of the first block of the part of a chain that was given last."""
+        self._parts_behind: list[Part] = []
+        """What is followed of the parts of a chain whose beginning is still to come."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -269,15 +274,31 @@ class Session:
         with self.pool.lock:
             return store_room(self)
 
-    def refresh(self, keys: Sequence[bytes]) -> None:
-        """Mark the blocks that are present as most recently used, the first key's block last of all.
+    def use(self, keys: Sequence[bytes], *, start: int = 0, looked_up: tuple[int, int] | None = None) -> None:
+        """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
+        for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
+        where it is not called, blocks are evicted in the order of their last use alone.
 
-        For a prefix that was stored in several steps: without this its beginning, which all of it depends on, would be
-        evicted first. Does not count as a lookup.
+        Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
+        steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
+        many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
+        blocks up, given with the first part; None: in all of that part.
         """
         pool = self.pool
         with pool.lock:
-            pool.index.refresh(self.namespace.keys.present_runs(keys), pool.clock())
+            now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
+            least = pool.index.use(self.namespace, keys, now, self._uses_behind)
+            self._uses_behind = least if start else 0
+        if comparison is None or not num_slots:
+            return
+        comparison.resize(num_slots)
+        self._parts_behind.append(comparison.choose(keys, self.namespace.tag, start))
+        if not start:
+            parts = self._parts_behind[::-1]
+            self._parts_behind.clear()
+            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
+            if change is not None:
+                pool.apply_change(comparison, change)
 
     # -- completion -----------------------------------------------------------------------------------------
 

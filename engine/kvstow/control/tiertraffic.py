@@ -131,14 +131,14 @@ class TierTraffic:
 
     def begin_put(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
         """Put those of the keys that are visible. Keeps them from eviction until then, and makes them the last ones in
-        its order; a policy that tells new blocks from used ones does not count it as a use."""
+        its order."""
         pool, session = self._pool, self._session
         with pool.lock:
             if self._is_closed or session.acceptance.load_refusal(pool.clock()):
                 return []
             slots = session.visible_slots(keys)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            pool.index.hold([slot for _, slot in found], is_put=True)
+            pool.index.hold([slot for _, slot in found])
             return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])
 
     def out_of_reach(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -46,6 +46,9 @@ their pods make the folder too; mode node sets its owner. */}}
 {{- range $setting, $value := include "kvstow.serviceSettings" . | fromYaml }}
 - --{{ $setting | replace "_" "-" }}={{ $value }}
 {{- end }}
+{{- if not .Values.pool.curve }}
+- --no-curve
+{{- end }}
 - --memory={{ include "kvstow.bytes" $service.memory }}
 - --attach-socket={{ include "kvstow.socketPath" . }}
 {{- if $isNode }}

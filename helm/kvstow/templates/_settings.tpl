@@ -49,6 +49,7 @@ pin_pause: {{ . }}
       "admin_port" (.Values.admin.port | int)
     )
 -}}
+{{- if not .Values.pool.curve }}{{ $_ := set $extra "curve" false }}{{ end -}}
 {{- with .Values.admin.readinessRequire }}{{ $_ := set $extra "readiness_require" . }}{{ end -}}
 {{- /* max_bytes covers all ranks of one engine. */ -}}
 {{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}

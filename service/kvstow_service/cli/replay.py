@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode, reporting_failures
 from kvstow_service.process.stop import StopRequests
@@ -190,7 +191,10 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     show_default=True,
     help="Ranks; with --attach, processes of each engine.",
 )
-@click.option("--policy", help="Order of eviction: lru or arc. Default: lru; with --attach, the service's.")
+@click.option(
+    "--policy",
+    help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's.",
+)
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests in flight at once.")
@@ -248,7 +252,7 @@ def replay(
             slot_bytes=cut.slot_bytes,
             capacity_slots=_POOL_SLOTS if pool_slots is None else pool_slots,
             num_ranks=ranks,
-            policy=policy or "lru",
+            policy="auto" if policy is None else parse_policy(policy),
             block_tokens=BLOCK_TOKENS,
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)

@@ -25,6 +25,7 @@ from kvstow.attach.calls import (
     ReadEvents,
     ResetDone,
     StoreBegun,
+    Use,
 )
 from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentSlots
@@ -323,8 +324,8 @@ class NodeHost:
     def complete(self, session_id: str, call: Completions) -> None:
         self._sessions[session_id].complete(call)
 
-    def refresh(self, session_id: str, keys: Sequence[bytes]) -> None:
-        self._sessions[session_id].control.refresh(keys)
+    def use(self, session_id: str, call: Use) -> None:
+        self._sessions[session_id].control.use(call.keys, start=call.start, looked_up=call.looked_up)
 
     def count_lookup(self, session_id: str, call: CountLookup) -> None:
         self._sessions[session_id].control.count_lookup(call.queried, call.hits)

@@ -156,7 +156,7 @@ def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice
         state=settings.state,
         keep_timeout=settings.keep_timeout if settings.start_keeper else None,
         tier=tier,
-        pools=PoolSettings(policy=settings.policy, transfer_timeout=settings.transfer_timeout),
+        pools=PoolSettings(policy=settings.policy, curve=settings.curve, transfer_timeout=settings.transfer_timeout),
     )
 
 

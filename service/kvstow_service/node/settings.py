@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvstow.bytesize import format_size, parse_size
-from kvstow.config import POLICIES, HugePages
+from kvstow.config import ALLOWED_POLICIES, HugePages, parse_policy
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
@@ -76,12 +76,6 @@ def _checks(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _policy(value: object) -> str:
-    if value not in POLICIES:
-        raise ConfigError("", value, " or ".join(POLICIES))
-    return str(value)
-
-
 def _reads(parse: Any) -> BeforeValidator:
     """`parse` as a validator for pydantic. Its `ConfigError` says what is allowed."""
 
@@ -101,7 +95,7 @@ Port = Annotated[int, _reads(_port)]
 Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]
 HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
-Policy = Annotated[str, _reads(_policy)]
+Policy = Annotated[str, _reads(parse_policy)]
 
 
 # -- the settings ----------------------------------------------------------------------------------------------------
@@ -166,7 +160,8 @@ class Settings(BaseModel):
         description="Pace of populating: memory populated per step, a multiple of 2 MiB, at most 64MiB.",
     )
     pin_pause: Duration = Field(_written("2ms"), description="Pace of populating: pause between two steps.")
-    policy: Policy = Field("lru", description=f"Eviction policy: {' or '.join(POLICIES)}.")
+    policy: Policy = Field("auto", description=f"How pools choose what they evict: {ALLOWED_POLICIES}.")
+    curve: Flag = Field(True, description="Estimate what pools of other sizes would hit, from a sample of the keys.")
     host: str = Field(
         "127.0.0.1",
         description="Address of the admin server; other than loopback, it needs --token-file or --tls-client-ca.",

@@ -384,6 +384,7 @@ class ReplayDriver:
 
     def _finish(self, job: _Job) -> None:
         self._release(job)
+        self._offload.use(job.keys)
         self._free_blocks(job)
         del self._jobs[job.number]
         self._tally.requests += 1

@@ -51,6 +51,9 @@ class ReplayOffload(Protocol):
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]: ...
 
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """A request has used these blocks, its whole prompt; see `Session.use`."""
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Report how long the model took for how many tokens: fetches from a fleet tier are compared with that."""
 
@@ -89,6 +92,9 @@ class EmbeddedOffload:
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Given[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        self._engine.use(keys)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """It has no tier."""
@@ -221,6 +227,9 @@ class AttachedOffload:
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         return self.engine.begin_store(keys, blocks, request_id=request_id)
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        self.engine.use(keys)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         if self.engine.has_tier:

@@ -79,7 +79,7 @@ CALLS: list[tuple[Route[Any], Any, Given, type]] = [
     (routes.change_pool, {"capacity_slots": 20}, {"pool": "host"}, PoolView),
     (routes.change_pool, {"capacity_bytes": 20 * 4096}, {"pool": "host", "wait": 20, "headers": ANY}, PoolView),
     (routes.change_pool.returning(PlanView), {"capacity_slots": 2, "dry_run": True}, {"pool": "host"}, PlanView),
-    (routes.change_pool, {"policy": "arc", "capacity_slots": None}, {"pool": "host", "headers": ANY}, PoolView),
+    (routes.change_pool, {"policy": "lru", "capacity_slots": None}, {"pool": "host", "headers": ANY}, PoolView),
     (routes.evict, {"slots": 1, "bytes": None}, {"pool": "host", "wait": 20}, RemovedView),
     (routes.evict, {"bytes": 1, "dry_run": True}, {"pool": "host", "wait": 20}, RemovedView),
     (routes.purge, {"all": True}, {"pool": "host", "wait": 20}, RemovedView),

@@ -22,12 +22,12 @@ async def test_each_pool_is_shown_and_changed_alone(client: httpx.AsyncClient, n
     second = f"/v1/pools/{NAMES[1]}"
     removed = await client.post(f"{second}/purge", json={"all": True}, params={"wait": 20})
     assert removed.json()["evicted_slots"] == len(KEYS)
-    assert (await client.patch(second, json={"policy": "arc"})).json()["policy"] == "arc"
+    assert (await client.patch(second, json={"policy": "lru"})).json()["policy"] == "lru"
     assert (await client.patch(second, json={"pinning_paused": True})).status_code == 200
     assert (await client.post(f"{second}/retry")).json() == {"paused": True, "pin_attempt": 1}
     found = {name: await get(client, f"/v1/pools/{name}") for name in NAMES}
     assert [pool["slots"]["cached"] for pool in found.values()] == [4, 0, 4]
-    assert [pool["policy"] for pool in found.values()] == ["lru", "arc", "lru"]
+    assert [pool["policy"] for pool in found.values()] == ["auto", "lru", "auto"]
     assert [pool["pinning_paused"] for pool in found.values()] == [False, True, False]
     assert len({pool["etag"] for pool in found.values()}) == 3
     assert (await get(client, f"{second}/blocks"))["items"] == []
@@ -41,7 +41,7 @@ async def test_an_etag_of_one_pool_is_none_of_another(client: httpx.AsyncClient,
     for name in NAMES[:2]:
         node.attach(name)
     etag = (await get(client, f"/v1/pools/{NAMES[0]}"))["etag"]
-    answer = await client.patch(f"/v1/pools/{NAMES[1]}", json={"policy": "arc"}, headers={"If-Match": etag})
+    answer = await client.patch(f"/v1/pools/{NAMES[1]}", json={"policy": "lru"}, headers={"If-Match": etag})
     assert answer.status_code == 412
 
 

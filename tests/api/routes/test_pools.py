@@ -65,7 +65,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "usable_slots": 16,
         "usable_bytes": 16 * 4096,
         "granted_bytes": 2 * 16 * 4096,
-        "policy": "lru",
+        "policy": "auto",
         "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,
@@ -115,7 +115,7 @@ async def test_all_pools_are_the_host_pool(client: httpx.AsyncClient) -> None:
     ("method", "path", "body"),
     [
         ("GET", "", None),
-        ("PATCH", "", {"policy": "arc"}),
+        ("PATCH", "", {"policy": "lru"}),
         ("POST", "/evict", {"slots": 1}),
         ("POST", "/purge", {"all": True}),
         ("POST", "/protect", {"keys": ["aa"]}),
@@ -334,7 +334,7 @@ async def test_shrinking_removes_what_lies_above(
     assert planned == {
         "dry_run": True,
         "capacity_slots": 6,
-        "policy": "lru",
+        "policy": "auto",
         "pinning_paused": False,
         "evicted_slots": 10,
         "evicted_bytes": 10 * SLOT_BYTES,
@@ -348,15 +348,15 @@ async def test_shrinking_removes_what_lies_above(
 
 
 async def test_the_policy_can_be_changed(client: httpx.AsyncClient, ranks: Any) -> None:
-    assert (await client.patch(HOST, json={"policy": "arc"})).json()["policy"] == "arc"
-    both = (await client.patch(HOST, json={"policy": "lru", "capacity_slots": 8})).json()
-    assert (both["policy"], both["capacity_slots"]) == ("lru", 8)
+    assert (await client.patch(HOST, json={"policy": 4})).json()["policy"] == "4"
+    both = (await client.patch(HOST, json={"policy": "auto", "capacity_slots": 8})).json()
+    assert (both["policy"], both["capacity_slots"]) == ("auto", 8)
 
 
 async def test_a_dry_run_of_a_policy_changes_nothing(client: httpx.AsyncClient, ranks: Any) -> None:
-    planned = (await client.patch(HOST, json={"policy": "arc", "dry_run": True})).json()
-    assert (planned["policy"], planned["capacity_slots"], planned["evicted_slots"]) == ("arc", 16, 0)
-    assert (await client.get(HOST)).json()["policy"] == "lru"
+    planned = (await client.patch(HOST, json={"policy": "lru", "dry_run": True})).json()
+    assert (planned["policy"], planned["capacity_slots"], planned["evicted_slots"]) == ("lru", 16, 0)
+    assert (await client.get(HOST)).json()["policy"] == "auto"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ async def test_a_dry_run_of_a_policy_changes_nothing(client: httpx.AsyncClient, 
         {"capacity_bytes": SLOT_BYTES - 1},
         {"capacity_bytes": 33 * SLOT_BYTES},
         {"policy": "mru"},
-        {"policy": "arc", "capacity_slots": 33},
+        {"policy": "lru", "capacity_slots": 33},
         {"quota": 1},
     ],
 )
@@ -397,12 +397,12 @@ async def test_protected_blocks_keep_the_pool_from_shrinking(
 ) -> None:
     ranks.store(keys)
     engine.admin.protect(keys, None)
-    body = {"capacity_slots": 6, "policy": "arc", "dry_run": dry_run}
+    body = {"capacity_slots": 6, "policy": "lru", "dry_run": dry_run}
     answer = await client.patch(HOST, json=body)
     assert answer.status_code == 409
     assert "unprotect" in answer.json()["detail"]
     after = (await client.get(HOST)).json()
-    assert (after["capacity_slots"], after["policy"]) == (16, "lru")
+    assert (after["capacity_slots"], after["policy"]) == (16, "auto")
 
 
 async def test_an_etag_guards_against_a_lost_change(client: httpx.AsyncClient, ranks: Any) -> None:
@@ -433,12 +433,12 @@ async def test_of_two_changes_with_one_etag_at_once_the_second_is_refused(
         statuses.append(answer.status_code)
 
     async with anyio.create_task_group() as group:
-        group.start_soon(patch, "arc")
-        group.start_soon(patch, "arc")
+        group.start_soon(patch, "lru")
+        group.start_soon(patch, "lru")
     assert sorted(statuses) == [200, 412]
 
 
-@pytest.mark.parametrize("change", [{"policy": "arc"}, {"pinning_paused": True}, {"capacity_slots": 8}])
+@pytest.mark.parametrize("change", [{"policy": "lru"}, {"pinning_paused": True}, {"capacity_slots": 8}])
 async def test_an_etag_does_not_come_back_with_the_settings(
     client: httpx.AsyncClient, ranks: Any, change: dict[str, Any]
 ) -> None:
@@ -459,7 +459,7 @@ async def test_what_changes_nothing_leaves_the_etag(client: httpx.AsyncClient, r
     before = (await client.get(HOST)).json()
     same = {name: before[name] for name in ("policy", "pinning_paused", "capacity_slots")}
     assert (await client.patch(HOST, json=same, params={"wait": 20})).status_code == 200
-    assert (await client.patch(HOST, json={"policy": "arc", "dry_run": True})).status_code == 200
+    assert (await client.patch(HOST, json={"policy": "lru", "dry_run": True})).status_code == 200
     assert (await client.get(HOST)).json()["etag"] == before["etag"]
 
 

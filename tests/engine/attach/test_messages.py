@@ -66,7 +66,7 @@ MESSAGES: list[Any] = [
     StoreBegun(0, (), ()),
     Completions(1, "boot", (Completion(7, "done", None, 4096, 0.25, 0.5), Completion(8, "failed", "no device"))),
     SettledOps((SettledOp(7, "store", "source_free"), SettledOp(8, "load", "failed", "x" * 50)), 5),
-    calls.Refresh([b"abc"]),
+    calls.Use([b"abc"], 7, (2, 9)),
     calls.CountLookup(100, 99),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),

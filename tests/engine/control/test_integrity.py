@@ -25,11 +25,11 @@ def swap_two_keys(pool: Pool) -> None:
 
 
 def lose_an_evictable_slot(pool: Pool) -> None:
-    pool.sessions[0].namespace.policy.detach([3])
+    pool.sessions[0].namespace.order.detach([3])
 
 
 def miscount_the_order(pool: Pool) -> None:
-    pool.sessions[0].namespace.policy.hand_over()._size += 1
+    pool.sessions[0].namespace.order._size += 1
 
 
 def forget_an_orphan(pool: Pool) -> None:

@@ -86,7 +86,7 @@ def test_a_namespace_keeps_its_blocks_until_an_engine_comes_back(host: Host) -> 
     assert cached(host, again, [A, B]) == [A, B]
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "4"])
 def test_among_used_namespaces_the_blocks_unused_for_longest_are_evicted(policy: str) -> None:
     host = Host(slots=96, policy=policy)
     first, second = host.attach(namespace="a"), host.attach(namespace="b")
@@ -184,7 +184,7 @@ def test_operators_reach_the_blocks_of_all_namespaces(host: Host) -> None:
     assert admin.protect([A], None).changed == 2
     assert admin.unprotect([A]).changed == 2
     assert admin.purge(keys=[A]).run().evicted_slots == 2
-    admin.set_policy("arc")
+    admin.set_policy("4")
     admin.remove_block(B)
     assert PoolFacade(host.pool).block(C) is not None
     assert admin.purge(everything=True).run().evicted_slots == 1

@@ -1,203 +1,180 @@
+"""The order of eviction: a list for each class of uses."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.control.policy import ArcPolicy, EvictionPolicy, Links, LruPolicy, RecencyList
+from kvstow.control.policy import EvictionOrder, Links
+from kvstow.control.slots import SlotTimes
+from kvstow.control.uses import LOG_USES, Uses
 
 NUM_SLOTS = 8
 
 
 class Pool:
-    """A policy over a few slots, with the keys that an index would hold for it."""
+    """Slots in one order; a use of attached slots takes them out and returns them, as a pool does."""
 
-    def __init__(self, name: str) -> None:
-        links = Links()
-        links.grow(NUM_SLOTS)
-        self.keys: list[bytes | None] = [None] * NUM_SLOTS
-        self.policy: EvictionPolicy = (
-            LruPolicy(links) if name == "lru" else ArcPolicy(RecencyList(links), links, self.keys)
-        )
-        self.policy.set_capacity(NUM_SLOTS)
-        self.links = links
+    def __init__(self, k: float = 0.0, num_slots: int = NUM_SLOTS) -> None:
+        links, times = Links(), SlotTimes()
+        links.grow(num_slots)
+        times.grow(num_slots)
+        self.uses = Uses(times, k)
+        self.uses.set_num_slots(num_slots)
+        self.order = EvictionOrder(links, self.uses)
+        self.now = 0.0
 
-    def use(self, key: bytes) -> bool:
-        """A hit uses the block, a miss stores it, evicting as needed. True on a hit."""
-        if key in self.keys:
-            slot = self.keys.index(key)
-            self.policy.detach([slot])
-            self.policy.attach([slot])
-            return True
-        slot = self.keys.index(None) if None in self.keys else self.policy.evict(1)[0]
-        self.keys[slot] = key
-        self.policy.admit([slot])
-        return False
+    def attach(self, slots: list[int], uses: int = 1) -> None:
+        self.now += 1.0
+        for _ in range(uses):
+            self.uses.count([slots])
+        self.uses.times.mark_used([slots], self.now)
+        self.order.attach(slots)
+
+    def use(self, slots: list[int]) -> None:
+        self.order.detach(slots)
+        self.attach(slots)
 
 
-@pytest.fixture(params=["lru", "arc"])
+@pytest.fixture(params=[0.0, 4.0])
 def pool(request: pytest.FixtureRequest) -> Pool:
     return Pool(request.param)
 
 
-def test_a_policy_holds_what_it_admitted(pool: Pool) -> None:
-    pool.policy.admit([0, 1, 2])
-    assert sorted(pool.policy) == [0, 1, 2]
-    assert len(pool.policy) == 3
+def test_it_holds_what_it_was_given(pool: Pool) -> None:
+    pool.attach([0, 1, 2])
+    assert sorted(pool.order) == [0, 1, 2]
+    assert len(pool.order) == 3
 
 
-def test_evicted_slots_are_gone(pool: Pool) -> None:
-    pool.policy.admit([0, 1, 2])
-    assert pool.policy.evict(2) == [2, 1]
-    assert list(pool.policy) == [0]
+def test_evicted_slots_are_gone_and_the_first_of_a_chain_goes_last(pool: Pool) -> None:
+    pool.attach([0, 1, 2])
+    assert pool.order.evict(2) == [2, 1]
+    assert list(pool.order) == [0]
 
 
 def test_eviction_gives_no_more_than_there_is(pool: Pool) -> None:
-    pool.policy.admit([0])
-    assert pool.policy.evict(5) == [0]
-    assert pool.policy.evict(1) == []
+    pool.attach([0])
+    assert pool.order.evict(5) == [0]
+    assert pool.order.evict(1) == []
 
 
 def test_a_detached_slot_is_never_evicted(pool: Pool) -> None:
-    pool.policy.admit([0, 1])
-    pool.policy.detach([1])
-    assert pool.policy.evict(2) == [0]
-    pool.policy.attach([1])
-    assert pool.policy.evict(2) == [1]
-
-
-def test_used_slots_outlive_unused_ones(pool: Pool) -> None:
-    pool.policy.admit([0, 1, 2])
-    pool.policy.detach([2])
-    pool.policy.attach([2])
-    assert pool.policy.evict(2) == [1, 0]
+    pool.attach([0, 1])
+    pool.order.detach([1])
+    assert pool.order.evict(2) == [0]
+    pool.order.attach([1])
+    assert pool.order.evict(2) == [1]
 
 
 def test_refreshed_slots_are_evicted_last_and_the_first_of_them_last_of_all(pool: Pool) -> None:
     for slots in ([0, 1], [2, 3], [4, 5]):
-        pool.policy.admit(slots)
-    pool.policy.refresh([0, 1, 2, 3])
-    assert pool.policy.evict(6) == [5, 4, 3, 2, 1, 0]
-
-
-def test_use_equals_detach_and_attach(pool: Pool) -> None:
-    other = Pool(pool.policy.name)
-    for each in (pool, other):
-        for slots in ([0, 1, 2], [3, 4], [5, 6, 7]):
-            each.policy.admit(slots)
-        each.policy.detach([3])
-        each.policy.attach([3])
-    for slots in ([1, 2], [3, 4, 5], [3, 4, 5]):
-        pool.policy.use(slots)
-        other.policy.detach(slots)
-        other.policy.attach(slots)
-        assert list(pool.policy) == list(other.policy)
-    assert pool.policy.evict(8) == other.policy.evict(8)
-
-
-def test_refresh_does_not_count_as_a_second_use() -> None:
-    """A scan whose blocks are refreshed flushes ARC no more than any other scan."""
-    pool = Pool("arc")
-    hot = [bytes([1, n]) for n in range(4)]
-    for key in hot * 3:
-        pool.use(key)
-    for n in range(200):
-        pool.use(b"scan" + bytes([n]))
-        pool.policy.refresh([pool.keys.index(b"scan" + bytes([n]))])
-    assert sum(key in pool.keys for key in hot) == 4
-
-
-def test_hand_over_gives_all_slots_in_order_of_eviction(pool: Pool) -> None:
-    pool.policy.admit([0, 1, 2])
-    pool.policy.detach([2])
-    pool.policy.attach([2])
-    expected = list(pool.policy)
-    assert list(pool.policy.hand_over()) == expected
-
-
-@given(st.sampled_from(["lru", "arc"]), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 15)), max_size=80))
-def test_no_slot_is_lost_or_doubled(name: str, steps: list[tuple[int, int]]) -> None:
-    pool = Pool(name)
-    detached: list[int] = []
-    for action, number in steps:
-        if action <= 3:
-            key = bytes([number])
-            evictable = len(pool.policy)
-            if key in pool.keys:
-                if pool.keys.index(key) not in detached:
-                    pool.use(key)
-            elif evictable or None in pool.keys:
-                pool.use(key)
-        elif action == 4 and len(pool.policy):
-            slot = list(pool.policy)[number % len(pool.policy)]
-            pool.policy.detach([slot])
-            detached.append(slot)
-        elif action == 6:
-            pool.policy.refresh(list(pool.policy)[: number % 4])
-        elif detached:
-            pool.policy.attach([detached.pop()])
-        held = [slot for slot, key in enumerate(pool.keys) if key is not None and slot not in detached]
-        assert sorted(pool.policy) == held
-        assert len(pool.policy) == len(held)
+        pool.attach(slots)
+    pool.uses.times.mark_used([[0, 1, 2, 3]], pool.now + 1)
+    pool.order.refresh([0, 1, 2, 3])
+    assert pool.order.evict(6) == [5, 4, 3, 2, 1, 0]
 
 
 def run_scan(pool: Pool) -> int:
-    """Hot keys that survive a long scan of keys that are used once."""
-    hot = [bytes([1, n]) for n in range(4)]
-    for key in hot * 3:
-        pool.use(key)
-    for n in range(200):
-        pool.use(b"scan" + bytes([n]))
-    return sum(key in pool.keys for key in hot)
+    """How many of four blocks that were used thrice survive a long scan of blocks that are used once."""
+    hot = [0, 1, 2, 3]
+    pool.uses.note_ages([4], 2.0)
+    pool.attach(hot, uses=3)
+    pool.attach([4, 5, 6, 7])
+    for _ in range(50):
+        slots = pool.order.evict(4)
+        pool.uses.note_ages(slots, pool.now + 1)
+        for slot in slots:  # new content
+            pool.uses.admit([b"scan%04d" % slot], [slot], 0)
+        pool.attach(slots)
+        hot = [slot for slot in hot if slot not in slots]
+    return len(hot)
 
 
-def test_a_scan_flushes_lru_but_not_arc() -> None:
-    assert run_scan(Pool("lru")) == 0
-    assert run_scan(Pool("arc")) == 4
+def test_a_scan_flushes_lru_but_not_a_pool_that_counts_uses() -> None:
+    assert run_scan(Pool()) == 0
+    assert run_scan(Pool(k=64.0)) == 4
 
 
-def test_arc_learns_that_recent_blocks_are_worth_more() -> None:
-    pool = Pool("arc")
-    for n in range(NUM_SLOTS):
-        pool.use(bytes([n]))
-    for n in range(4):
-        pool.use(bytes([n]))  # four blocks are frequent now
-    for n in range(NUM_SLOTS, NUM_SLOTS + 4):
-        pool.use(bytes([n]))  # evicts the once-used 4..7, whose ghosts stay
-    for n in range(4, 8):
-        pool.use(bytes([n]))  # each ghost met says: the recent list is too short
-    for n in range(20, 24):
-        pool.use(bytes([n]))
-    survivors = [n for n in range(4) if bytes([n]) in pool.keys]
-    assert len(survivors) < 4, "frequent blocks must make room once recency has proved itself"
+def test_a_change_of_k_takes_effect_with_the_next_eviction() -> None:
+    pool = Pool()
+    pool.attach([0], uses=4)
+    pool.attach([1])
+    pool.uses.age = 10.0
+    assert list(pool.order) == [0, 1]
+    pool.uses.k = 1.0
+    assert list(pool.order) == [1, 0]
+    assert pool.order.evict(1) == [1]
 
 
-def test_arc_remembers_at_most_one_ghost_a_slot() -> None:
-    pool = Pool("arc")
-    for n in range(250):
-        pool.use(bytes([n]))
-    assert isinstance(pool.policy, ArcPolicy)
-    assert pool.policy.num_ghosts <= NUM_SLOTS
+def test_of_equal_worth_the_blocks_with_fewer_uses_go_first() -> None:
+    """They may depend on the others, and never the other way round."""
+    pool = Pool()
+    pool.attach([0, 1, 2, 3])
+    pool.order.detach([0, 1])
+    pool.uses.count([[0, 1]])
+    pool.order.attach([0, 1])
+    assert pool.uses.classes([0, 1, 2, 3]) == bytes([2, 2, 0, 0])
+    assert pool.order.evict(4) == [3, 2, 1, 0]
 
 
-def shrink_with_ghosts() -> tuple[Pool, ArcPolicy]:
-    """A pool of frequent blocks and ghosts that is about to shrink to two slots."""
-    pool = Pool("arc")
-    for n in [*range(NUM_SLOTS), *range(NUM_SLOTS), *range(20, 20 + NUM_SLOTS)]:
-        pool.use(bytes([n]))
-    assert isinstance(pool.policy, ArcPolicy)
-    assert pool.policy.num_ghosts > 4
-    pool.policy.set_capacity(2)
-    return pool, pool.policy
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["use", "evict", "hold"]), st.lists(st.integers(0, 15), max_size=6)), max_size=40
+)
 
 
-@pytest.mark.parametrize("call", ["evict", "detach"])
-def test_after_a_shrink_each_call_of_arc_forgets_as_much_as_it_was_given(call: str) -> None:
-    _, policy = shrink_with_ghosts()
-    while policy.num_ghosts > 2:
-        ghosts, (slot, *_) = policy.num_ghosts, policy
-        if call == "evict":
-            policy.evict(1)
+@given(STEPS)
+def test_with_k_0_it_is_exactly_lru(steps: list[tuple[str, list[int]]]) -> None:
+    pool, model = Pool(num_slots=16), list[int]()
+    for action, numbers in steps:
+        slots = list(dict.fromkeys(numbers))
+        if action == "use":
+            known, new = [slot for slot in slots if slot in model], [slot for slot in slots if slot not in model]
+            pool.order.detach(known)
+            for slot in new:
+                pool.uses.admit([b"key-%04d" % slot], [slot], 0)
+            pool.attach(slots)
+            model = [slot for slot in model if slot not in slots] + slots[::-1]
+        elif action == "evict":
+            pool.uses.note_ages(model[: len(numbers)], pool.now)
+            assert pool.order.evict(len(numbers)) == model[: len(numbers)]
+            model = model[len(numbers) :]
         else:
-            policy.detach([slot])
-        assert ghosts - 4 <= policy.num_ghosts < ghosts
+            known = [slot for slot in slots if slot in model]
+            pool.order.detach(known)
+            model = [slot for slot in model if slot not in known]
+        assert list(pool.order) == model
+        assert len(pool.order) == len(model)
+
+
+@given(STEPS, st.sampled_from([0.0, 0.5, 4.0]), st.floats(0, 8))
+def test_the_coldest_slot_with_the_least_worth_is_evicted(
+    steps: list[tuple[str, list[int]]], k: float, age: float
+) -> None:
+    pool = Pool(k, num_slots=16)
+    pool.uses.age = age
+    lists: dict[int, list[int]] = {}
+    for action, numbers in steps:
+        slots = list(dict.fromkeys(numbers))
+        known = [slot for slot in slots if any(slot in each for each in lists.values())]
+        if action == "evict":
+            expected = []
+            for _ in numbers:
+                heads = [
+                    (pool.uses.times.used_at(each[0]) + k * age * LOG_USES[number], number)
+                    for number, each in lists.items()
+                    if each
+                ]
+                if heads:
+                    expected.append(lists[min(heads)[1]].pop(0))
+            order = list(pool.order)
+            assert pool.order.evict(len(numbers)) == expected == order[: len(expected)]
+            continue
+        pool.order.detach(known)
+        lists = {number: [slot for slot in each if slot not in known] for number, each in lists.items()}
+        if action == "use":
+            pool.attach(slots)
+            for slot in reversed(slots):
+                lists.setdefault(pool.uses.classes([slot])[0], []).append(slot)
+        assert sorted(pool.order) == sorted(slot for each in lists.values() for slot in each)

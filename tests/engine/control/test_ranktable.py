@@ -266,7 +266,7 @@ def test_a_restart_loses_everything_while_the_policy_changes(make_engine: MakeEn
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], KEYS)
     sweep = engine.admin.resize(2)
-    engine.admin.set_policy("arc")
+    engine.admin.set_policy("4")
     rank.restart(pinned=12)
     engine.admin.set_policy("lru")
     sweep.cancel()

@@ -49,20 +49,6 @@ def test_refreshing_a_prefix_joins_the_pieces_that_it_was_stored_in(monkeypatch:
     assert cuts == [(0, 5)]
 
 
-def test_absorbing_puts_the_other_list_at_the_hot_end() -> None:
-    links = Links()
-    links.grow(NUM_SLOTS)
-    cold, hot, empty = RecencyList(links), RecencyList(links), RecencyList(links)
-    cold.append([0, 1])
-    hot.append([2, 3])
-    cold.absorb(hot)
-    cold.absorb(empty)
-    empty.absorb(cold)
-    assert list(empty) == [1, 0, 3, 2]
-    assert list(cold) == list(hot) == []
-    assert len(empty) == 4
-
-
 @given(
     st.lists(
         st.tuples(

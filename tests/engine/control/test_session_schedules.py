@@ -35,7 +35,7 @@ MAX_CLIENTS = 4
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
 NAMESPACES = ["a", "b"]
 ACTIONS = {  # who: what, as often as it is named
-    "engine": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["look up runs", "release", "refresh"],
+    "engine": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["look up runs", "release", "use"],
     "copy": ["copy"] * 8 + ["copy all"] * 4 + ["copy all of one"] * 3 + ["fail", "gather", "repeat"],
     "life": ["attach"] * 8
     + ["register"] * 4
@@ -157,7 +157,7 @@ class Engines(RuleBasedStateMachine):
     choices: ClassVar = CHOICES
     checks_books = True
 
-    @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "arc"]))
+    @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "4"]))
     def start(self, num_ranks: int, replicated: bool, policy: str) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=1, capacity_slots=EXTENT_SLOTS, num_ranks=num_ranks, policy=policy)
@@ -193,8 +193,8 @@ class Engines(RuleBasedStateMachine):
         chain = CHAINS[pick // 5 % len(CHAINS)]
         if what == "store":
             engine.store(chain[: 1 + pick % 4])
-        elif what == "refresh":
-            engine.session.refresh(chain)
+        elif what == "use":
+            engine.session.use(chain)
         elif what == "look up":
             lease = engine.session.acquire(chain)
             assert lease.keys == tuple(chain[: len(lease.slots)])
@@ -494,7 +494,7 @@ def run_schedules(seeds: range, kind: type[Engines] = Engines) -> None:
     for seed in seeds:
         choose = random.Random(seed)
         engines = kind()
-        engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "arc"]))
+        engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "4"]))
         for _ in range(100):
             engines.act(choose.choice(kind.choices), choose.randrange(PICKS))
             engines.books_balance()

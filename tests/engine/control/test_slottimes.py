@@ -58,5 +58,5 @@ def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEn
     times._used_at = Counting("d", times._used_at)
     engine.release_lease(engine.acquire(keys))
     engine.begin_store(keys, range(1024))
-    engine.refresh(keys)
+    engine.use(keys)
     assert times._used_at.writes == 3

@@ -34,7 +34,7 @@ from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 MAX_SLOTS = 6
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
 ACTIONS = {  # who: what, as often as it is named
-    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "refresh"],
+    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "use"],
     "copy": ["copy"] * 8
     + ["copy all", "copy of one rank", "copy and repeat"] * 3
     + ["fail", "gather", "gather", "repeat", "repeat all"],
@@ -70,7 +70,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
     @initialize(
         num_ranks=st.integers(1, 3),
         slots=st.integers(2, MAX_SLOTS),
-        policy=st.sampled_from(["lru", "arc"]),
+        policy=st.sampled_from(["lru", "4"]),
         slice_slots=st.integers(1, 3),
     )
     def start(self, num_ranks: int, slots: int, policy: str, slice_slots: int) -> None:
@@ -96,8 +96,8 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         chain = CHAINS[pick % len(CHAINS)]
         if what == "store":
             self.store(chain[: 1 + pick % 4])
-        elif what == "refresh":
-            self.engine.refresh(chain)
+        elif what == "use":
+            self.engine.use(chain)
         elif what == "look up":
             lease = self.engine.acquire(chain)
             assert lease.keys == tuple(chain[: len(lease.slots)])
@@ -214,7 +214,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         elif what == "unprotect":
             admin.unprotect(chain if pick % 2 else None)
         elif what == "policy":
-            admin.set_policy("lru" if pick % 2 else "arc")
+            admin.set_policy("lru" if pick % 2 else "4")
         elif what == "gate":
             self.refuse(pick)
 
@@ -327,7 +327,7 @@ TestTraffic.settings = settings(max_examples=50, stateful_step_count=80, deadlin
 
 
 def without_leases(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "hold", lambda self, slots, is_put=False: None)
+    patch.setattr(Index, "hold", lambda self, slots: None)
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 
@@ -436,7 +436,7 @@ def run_schedules(seeds: range) -> None:
     for seed in seeds:
         choose = random.Random(seed)
         traffic = Traffic()
-        slots, policy = choose.randint(2, MAX_SLOTS), choose.choice(["lru", "arc"])
+        slots, policy = choose.randint(2, MAX_SLOTS), choose.choice(["lru", "4"])
         traffic.start(choose.randint(1, 3), slots, policy, choose.randint(1, 3))
         for _ in range(80):
             traffic.act(choose.choice(CHOICES), choose.randrange(PICKS))

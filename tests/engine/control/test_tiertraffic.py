@@ -139,36 +139,13 @@ def test_a_rank_that_fails_makes_a_miss_of_the_fetch(make_node: MakeNode, object
     assert [(one.moved, one.error) for one in settled] == [(0, "rank 1: injected")]
 
 
-MORE = [bytes([0, 1, number]) for number in range(4)]
-
-
-def test_a_put_is_no_use_of_blocks_that_nobody_has_used(make_node: MakeNode) -> None:
-    """Else all that is written through to the store would count as used, and a scan would displace used blocks."""
-    node = make_node(policy="arc")
-    node.store(KEYS[:2])
-    assert node.loaded(KEYS[:2]) == 2
-    node.store(KEYS[2:6])
-    node.put(KEYS[2:6])
-    node.run_all()
-    node.store(MORE)
-    assert node.engine.lookup(KEYS[:2]) == 2, "the used blocks make room for new ones"
-    assert slots_of(node) == {"cached": 8}
-
-
-@pytest.mark.parametrize("use", ["load", "store"])
-def test_blocks_that_are_used_during_their_put_are_used_blocks(make_node: MakeNode, use: str) -> None:
-    node = make_node(policy="arc")
+def test_a_put_is_no_use(make_node: MakeNode) -> None:
+    node = make_node()
     node.store(KEYS[:2])
     node.put(KEYS[:2])
-    if use == "load":
-        assert node.loaded(KEYS[:2]) == 2
-    else:
-        assert node.engine.begin_store(KEYS[:2], [1, 2]).op is None, "another request has computed them, too"
     node.run_all()
-    node.store(KEYS[2:6])
-    node.store(MORE)
-    assert node.engine.lookup(KEYS[:2]) == 2
-    assert slots_of(node) == {"cached": 8}
+    assert [node.engine.pool.index.uses.of(slot) for slot in (0, 1)] == [0, 0]
+    assert slots_of(node) == {"cached": 2, "free": 6}
 
 
 def test_rank_0_puts_last_and_only_what_all_others_have_put(make_node: MakeNode, objects: Objects) -> None:
@@ -535,7 +512,7 @@ def test_with_all_safeguards_nothing_goes_wrong(seeds: range) -> None:
 
 
 def puts_hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "hold", lambda self, slots, is_put=False: None)
+    patch.setattr(Index, "hold", lambda self, slots: None)
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 

@@ -101,7 +101,7 @@ def test_growing_needs_no_confirmation(kvstow: Any, host: Any) -> None:
 
 
 def test_a_refused_value_comes_with_the_allowed_ones(kvstow: Any) -> None:
-    assert "\nhint: policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
+    assert "\nhint: policy: auto, lru, or a number from 0 to 64\n" in kvstow("config", "set", "policy=mru").stderr
 
 
 def test_one_resize_runs_at_a_time_and_can_be_cancelled(kvstow: Any, host: Any) -> None:
@@ -188,10 +188,10 @@ def test_pinning_pauses_resumes_and_retries(kvstow: Any, host: Any) -> None:
 
 
 def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
-    assert json.loads(kvstow("config", "view", "-o", "json").stdout)["pools"]["host"]["policy"] == "lru"
-    changed = kvstow("config", "set", "policy=arc", "pinning_paused=true").stdout
-    assert changed.split() == ["capacity", "slots", "16", "policy", "arc", "pinning", "paused", "yes"]
-    assert (host.engine.stats().pool.policy, host.engine.desired().paused) == ("arc", True)
+    assert json.loads(kvstow("config", "view", "-o", "json").stdout)["pools"]["host"]["policy"] == "auto"
+    changed = kvstow("config", "set", "policy=lru", "pinning_paused=true").stdout
+    assert changed.split() == ["capacity", "slots", "16", "policy", "lru", "pinning", "paused", "yes"]
+    assert (host.engine.stats().pool.policy, host.engine.desired().paused) == ("lru", True)
     assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin").stdout
 
 

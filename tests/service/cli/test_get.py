@@ -221,14 +221,14 @@ def test_watching_ends_if_the_server_refuses_or_never_answered() -> None:
 
 def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(seconds: float) -> None:
-        if host.engine.stats().pool.policy == "arc":
+        if host.engine.stats().pool.policy == "lru":
             raise KeyboardInterrupt
-        host.engine.admin.set_policy("arc")
+        host.engine.admin.set_policy("lru")
 
     monkeypatch.setattr("kvstow_service.cli.get._watch", partial(_watch, sleep=change))
     outcome = run("get", "pools", "--watch", "-o", "json", "--server", host.url)
     assert outcome.exit_code == 0, outcome.output
-    assert [json.loads(line)["items"][0]["policy"] for line in outcome.stdout.splitlines()] == ["lru", "arc"]
+    assert [json.loads(line)["items"][0]["policy"] for line in outcome.stdout.splitlines()] == ["auto", "lru"]
 
 
 def test_on_a_terminal_a_watched_list_is_replaced(host: Any, child_environ: dict[str, str]) -> None:
@@ -236,8 +236,8 @@ def test_on_a_terminal_a_watched_list_is_replaced(host: Any, child_environ: dict
     with Terminal(*watch, environ=child_environ) as terminal:
         assert terminal.until("kvstow get pools").endswith("\x1b[2J\x1b[1;1H\x1b[1m")
         terminal.until(host.url)
+        terminal.until("auto")
+        host.engine.admin.set_policy("lru")
         terminal.until("lru")
-        host.engine.admin.set_policy("arc")
-        terminal.until("arc")
         terminal.type("\x03")
         assert terminal.end() == 0

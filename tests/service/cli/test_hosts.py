@@ -88,7 +88,7 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top:
     assert "lookups" in kvstow("describe", "stats")
     assert "reason" in kvstow("describe", "server")
     kvstow("describe", "rank", "2", code=4)
-    kvstow("config", "set", "policy=arc")
+    kvstow("config", "set", "policy=lru")
     kvstow("evict", "--slots", "1", "--dry-run")
     kvstow("purge", "--all", "--yes")
     kvstow("bypass", "--load", "--ttl", "1m")

@@ -49,7 +49,7 @@ OF_ONE_POOL = [
     ["describe", "block", KEYS[0].hex()],
     ["protect", KEYS[0].hex()],
     ["unprotect", "--all", "--yes"],
-    ["config", "set", "policy=arc", "--yes"],
+    ["config", "set", "policy=lru", "--yes"],
     ["pinning", "pause"],
     ["pinning", "resume"],
     ["pinning", "retry"],

@@ -44,7 +44,7 @@ def test_the_json_has_the_documented_fields(trace: str) -> None:
     assert result.keys() >= FIELDS
     assert result["block_hit_rate"] == result["hit_blocks"] / result["blocks"]
     assert result["verified_bytes"] == result["loaded_bytes"] == result["hit_blocks"] * 1024 * 2 > 0
-    assert (result["ranks"], result["slots"], result["policy"]) == (2, 100, "lru")
+    assert (result["ranks"], result["slots"], result["policy"]) == (2, 100, "auto")
 
 
 def test_the_summary_has_the_main_numbers(trace: str) -> None:
@@ -56,10 +56,10 @@ def test_the_summary_has_the_main_numbers(trace: str) -> None:
 
 
 def test_a_trace_from_standard_input_can_be_truncated(trace: str) -> None:
-    outcome = invoke("-", "--no-data", "--requests", "7", "--json", "--policy", "arc", stdin=Path(trace).read_text())
+    outcome = invoke("-", "--no-data", "--requests", "7", "--json", "--policy", "lru", stdin=Path(trace).read_text())
     assert outcome.exit_code == 0, outcome.stderr
     result = json.loads(outcome.stdout)
-    assert (result["requests"], result["policy"], result["loaded_bytes"]) == (7, "arc", 0)
+    assert (result["requests"], result["policy"], result["loaded_bytes"]) == (7, "lru", 0)
 
 
 def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--slot-size", "lots"), "--slot-size is 'lots'"),
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
         (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: --slot-size or --shape"),
-        (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
+        (("--policy", "fifo"), "policy is 'fifo'; allowed: auto, lru, or a number from 0 to 64"),
         (("--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
         (("--rate", "-1"), "'--rate': -1.0 is not in the range x>0"),
         (("--kv-blocks", "2"), "the KV cache 2; allowed"),
@@ -126,7 +126,7 @@ def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tu
     [
         (("--attach", "/run/kvstow.sock"), "--attach is '/run/kvstow.sock'; allowed: unix:PATH or unix:///PATH"),
         (("--attach", "unix://host/path"), "--attach is 'unix://host/path'; allowed: unix:PATH or unix:///PATH"),
-        (("--attach", "unix:/a", "--policy", "arc"), "--policy arc cannot be used with --attach: the pool is the serv"),
+        (("--attach", "unix:/a", "--policy", "lru"), "--policy lru cannot be used with --attach: the pool is the serv"),
         (("--attach", "unix:/a", "--pool-slots", "0"), "'--pool-slots': 0 is not in the range x>=1"),
         (("--attach", "unix:/a", "--kv-blocks", "2"), "the KV cache 2; allowed"),
         (("--attach", "unix:/a", "--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),

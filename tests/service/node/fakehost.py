@@ -26,6 +26,7 @@ from kvstow.attach.calls import (
     SettledOp,
     SettledOps,
     StoreBegun,
+    Use,
 )
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
@@ -167,8 +168,8 @@ class FakeHost:
         if settled:
             session.link.push(SettledOps(tuple(settled), room=7))
 
-    def refresh(self, session_id: str, keys: Sequence[bytes]) -> None:
-        self.events.append(("refreshed", len(keys)))
+    def use(self, session_id: str, call: Use) -> None:
+        self.events.append(("used", len(call.keys), call.start))
 
     def count_lookup(self, session_id: str, call: CountLookup) -> None:
         self.queried += call.queried

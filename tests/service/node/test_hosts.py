@@ -67,7 +67,7 @@ class Host(ABC):
     @abstractmethod
     def release(self, lease: Lease) -> None: ...
     @abstractmethod
-    def refresh(self, keys: list[bytes]) -> None: ...
+    def use(self, keys: list[bytes]) -> None: ...
     @abstractmethod
     def submit(self, op: Op) -> None: ...
     @abstractmethod
@@ -150,8 +150,8 @@ class EmbeddedHost(Host):
     def release(self, lease: Lease) -> None:
         self.engine.release_lease(lease)
 
-    def refresh(self, keys: list[bytes]) -> None:
-        self.engine.refresh(keys)
+    def use(self, keys: list[bytes]) -> None:
+        self.engine.use(keys)
 
     def submit(self, op: Op) -> None:
         self.plane.submit(StepPlan((op,)))
@@ -203,8 +203,8 @@ class AttachedHost(Host):
     def release(self, lease: Lease) -> None:
         self.engine.release_lease(lease)
 
-    def refresh(self, keys: list[bytes]) -> None:
-        self.engine.refresh(keys)
+    def use(self, keys: list[bytes]) -> None:
+        self.engine.use(keys)
 
     def submit(self, op: Op) -> None:
         self.worker.submit(StepPlan((op,)))
@@ -290,9 +290,9 @@ def test_leased_blocks_are_not_evicted(host: Host) -> None:
     assert host.find(keys_of(range(8))) == (Lease(0, (), ()), [])
 
 
-def test_a_block_that_was_refreshed_is_evicted_last(host: Host) -> None:
+def test_a_block_that_was_used_is_evicted_last(host: Host) -> None:
     host.store(range(SLOTS))
-    host.refresh(keys_of([0, 1]))
+    host.use(keys_of([0, 1]))
     host.store([100])
     assert host.find(keys_of([0, 1]))[1] == [(0, 2)]
     assert host.room() == SLOTS - 2, "those that the lease holds cannot be evicted"

@@ -398,7 +398,8 @@ def test_every_setting_of_the_node_reaches_it() -> None:
         "trust_eof": "3s",
         "state": "/var/lib/kvstow",
         "keep_timeout": "1h",
-        "policy": "arc",
+        "policy": "lru",
+        "curve": "false",
         "transfer_timeout": "9s",
     }
     node = node_settings(load_settings(given, {}), 42)
@@ -409,7 +410,7 @@ def test_every_setting_of_the_node_reaches_it() -> None:
     assert (node.state, node.keep_timeout) == (Path("/var/lib/kvstow"), 3600.0)
     elsewhere = {"memory": "65MiB", "state": "/var/lib/kvstow", "start_keeper": False}
     assert node_settings(load_settings(elsewhere, {}), None).keep_timeout is None
-    assert (node.pools.policy, node.pools.transfer_timeout) == ("arc", 9.0)
+    assert (node.pools.policy, node.pools.curve, node.pools.transfer_timeout) == ("lru", False, 9.0)
 
 
 def test_the_loggers_belong_to_the_service(base: dict[str, Any], eventually: Any) -> None:

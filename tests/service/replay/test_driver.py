@@ -134,7 +134,7 @@ def bench(
     on_request: Callable[[int], None] | None = None,
     delay: int = 0,
 ) -> Iterator[Bench]:
-    engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks))
+    engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks, policy="lru"))
     kv_blocks = blocks_needed(requests, options.concurrency)
     caches = [np.zeros((kv_blocks, PAGE), np.uint8) for _ in range(ranks)]
     workers = [MemoryWorker(rank, cache, fault) for rank, cache in enumerate(caches)]

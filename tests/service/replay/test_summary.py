@@ -12,7 +12,7 @@ from kvstow_service.replay.summary import attached_rows, print_rows, summary_row
 
 
 def freeze(tally: Tally) -> ReplayResult:
-    return tally.freeze(PoolCounts(1000, "arc", 3), seconds=2.0, ranks=2)
+    return tally.freeze(PoolCounts(1000, "auto", 3), seconds=2.0, ranks=2)
 
 
 def test_trouble_is_spelled_out() -> None:

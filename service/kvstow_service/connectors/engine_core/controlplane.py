@@ -113,7 +113,7 @@ class ControlPlane(Protocol):
 
     def store_room(self) -> int: ...
 
-    def refresh(self, keys: Sequence[bytes]) -> None: ...
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None: ...
 
     def count_lookup(self, queried: int, hits: int) -> None: ...
 
@@ -174,8 +174,8 @@ class EmbeddedControl:
     def store_room(self) -> int:
         return self._engine.store_room()
 
-    def refresh(self, keys: Sequence[bytes]) -> None:
-        self._engine.refresh(keys)
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
+        self._engine.use(keys, start=start, looked_up=looked_up)
 
     def count_lookup(self, queried: int, hits: int) -> None:
         self._engine.count_lookup(queried, hits)

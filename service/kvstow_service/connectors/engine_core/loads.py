@@ -200,8 +200,10 @@ class Loads:
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The request is admitted, and uses `num_tokens` of what was found."""
-        queried = self._longest_end(tracked) - tracked.start
+        end = self._longest_end(tracked)
+        queried = end - tracked.start
         if queried > 0:
+            tracked.looked_up = tracked.looked_up or range(tracked.start, end)
             alignment = self._groups.alignment
             self._control.count_lookup(queried // alignment, num_tokens // alignment)
 

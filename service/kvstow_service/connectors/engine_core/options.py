@@ -9,7 +9,15 @@ from typing import Annotated, Any, Self, get_type_hints
 
 from kvstow.attach.connection import socket_path
 from kvstow.bytesize import parse_size
-from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
+from kvstow.config import (
+    COPY_STRATEGIES,
+    HUGE_PAGES,
+    CopyStrategy,
+    EngineConfig,
+    HugePages,
+    PoolConfig,
+    parse_policy,
+)
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS, LoadPath
@@ -67,6 +75,10 @@ def _choice(*allowed: str) -> Callable[[str, Any], str]:
     return parse
 
 
+def _policy(key: str, value: Any) -> str:
+    return parse_policy(value, key)
+
+
 def _port(key: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < 65536:
         raise ConfigError(key, value, "a port, 0 (any free one) to 65535")
@@ -100,6 +112,7 @@ _OF_SERVICE = (
     "cpu_bytes_to_use_per_rank",
     "max_bytes",
     "policy",
+    "curve",
     "transfer_timeout",
     "huge_pages",
     "admin_host",
@@ -162,7 +175,8 @@ class ConnectorOptions:
     max_bytes: Annotated[int | None, size] = None
     lazy_offload: Annotated[bool, _flag] = False
     async_register_cache: Annotated[bool, _flag] = True
-    policy: Annotated[str, _choice(*POLICIES)] = "lru"
+    policy: Annotated[str, _policy] = "auto"
+    curve: Annotated[bool, _flag] = True
     transfer_timeout: Annotated[float, _positive_seconds] = 30.0
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
     load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "async"
@@ -264,6 +278,7 @@ class ConnectorOptions:
             capacity_slots=self.capacity_slots(rank_slot_bytes),
             num_ranks=len(rank_slot_bytes),
             policy=self.policy,
+            curve=self.curve,
             block_tokens=block_tokens,
             transfer_timeout=self.transfer_timeout,
         )

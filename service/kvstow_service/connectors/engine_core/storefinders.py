@@ -262,7 +262,8 @@ class LazyStores:
         return bool(self._not_stored)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """Does nothing: lazy stores do not use block tables."""
+        """Lazy stores use no block tables. The request counts as one that has run, and so as a use of its blocks."""
+        tracked.has_run = True
 
     def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
         """Offer blocks near eviction that were not offered yet and are not in the pool. Blocks that are being stored

@@ -398,37 +398,46 @@ class _EndedRequest(NamedTuple):
 
 
 class EndedRequests:
-    """Puts the blocks of ended requests into the pool's order of eviction. Used by the scheduler's thread.
+    """Tells the pool which blocks the requests that have ended had used. Used by the scheduler's thread.
 
-    The steps of a request were stored one after the other, so the beginning of its prefix would be evicted first. Once
-    its last store is done, all its blocks are marked as used at that time, the beginning last.
+    That is once for each request, for its whole chain: what was found on the GPU, loaded, and computed. The chain was
+    stored step by step, so the beginning of it would be evicted first. Once the last store is done, all its blocks are
+    marked as used at that time, the beginning last.
     """
 
     def __init__(self, control: ControlPlane, groups: KVGroups, stores: Stores) -> None:
         self._control, self._groups, self._stores = control, groups, stores
         self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.groups)
-        self._leaving: list[TrackedRequest] = []  # the backlog may contain their blocks
+        self._leaving: list[_EndedRequest] = []  # the backlog may contain their blocks
         self._ended: deque[_EndedRequest] = deque()
 
     def add_ended(self, tracked: TrackedRequest) -> None:
-        self._leaving.append(tracked)
+        """A request that has run ends."""
+        if not tracked.withheld:
+            end = tracked.confirmed_tokens // self._groups.alignment * self._groups.alignment
+            self._leaving.append(_EndedRequest(0, tracked, end))
 
-    def refresh(self, most: int, *, backlog_moves: bool) -> None:
-        """Mark at most `most` blocks as used, starting at the ends of requests; one request may take several steps.
+    def tell_uses(self, most: int, *, backlog_moves: bool) -> None:
+        """Tell of at most `most` blocks, starting at the ends of requests; one request may take several steps.
         `backlog_moves`: the backlog is about to be stored, and requests that have just ended wait for it."""
         if not backlog_moves or len(self._leaving) > _MOST_LEAVING:
             last = self._stores.newest
-            self._ended += [_EndedRequest(last, tracked, tracked.offered_tokens) for tracked in self._leaving]
+            self._ended += [each._replace(last_store=last) for each in self._leaving]
             self._leaving = []
         oldest, alignment = self._stores.oldest, self._groups.alignment
         while most > 0 and self._ended and self._ended[0].last_store < oldest:
             last_store, tracked, end = self._ended.popleft()
             start = max(0, end - max(1, most // self._blocks_per_stride) * alignment)
             keys = tracked.keys_between(self._groups, start, end)
-            self._control.refresh(keys)
+            first, stop = self._position(tracked.looked_up.start), self._position(tracked.looked_up.stop)
+            self._control.use(keys, start=self._position(start), looked_up=(first, stop))
             most -= len(keys)
             if start:
                 self._ended.appendleft(_EndedRequest(last_store, tracked, start))
+
+    def _position(self, num_tokens: int) -> int:
+        """How many keys a chain has before the block that begins after so many tokens."""
+        return num_tokens // self._groups.alignment * self._blocks_per_stride
 
     def forget_ended(self) -> None:
         self._leaving = []

@@ -61,12 +61,13 @@ class TrackedRequest:
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission. `choice`: which way its load goes, as vLLM was told last. `wait`:
     the wait for another request's load, begun since the last admission. `start`: how many tokens were on the GPU when
-    the hit was looked up. `loading`: the admission began with a load, of the tokens `loaded`. `fetched_tokens`: how
-    many of those came from the fleet tier. `load_failed`: some of them were not written. `withheld`: its blocks belong
-    to weights that were replaced, and are never offered. `deferred_at`: when its lookup was first deferred to a later
-    step; None if none is. `admitted_at`: the step that gave the tables. `has_run`: it was computed since, so its tokens
-    are more than the promise of a load. `adapter`: its LoRA adapter, which is part of its keys; None if it has none.
-    `known_hashes`: how many of its hashes `KnownHashes` has.
+    the hit was looked up. `looked_up`: the tokens that the first admission looked up. `loading`: the admission began
+    with a load, of the tokens `loaded`. `fetched_tokens`: how many of those came from the fleet tier. `load_failed`:
+    some of them were not written. `withheld`: its blocks belong to weights that were replaced, and are never offered.
+    `deferred_at`: when its lookup was first deferred to a later step; None if none is. `admitted_at`: the step that
+    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load. `adapter`: its
+    LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes`
+    has.
     """
 
     request: Request
@@ -79,6 +80,7 @@ class TrackedRequest:
     start: int = 0
     loaded: range = range(0)
     fetched_tokens: int = 0
+    looked_up: range = range(0)
     loading: bool = False
     load_failed: bool = False
     withheld: bool = False

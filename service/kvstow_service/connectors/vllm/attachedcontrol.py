@@ -419,9 +419,9 @@ class AttachedControl:
     def store_room(self) -> int:
         return 0 if self._failure is not None or self._is_slow else self.engine.store_room()
 
-    def refresh(self, keys: Sequence[bytes]) -> None:
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
         if keys and self._engine is not None:
-            self._engine.refresh(keys)
+            self._engine.use(keys, start=start, looked_up=looked_up)
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
         if self._engine is None:

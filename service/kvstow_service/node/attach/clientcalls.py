@@ -17,9 +17,9 @@ from kvstow.attach.calls import (
     LookupPrompt,
     Prefill,
     ReadEvents,
-    Refresh,
     Release,
     Reset,
+    Use,
 )
 from kvstow.attach.channel import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.connection import Message
@@ -64,8 +64,8 @@ def _complete(host: SessionHost, member: Member, frame: Frame) -> None:
     host.complete(member.session.session_id, call)
 
 
-def _refresh(host: SessionHost, member: Member, frame: Frame) -> None:
-    host.refresh(member.session.session_id, Refresh.unpack(frame.payload).keys)
+def _use(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.use(member.session.session_id, Use.unpack(frame.payload))
 
 
 def _count_lookup(host: SessionHost, member: Member, frame: Frame) -> None:
@@ -113,7 +113,7 @@ _CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]]
     Kind.BEGIN_LOAD: _begin_load,
     Kind.BEGIN_STORE: _begin_store,
     Kind.COMPLETIONS: _complete,
-    Kind.REFRESH: _refresh,
+    Kind.USE: _use,
     Kind.COUNT_LOOKUP: _count_lookup,
     Kind.PREFILL: _note_prefill,
     Kind.RESET: _reset,

@@ -21,6 +21,7 @@ from kvstow.attach.calls import (
     ReadEvents,
     ResetDone,
     StoreBegun,
+    Use,
 )
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
@@ -103,7 +104,7 @@ class SessionHost(Protocol):
     def complete(self, session_id: str, call: Completions) -> None:
         """Push `SettledOps` for what became final. A worker can report only its own rank in `call.rank`."""
 
-    def refresh(self, session_id: str, keys: Sequence[bytes]) -> None: ...
+    def use(self, session_id: str, call: Use) -> None: ...
 
     def count_lookup(self, session_id: str, call: CountLookup) -> None: ...
 

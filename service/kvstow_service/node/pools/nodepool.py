@@ -35,7 +35,8 @@ MAX_RANKS = 64
 class PoolSettings:
     """Settings that all pools of a node share. Times are in seconds."""
 
-    policy: str = "lru"
+    policy: str = "auto"
+    curve: bool = True
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0
     event_buffer: int = 4096
@@ -177,6 +178,7 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
             capacity_slots=1,
             num_ranks=len(sizes),
             policy=settings.policy,
+            curve=settings.curve,
             block_tokens=tokens.pop() if len(tokens) == 1 else None,
             transfer_timeout=settings.transfer_timeout,
             report_timeout=settings.report_timeout,

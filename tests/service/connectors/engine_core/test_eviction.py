@@ -102,15 +102,73 @@ def test_a_prompt_computed_in_several_steps_is_shortened_from_its_end(kind: str,
         assert host.ask(FakeRequest("3", PROMPT)) == fitting(groups, room)
 
 
+def uses_on_the_pool(host: VllmHost, request: FakeRequest) -> list[int | None]:
+    """By block of the first group; None for those that the pool does not have."""
+    tracked = TrackedRequest(request, 1)
+    keys = tracked.keys(host.groups.groups[0], 0, 99)
+    slots = host.engine.namespace.keys.slots_of(keys)
+    return [None if slot is None else host.engine.pool.index.uses.of(slot) for slot in slots]
+
+
+def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included() -> None:
+    host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64)
+    for number, prompt in enumerate(["abcdefgh", "abcdefghijkl", "abcdefghijklmnop"]):
+        request = FakeRequest(str(number), prompt)
+        for local in (8, 0, 8):  # vLLM asks as often as it likes
+            host.ask(request, local)
+        host.run(request, local=min(8, 8 * number))
+        host.finish(request)
+        host.step()
+        host.step()
+    assert uses_on_the_pool(host, request) == [3, 3, 3, 3, 2, 2, 1, 1]
+
+
+def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64, step_blocks=2)
+    told: list[tuple[int, int, tuple[int, int] | None]] = []
+    use = host.engine.use
+
+    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
+        told.append((start, len(keys), looked_up))
+        use(keys, start=start, looked_up=looked_up)
+
+    monkeypatch.setattr(host.engine, "use", noted)
+    for number in range(2):
+        request = FakeRequest(str(number), "abcdefghijklmnopq")
+        host.ask(request, 6 * number)
+        host.run(request, local=6 * number)
+        host.finish(request)
+        for _ in range(8):
+            host.step()
+    assert uses_on_the_pool(host, request) == [2] * 8
+    assert told == [*[(start, 2, (0, 8)) for start in (6, 4, 2, 0)], *[(start, 2, (3, 8)) for start in (6, 4, 2, 0)]]
+
+
+def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
+    host = VllmHost(ONE_GROUP, gpu_blocks=9, slots=64, lazy_blocks=4)
+    for number in range(3):
+        request = FakeRequest(str(number), "abcd")
+        host.run(request, local=4 * bool(number))
+        host.finish(request)
+        host.step()
+    assert uses_on_the_pool(host, request) == [None, None]
+    other = FakeRequest("other", "ABCDEFGHIJ")
+    host.run(other)
+    host.finish(other)
+    for _ in range(3):
+        host.step()
+    assert uses_on_the_pool(host, request) == [3, 3]
+
+
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
-    refreshed: list[int] = []
-    engine: Any = SimpleNamespace(refresh=lambda keys: refreshed.append(len(keys)))
+    used: list[int] = []
+    engine: Any = SimpleNamespace(use=lambda keys, start, looked_up: used.append(len(keys)))
     stores: Any = SimpleNamespace(newest=0, oldest=1)
     ended = EndedRequests(engine, ONE_GROUP, stores)
     for count in range(65):
-        assert refreshed == [], f"after {count} requests"
+        assert used == [], f"after {count} requests"
         tracked = TrackedRequest(FakeRequest(f"r{count}", PROMPT), 1)
-        tracked.offered_tokens = 4
+        tracked.request.num_computed_tokens = 4
         ended.add_ended(tracked)
-        ended.refresh(1024, backlog_moves=True)
-    assert refreshed == [2] * 65
+        ended.tell_uses(1024, backlog_moves=True)
+    assert used == [2] * 65

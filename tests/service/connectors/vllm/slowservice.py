@@ -20,10 +20,10 @@ from kvstow.attach.calls import (
     Pending,
     Prefill,
     ReadEvents,
-    Refresh,
     Release,
     Reset,
     ResetDone,
+    Use,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call, Message
@@ -141,8 +141,8 @@ class SlowConnection:
                 self._session.complete(message)
             case Release():
                 self._session.release(message.lease_ids)
-            case Refresh():
-                self._session.control.refresh(message.keys)
+            case Use():
+                self._session.control.use(message.keys, start=message.start, looked_up=message.looked_up)
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits)
             case Prefill():

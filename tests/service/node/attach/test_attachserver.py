@@ -28,12 +28,12 @@ from kvstow.attach.calls import (
     Hold,
     LoadBegun,
     Lookup,
-    Refresh,
     Release,
     Reset,
     ResetDone,
     SettledOps,
     StoreBegun,
+    Use,
 )
 from kvstow.attach.channel import Channel
 from kvstow.attach.connection import AttachConnection, Message
@@ -112,18 +112,18 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
     found = ask(scheduler, Lookup(KEYS), Found)
-    scheduler.tell(Refresh(KEYS))
+    scheduler.tell(Use(KEYS, 3, (0, 8)))
     scheduler.tell(CountLookup(8, 8))
     scheduler.tell(Release((found.lease_id, 12345)))
     with pytest.raises(CallFailedError, match="was released or used up") as caught:
         ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
     assert caught.value.service_code == "lease_invalid"
     assert ask(scheduler, Reset(), ResetDone) == ResetDone("model-99")
-    assert node.events("refreshed") == [("refreshed", 8)]
+    assert node.events("used") == [("used", 8, 3)]
     assert node.host.queried == 8
     figures = figures_of(node.server)
     assert figures.errors == {"lease_invalid": 1}
-    assert figures.frames["lookup"] == figures.frames["refresh"] == figures.frames["release"] == 1
+    assert figures.frames["lookup"] == figures.frames["use"] == figures.frames["release"] == 1
     assert (figures.clients, figures.strangers, figures.sessions, figures.accepted) == (1, 0, 1, 1)
 
 

@@ -1,0 +1,194 @@
+"""How often blocks were used, also those that were evicted not long ago, and what that makes them worth.
+
+A use is one request, once, for its whole chain of blocks from the root. A block's worth is the time of its last use,
+plus `k` times the age that blocks reach in this pool times the logarithm of its uses. With k = 0 it is the time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from math import floor, log2
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.control.slots import SlotTimes, values_at
+
+Hashes = npt.NDArray[np.uint64]
+
+MOST_USES = 255
+"""Further uses are not counted."""
+_PER_DOUBLING = 2
+"""Classes in which the number of uses doubles: blocks of one class are evicted in the order of their last use."""
+CLASSES = bytes(floor(_PER_DOUBLING * log2(max(uses, 1))) for uses in range(MOST_USES + 1))
+NUM_CLASSES = max(CLASSES) + 1
+LOG_USES = tuple(number / _PER_DOUBLING for number in range(NUM_CLASSES))
+"""By class: the logarithm of the uses."""
+_ONE_MORE = bytes(min(uses + 1, MOST_USES) for uses in range(MOST_USES + 1))
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+_WORD = 8
+_MIX_HEAD, _MIX_TAIL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_MIX_TAG = 0x94D049BB133111EB
+_SHIFT = np.uint64(32)
+
+
+@cache
+def _words_of(width: int) -> np.dtype[np.void]:
+    """The first and the last 8 bytes of keys of so many bytes."""
+    places = {"names": ["head", "tail"], "formats": ["<u8", "<u8"], "offsets": [0, width - _WORD], "itemsize": width}
+    return np.dtype(places)  # type: ignore[call-overload,no-any-return]
+
+
+def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
+    data, count = b"".join(keys), len(keys)
+    width = len(keys[0]) if count else 0
+    if width < _WORD or len(data) != count * width:  # keys of several lengths
+        data, width = b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+    words = np.frombuffer(data, _words_of(width))
+    mixed: Hashes = words["head"] * _MIX_HEAD
+    mixed ^= words["tail"]
+    if tag:
+        mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
+    mixed *= _MIX_TAIL
+    mixed ^= mixed >> _SHIFT
+    mixed *= _MIX_HEAD
+    mixed ^= mixed >> _SHIFT
+    return mixed
+
+
+def smoothed(age: float | None, new: float, count: float, num_slots: float) -> float:
+    """An age smoothed over as many evictions as there are slots, after `count` evictions at the age `new`. `age`: the
+    one before; None if there is none."""
+    if age is None:
+        return max(0.0, new)
+    left: float = (1.0 - 1.0 / max(1.0, num_slots)) ** count
+    return max(0.0, new + (age - new) * left)
+
+
+_GHOSTS_PER_SLOT = 4
+_LEAST_GHOSTS = 1024
+_COUNT = np.uint64(0xFF)
+
+
+class Ghosts:
+    """The uses of keys whose blocks were evicted: for four keys a slot, 8 bytes each. Not locked.
+
+    Each key has one place in the table. The next key in that place replaces it.
+    """
+
+    __slots__ = ("_size", "_words")
+
+    def __init__(self) -> None:
+        self._size = _LEAST_GHOSTS
+        self._words = np.zeros(0, np.uint64)
+
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return bool(len(self._words))
+
+    def fit(self, num_slots: int) -> None:
+        """The pool has so many slots. A table of another size begins empty, but one of up to twice the size is kept."""
+        self._size = max(_LEAST_GHOSTS, _GHOSTS_PER_SLOT * num_slots)
+        if not self._size <= len(self._words) <= 2 * self._size:
+            self._words = np.zeros(0, np.uint64)
+
+    def put(self, hashes: Hashes, uses: bytes) -> None:
+        if not self:
+            self._words = np.zeros(self._size, np.uint64)  # the system gives the memory when it is written
+        self._words[hashes % np.uint64(len(self._words))] = (hashes & ~_COUNT) | np.frombuffer(uses, np.uint8)
+
+    def find(self, hashes: Hashes) -> bytes:
+        """The uses of each key; 0 for those that are not known."""
+        if not self:
+            return bytes(len(hashes))
+        words = self._words[hashes % np.uint64(len(self._words))]
+        is_known = (words ^ hashes) <= _COUNT
+        if not is_known.any():
+            return bytes(len(hashes))
+        return np.where(is_known, words & _COUNT, 0).astype(np.uint8).tobytes()
+
+
+class Uses:
+    """The uses of the blocks of a pool. Not locked; each call is O(slots or keys given).
+
+    Sequences of slots and keys are in prefix order, root first.
+    """
+
+    def __init__(self, times: SlotTimes, k: float = 0.0) -> None:
+        self.times = times
+        self.k = k
+        self.age = 0.0
+        """How long after its last use a block is evicted: smoothed over as many evictions as there are slots."""
+        self._has_aged = False
+        self._num_slots = 0
+        self._counts = bytearray()
+        self._ghosts = Ghosts()
+
+    @property
+    def scale(self) -> float:
+        """What a doubling of the uses is worth, in seconds."""
+        return self.k * self.age
+
+    def set_num_slots(self, num_slots: int) -> None:
+        """The pool has the slots below `num_slots`."""
+        self._num_slots = num_slots
+        self._counts += bytes(max(0, num_slots - len(self._counts)))
+        self._ghosts.fit(num_slots)
+
+    def of(self, slot: int) -> int:
+        return self._counts[slot]
+
+    def classes(self, slots: Sequence[int]) -> bytes:
+        """The class of each slot, from 0 to `NUM_CLASSES` - 1."""
+        return bytes(values_at(self._counts, slots)).translate(CLASSES)
+
+    def admit(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
+        """These slots have new content. It was used as often as is known of its key."""
+        counts = self._counts
+        known = self._ghosts.find(hash_keys(keys, tag)) if self._ghosts else bytes(len(keys))
+        for slot, uses in zip(slots, known, strict=True):
+            counts[slot] = uses
+
+    def evict(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
+        """Remember the uses of what these slots held."""
+        uses = bytes(values_at(self._counts, slots))
+        if any(uses):
+            self._ghosts.put(hash_keys(keys, tag), uses)
+
+    def note_ages(self, slots: Sequence[int], now: float) -> None:
+        """The blocks of these slots were evicted because the pool is full."""
+        count = len(slots)
+        if not count:
+            return
+        age = now - sum(values_at(self.times.used_times, slots)) / count
+        self.age = smoothed(self.age if self._has_aged else None, age, count, self._num_slots)
+        self._has_aged = True
+
+    def count(self, runs: Sequence[Sequence[int]], least: int = 0) -> int:
+        """One more use of the blocks in these runs of slots, a chain. Whatever used a block has used all before it, so
+        each has at least as many uses as those behind it, even if its own were forgotten. `least`: the uses of the
+        block behind them. Returns those of the first block."""
+        counts = self._counts
+        for run in reversed([run for run in runs if run]):
+            before = counts[run.start : run.stop] if isinstance(run, range) else values_at(counts, run)
+            uses = bytes(before).translate(_ONE_MORE)
+            if uses[-1] < least or uses != bytes(sorted(uses, reverse=True)):
+                backwards = accumulate(reversed(uses), lambda behind, own: max(behind, own), initial=least)
+                uses = bytes(backwards)[:0:-1]
+            least = uses[0]
+            if isinstance(run, range):
+                counts[run.start : run.stop] = uses
+            else:
+                for slot, number in zip(run, uses, strict=True):
+                    counts[slot] = number
+        return least
+
+    def count_absent(self, keys: Sequence[bytes], tag: int) -> None:
+        """One more use of keys that have no slot: what is stored under them later has it."""
+        hashes = hash_keys(keys, tag)
+        self._ghosts.put(hashes, self._ghosts.find(hashes).translate(_ONE_MORE))

@@ -1,0 +1,253 @@
+"""Shadows: what a pool of another order or size would have hit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow.config import EngineConfig
+from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Window
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.shadows import HotKeys, Request, Shadows
+from kvstow.control.uses import hash_keys
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import make_ranks, store_keys
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(34, "big")
+
+
+def chain_of(numbers: Sequence[int]) -> list[bytes]:
+    """A chain in which each key names all before it."""
+    chain, name = list[bytes](), 0
+    for number in numbers:
+        name = name * 7 + number + 1
+        chain.append(key(name))
+    return chain
+
+
+class Pool:
+    """An engine with a fixed order of eviction that serves one request at a time."""
+
+    def __init__(self, slots: int, k: float) -> None:
+        self.clock = FakeClock()
+        self.engine = OffloadEngine(
+            EngineConfig(slot_bytes=64, capacity_slots=slots, policy=f"{k:g}"), clock=self.clock
+        )
+        self.ranks = make_ranks(self.engine)
+
+    def serve(self, chain: list[bytes], on_gpu: int = 0) -> int:
+        """The hits of a request that has its first blocks on the GPU, and stores what it has not found."""
+        self.clock.advance(1.0)
+        lease = self.engine.acquire(chain[on_gpu:])
+        held = self.engine.acquire_runs(chain)[0]  # as they are on the GPU, they would be stored again
+        missing = [each for each, there in zip(chain, self.engine.contains(chain), strict=True) if not there]
+        if missing:
+            store_keys(self.engine, self.ranks, missing)
+        for each in (lease, held):
+            self.engine.release_lease(each)
+        self.engine.use(chain)
+        return len(lease.keys)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 3)), min_size=1, max_size=60
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, st.sampled_from(CHOICES), st.sampled_from([1.0, 2.0]))
+def test_where_all_keys_are_followed_a_shadow_is_exact(
+    requests: list[tuple[list[int], int]], k: float, times: float
+) -> None:
+    pool = Pool(int(8 * times), k)
+    shadows = Shadows([(0.0, 1.0), (k, times)], 8)
+    for numbers, on_gpu in requests:
+        chain = chain_of(numbers)
+        on_gpu = min(on_gpu, len(chain))
+        hits = pool.serve(chain, on_gpu)
+        part = shadows.choose(hash_keys(chain))
+        request = shadows.use([part], range(on_gpu, len(chain)), pool.clock())
+        assert request.queried == len(chain) - on_gpu
+        assert request.hits[1] == hits
+        shadows.check()
+
+
+def traffic(count: int, seed: int = 1) -> list[list[bytes]]:
+    """Requests that share a system prompt and popular beginnings, each with an end of its own."""
+    choose = random.Random(seed)
+    requests = []
+    for number in range(count):
+        document = min(int(choose.expovariate(0.02)), 300)
+        beginning = [key(1), key(2), *[key(1000 * (document + 1) + at) for at in range(20)]]
+        requests.append([*beginning, *[key(10**7 + 100 * number + at) for at in range(choose.randint(1, 8))]])
+    return requests
+
+
+@pytest.fixture(scope="module")
+def long_traffic() -> list[list[bytes]]:
+    return traffic(1500)
+
+
+def run(shadows: Shadows, requests: list[list[bytes]], start: int = 0) -> list[float]:
+    """The ratio of hits of each shadow."""
+    blocks, hits = 0.0, np.zeros(len(shadows.use([], range(0), 0.0).hits))
+    for number, chain in enumerate(requests, start):
+        found = shadows.use([shadows.choose(hash_keys(chain))], range(len(chain)), float(number))
+        blocks += found.blocks
+        hits += found.hits
+    shadows.check()
+    return list(hits / blocks)
+
+
+VARIANTS = [(0.0, 1.0), (4.0, 1.0), (0.0, 0.5), (0.0, 2.0)]
+
+
+@pytest.mark.parametrize("most", [8000, 2000])
+def test_a_sample_of_the_keys_predicts_the_hits(long_traffic: list[list[bytes]], most: int) -> None:
+    everything = run(Shadows(VARIANTS, 2000, 10**6), long_traffic)
+    shadows = Shadows(VARIANTS, 2000, most)
+    assert shadows.rate == most / 16_000
+    assert run(shadows, long_traffic) == pytest.approx(everything, abs=0.06)
+    assert len(shadows) <= most
+
+
+def test_a_key_of_every_request_is_always_followed(long_traffic: list[list[bytes]]) -> None:
+    """Else the common beginning would count for all or for nothing."""
+    chains = [[*chain[:2], key(10**9 + number)] for number, chain in enumerate(long_traffic)]
+    for seed in range(3):
+        moved = [[each + bytes([seed]) for each in chain] for chain in chains]
+        assert run(Shadows([(0.0, 1.0)], 2000, 160), moved) == pytest.approx([2 / 3], abs=0.07)
+
+
+def test_a_resize_moves_the_shadows_with_the_pool(long_traffic: list[list[bytes]]) -> None:
+    shadows = Shadows(VARIANTS, 1000, 4000)
+    run(shadows, long_traffic[:500])
+    for slots in (1100, 4000, 500, 900):
+        shadows.resize(slots)
+        assert len(shadows) <= 4000
+        run(shadows, long_traffic[500:700], 500)
+    shadows.resize(2000)
+    run(shadows, long_traffic[:700], 700)
+    expected = Shadows(VARIANTS, 2000, 10**6)
+    run(expected, long_traffic[:700])
+    assert run(shadows, long_traffic[700:], 1400) == pytest.approx(run(expected, long_traffic[700:], 700), abs=0.05)
+
+
+def test_hot_keys_are_those_of_more_than_one_request_in_a_hundred() -> None:
+    hot = HotKeys()
+    for number in range(20_000):
+        chain = [1, 2 if number % 2 else 3, 10 + number % 300, 10**6 + number]
+        hot.lead(np.array(chain, np.uint64))
+    assert hot.keys == {1, 2, 3}
+    assert len(hot._counts) <= 4097
+    for number in range(50_000):
+        hot.lead(np.array([4, 10**7 + number], np.uint64))
+    assert hot.keys == {4}
+    assert {1, 2, 3} <= set(hot.take_changed())
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def hits_of(better: float, by: float) -> list[float]:
+    return [50.0 + by * (k == better) for k in CHOICES]
+
+
+def ask(chooser: Chooser, count: int, hits: list[float]) -> list[Change]:
+    """So many requests of 100 blocks."""
+    return [change for _ in range(count) if (change := chooser.add(Request(100, 100.0, np.array(hits)))) is not None]
+
+
+def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
+    chooser = Chooser(Window(1000))
+    assert ask(chooser, 1000, hits_of(4.0, by=0.4)) == []
+    (change,) = ask(chooser, 300, hits_of(4.0, by=3.0))
+    assert (change.before, change.k, chooser.k) == (0.0, 4.0, 4.0)
+    assert change.ratio - change.ratio_before >= 0.005
+    assert "k = 0 to k = 4" in str(change)
+
+
+def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
+    """Eight pools of blocks, or 300 requests if those are more."""
+    for slots, needed in ((10, 152), (1000, 152), (100_000, 4000)):
+        chooser = Chooser(Window(slots))
+        first = next(
+            number
+            for number in range(1, 5000)
+            if chooser.add(Request(100, 100.0, np.array(hits_of(1.0, by=20.0)))) is not None
+        )
+        assert needed <= first <= needed + 16
+
+
+def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
+    chooser = Chooser(Window(20_000))
+    assert len(ask(chooser, 2000, hits_of(4.0, by=20.0))) == 1
+    changed = []
+    for number in range(4000):
+        better = CHOICES[number // 40 % len(CHOICES)]
+        changed += [number] * (chooser.add(Request(100, 100.0, np.array(hits_of(better, by=50.0)))) is not None)
+    assert all(after - before >= 200 for before, after in pairwise(changed))
+
+
+def test_a_pool_chooses_for_itself_and_says_so(
+    make_engine: Callable[..., OffloadEngine], clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Documents that are read again and again, among ten times as many blocks that are read once."""
+    caplog.set_level("INFO", "kvstow.engine")
+    engine = make_engine(slots=200, policy="auto")
+    ranks = make_ranks(engine)
+    for number in range(1200):
+        clock.advance(1.0)
+        chain = (
+            [key(number % 24 * 100 + at) for at in range(5)]
+            if number % 2
+            else [key(10**6 + number * 100 + at) for at in range(20)]
+        )
+        lease = engine.acquire(chain)
+        store_keys(engine, ranks, chain)
+        engine.release_lease(lease)
+        engine.use(chain[3:], start=3)
+        engine.use(chain[:3], looked_up=(0, len(chain)))
+    pool = engine.pool
+    assert engine.stats().pool.k == pool.index.uses.k == pool.changes[-1].k > 0
+    assert f"from k = 0 to k = {pool.changes[0].k:g}: over the last" in caplog.text
+    engine.admin.set_policy("lru")
+    assert engine.stats().pool.k == 0.0
+    engine.check_integrity()
+
+
+# -- the curve ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[bytes]]) -> None:
+    """All keys are followed, and the window has just these requests. The uses of evicted blocks are not forgotten in
+    the same moment."""
+    requests, slots = long_traffic[:152], 160
+    ratios = []
+    for k in (0.0, 2.0):
+        pools = [Pool(int(times * slots), k) for times in SIZES]
+        hits = [sum(map(pool.serve, requests)) for pool in pools]
+        ratios.append([each / sum(map(len, requests)) for each in hits])
+    curve = pools[SIZES.index(1.0)].engine.curve()
+    assert curve is not None
+    assert (curve.requests, curve.blocks, curve.k) == (152, sum(map(len, requests)), 2.0)
+    assert [point.num_slots for point in curve.points] == [20, 40, 80, 160, 320, 640, 1280]
+    assert [point.lru for point in curve.points] == pytest.approx(ratios[0])
+    assert [point.own for point in curve.points] == pytest.approx(ratios[1], abs=0.02)
+
+
+def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:
+    for policy in ("lru", "4"):
+        engine = make_engine(policy=policy, curve=False)
+        assert engine.pool.comparison is None
+        engine.use([key(1)])
+        assert engine.curve() is None
+    assert make_engine(policy="auto", curve=False).pool.comparison is not None, "it chooses k"
