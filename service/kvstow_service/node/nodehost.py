@@ -42,6 +42,12 @@ from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodetier import NodeTier
 
+RANKS_OF_USER = 1024
+"""Of all sessions of one user (uid). The status of each takes 20 us, several times a second."""
+POOLS_OF_USER = 64
+NAMESPACES_OF_USER = 256
+"""Without those of engines that have reset their cache, which share an identity."""
+
 logger = logging.getLogger("kvstow.node")
 
 
@@ -180,6 +186,7 @@ class NodeHost:
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
         identity, namespace = self._identities(hello, peer)
         with self._lock:
+            self._require_ranks(peer.uid, identity.num_ranks)
             found = next((one for one in self._pools.values() if one.identity == identity), None)
             pool = found or self._make_pool(identity, namespace.model)
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
@@ -205,12 +212,38 @@ class NodeHost:
         assert hello.namespace is not None
         return replace(hello.pool, uid=peer.uid), hello.namespace
 
+    def _require_ranks(self, uid: int, num_ranks: int) -> None:
+        """The caller holds the lock. Raises `AttachRefusedError`."""
+        there = sum(len(one.ranks) for one in self._sessions.values() if one.pool.identity.uid == uid)
+        if there + num_ranks > RANKS_OF_USER:
+            raise _user_limit(f"sessions of uid {uid} have {there} ranks, and {RANKS_OF_USER} are allowed")
+
+    def _require_place(self, uid: int) -> None:
+        """Have a place for one more pool of the user, by closing the oldest that has no sessions if need be. The caller
+        holds the lock. Raises `AttachRefusedError`."""
+        mine = [pool for pool in self._pools.values() if pool.identity.uid == uid]
+        if len(mine) < POOLS_OF_USER:
+            return
+        in_use = {id(session.pool) for session in self._sessions.values()}
+        idle = next((pool for pool in mine if id(pool) not in in_use), None)
+        if idle is None:
+            raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, as many as are allowed")
+        logger.info("pool %s ends, as uid %d has %d pools and needs another one", idle.name, uid, len(mine))
+        self._close_pool(idle)
+
+    def _require_namespace(self, uid: int | None) -> None:
+        """The caller holds the lock. Raises `AttachRefusedError`."""
+        mine = (pool for pool in self._pools.values() if pool.identity.uid == uid)
+        if sum(not known.is_reset for pool in mine for known in pool.known.values()) >= NAMESPACES_OF_USER:
+            raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
+
     def _make_pool(self, identity: PoolIdentity, model: str) -> NodePool:
         """The caller holds the lock."""
-        name = unique_name(identity, model, {*self._pools, *self._closing})
-        pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         owner = identity.uid
         assert owner is not None, "the kernel has reported it"
+        self._require_place(owner)
+        name = unique_name(identity, model, {*self._pools, *self._closing})
+        pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
         self._memory.do(self._memory.pools.add_pool, pool, owner)
         self._pools[name] = pool
@@ -231,7 +264,9 @@ class NodeHost:
         if reasons and hello.require_sharing:
             raise AttachRefusedError("sharing_off", "; ".join(reasons))
         if namespace.name not in pool.known:
+            self._require_namespace(pool.identity.uid)
             namespace.sharing_off = reasons
+        hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
         control = pool.enter(hello.engine, namespace)
         session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
         self._sessions[session_id] = session
@@ -270,7 +305,10 @@ class NodeHost:
                 self._waiting.pop(session_id, None)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
-        self._sessions[session_id].release(lease_ids)
+        session = self._sessions[session_id]
+        session.release(lease_ids)
+        if session.pool.owed:
+            self._memory.do(self._memory.free_owed, session.pool)
 
     def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
         return self._sessions[session_id].begin_load(call)
@@ -358,6 +396,14 @@ class NodeHost:
         client = session.client(rank)
         session.pool.process_died(client)
         self._memory.do(self._memory.pools.end_client, client)
+        if session.pool.owed:
+            self._memory.do(self._memory.free_owed, session.pool)
+
+
+def _user_limit(why: str) -> AttachRefusedError:
+    return AttachRefusedError(
+        "user_limit", f"{why}; the engine tries again, and gets in when others of this user have ended"
+    )
 
 
 class _NoLink:

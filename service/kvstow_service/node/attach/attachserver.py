@@ -71,8 +71,8 @@ class AttachServer:
     they do not wait.
 
     No client can stop the thread or fill its memory: see `Clients` for the limits of connections, `Channel` for what
-    waits to be sent, and `Session` of the control plane for leases and loads. If the thread itself fails,
-    `failure` is set and `on_failure` is called.
+    waits to be sent, `NodeHost` for what one user may have, and `Session` of the control plane for leases and loads.
+    If the thread itself fails, `failure` is set and `on_failure` is called.
     """
 
     def __init__(

@@ -18,7 +18,8 @@ logger = logging.getLogger("kvstow.attach")
 
 REASONS = (
     *("hello_timeout", "identity", "memory", "no_descriptors", "no_pidfd", "peer_ended", "rank", "sharing_off"),
-    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "version"),
+    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "user_limit"),
+    "version",
     *("fds_missing", "fds_unwanted", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
 )
@@ -124,6 +125,11 @@ class Clients:
         client = ClientConnection(accepted, scratch, self._clock())
         self._strangers[client.channel.fileno()] = client
         return client
+
+    def has_place_for(self, uid: int) -> bool:
+        """Whether one more process of this user may be in a session: a quarter of the places is for others. O(n)."""
+        there = sum(one.member is not None and one.member.peer.uid == uid for one in self._members.values())
+        return there < max(1, self.limit - self.limit // 4)
 
     def accept_member(self, client: ClientConnection) -> None:
         """The client is no longer a stranger."""

@@ -36,7 +36,7 @@ class Member:
 
     def __init__(self, session: WireSession, hello: Hello, peer: Peer) -> None:
         self.session = session
-        self.hello = hello
+        self.hello = hello.in_session()
         self.peer = peer
         self.rank = None if hello.role == "scheduler" else hello.rank
         self.is_connected = True
@@ -56,15 +56,12 @@ class WireSession:
         self.session_id = session_id
         self.token = token
         self.token_digest = token_digest or digest_of(token)
-        self.hello = hello
+        self.hello = hello.in_session()
+        self.num_ranks = 0 if hello.pool is None else hello.pool.num_ranks
         self.uid = peer.uid
         self.state: SessionState = "attached"
         self.members: list[Member] = []
         """Includes members that have ended."""
-
-    @property
-    def num_ranks(self) -> int:
-        return 0 if self.hello.pool is None else self.hello.pool.num_ranks
 
     def member_of(self, rank: int | None) -> Member | None:
         """The connected member."""

@@ -431,6 +431,11 @@ class MemoryThread:
             with suppress(Exception):
                 self._on_failure(self.failure)
 
+    def free_owed(self, pool: NodePool) -> None:
+        """Free the slots that ended sessions and leases have held, which may take seconds."""
+        while pool.free_owed() and not self._stopping:
+            pass
+
     def _patience(self) -> float | None:
         if self.pools.waits:
             return _RETRY_SECONDS

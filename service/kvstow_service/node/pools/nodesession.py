@@ -30,7 +30,7 @@ from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
-from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
@@ -401,12 +401,7 @@ class NodeSession(MemoryHolder):
         return found
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        for lease_id in lease_ids:
-            try:
-                lease = self.control.find_lease(lease_id)
-            except LeaseError:
-                continue  # it has ended
-            self.control.release_lease(lease)
+        self.control.release_leases(lease_ids)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
         lease = self.control.find_lease(call.lease_id)

@@ -278,7 +278,12 @@ def test_ten_thousand_connections(node: Node, honest: Honest) -> None:
 
 def test_connections_beyond_the_limit_are_refused_while_all_are_sessions(make_node: MakeNode) -> None:
     node = make_node(limit=4)
-    sessions = [node.attach() for _ in range(4)]
+
+    def attach_as(uid: int) -> AttachConnection:
+        node.process(uid=uid)
+        return node.attach()
+
+    sessions = [attach_as(uid) for uid in range(4)]
     assert refusal_of(connect(node)) == "too_many_clients"
     sessions.pop().close()
     wait_until(lambda: figures_of(node.server).clients == 3)

@@ -230,6 +230,17 @@ def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
     assert [event[0] for event in node.host.events] == ["opened", "joined"]
 
 
+def test_one_user_leaves_places_for_others(make_node: MakeNode) -> None:
+    node = make_node(limit=8)
+    for _ in range(6):
+        node.process(uid=1000)
+        node.attach()
+    node.process(uid=1000)
+    assert refusal_by(node, node.connection(HELLO)).startswith("too_many_clients: processes of uid 1000 have as many")
+    node.process(uid=2000)
+    node.attach()
+
+
 # -- faults of the host ------------------------------------------------------------------------------------------
 
 
