@@ -491,7 +491,7 @@ MUTANTS = [
     Mutant(
         "a_user_has_any_number_of_namespaces",
         "service/kvstow_service/node/nodehost.py",
-        "            self._require_namespace(pool.identity.uid)\n",
+        "                self._require_namespace(peer.uid)\n",
         "",
         f"{NODE_HOST}::test_a_user_has_so_many_namespaces",
     ),

@@ -185,17 +185,30 @@ class NodeHost:
     # -- attaching: on the attach server's thread, like all below -------------------------------------------
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
-        identity, namespace = self._identities(hello, peer)
+        assert hello.pool is not None, "the hello of a scheduler half has both identities"
+        assert hello.namespace is not None
+        identity = replace(hello.pool, uid=peer.uid)  # the user that the kernel reports
         with self._lock:
             self._require_ranks(peer.uid, identity.num_ranks)
             found = next((one for one in self._pools.values() if one.identity == identity), None)
-            pool = found or self._make_pool(identity, namespace.model)
-            session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
+            pool = found or self._make_pool(identity, peer.uid, hello.namespace.model)
+            namespace = pool.namespace_of(hello.namespace)
+            reasons = sharing_off(pool, namespace, self._pools.values())
+            if reasons and hello.require_sharing:
+                raise AttachRefusedError("sharing_off", "; ".join(reasons))
+            if namespace.name not in pool.known:
+                self._require_namespace(peer.uid)
+                namespace.sharing_off = reasons
+            hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
+            control = pool.enter(hello.engine, namespace)
+            session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
+            self._sessions[session_id] = session
         if found is None:
             self.switches.apply_to(pool.facade.admin)
         self._memory.do(self._memory.pools.add_session, session)
-        self._enter_tier(session)
-        return SessionGrant(pool.facade.engine_id, pool.name, session.namespace.name, reasons)
+        if self.tier is not None:
+            self.tier.enter(session)
+        return SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons)
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
         session = self._sessions[session_id]
@@ -206,12 +219,6 @@ class NodeHost:
         session.workers[hello.rank] = hello
         if session.is_complete:  # only now are the NUMA nodes of all its devices known
             self._memory.do(self._memory.pools.start_session, session.pool, session.numa_nodes())
-
-    def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
-        """Both identities. The user is the one that the kernel reports, not the hello."""
-        assert hello.pool is not None, "the hello of a scheduler half has both identities"
-        assert hello.namespace is not None
-        return replace(hello.pool, uid=peer.uid), hello.namespace
 
     def _require_ranks(self, uid: int, num_ranks: int) -> None:
         """The caller holds the lock. Raises `AttachRefusedError`."""
@@ -232,16 +239,14 @@ class NodeHost:
         logger.info("pool %s ends, as uid %d has %d pools and needs another one", idle.name, uid, len(mine))
         self._close_pool(idle)
 
-    def _require_namespace(self, uid: int | None) -> None:
+    def _require_namespace(self, uid: int) -> None:
         """The caller holds the lock. Raises `AttachRefusedError`."""
         mine = (pool for pool in self._pools.values() if pool.identity.uid == uid)
         if sum(not known.is_reset for pool in mine for known in pool.known.values()) >= NAMESPACES_OF_USER:
             raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
 
-    def _make_pool(self, identity: PoolIdentity, model: str) -> NodePool:
+    def _make_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
         """The caller holds the lock."""
-        owner = identity.uid
-        assert owner is not None, "the kernel has reported it"
         self._require_place(owner)
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
@@ -249,34 +254,6 @@ class NodeHost:
         self._memory.do(self._memory.pools.add_pool, pool, owner)
         self._pools[name] = pool
         return pool
-
-    def _enter_namespace(
-        self,
-        session_id: str,
-        hello: Hello,
-        peer: Peer,
-        link: SessionLink,
-        pool: NodePool,
-        identity: NamespaceIdentity,
-    ) -> tuple[NodeSession, tuple[str, ...]]:
-        """The caller holds the lock."""
-        namespace = pool.namespace_of(identity)
-        reasons = sharing_off(pool, namespace, self._pools.values())
-        if reasons and hello.require_sharing:
-            raise AttachRefusedError("sharing_off", "; ".join(reasons))
-        if namespace.name not in pool.known:
-            self._require_namespace(pool.identity.uid)
-            namespace.sharing_off = reasons
-        hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
-        control = pool.enter(hello.engine, namespace)
-        session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
-        self._sessions[session_id] = session
-        return session, reasons
-
-    def _enter_tier(self, session: NodeSession) -> None:
-        """Enter the session in the fleet tier, which may have blocks of its namespace."""
-        if self.tier is not None:
-            self.tier.enter(session)
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -342,7 +319,8 @@ class NodeHost:
         name = session.control.reset()
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
-        self._enter_tier(session)
+        if self.tier is not None:
+            self.tier.enter(session)
         return ResetDone(name)
 
     def read_events(self, session_id: str, call: ReadEvents) -> EventPage:

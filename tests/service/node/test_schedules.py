@@ -22,11 +22,12 @@ from tests.service.node.rawengine import HELLO, NAMESPACE, SLOT_BYTES, key_of
 from kvstow.attach.calls import Hold
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
-from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.identity import NamespaceIdentity
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import LeaseError
 from kvstow.memory.rows import BookedExtent
+from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import RankMemory
@@ -425,13 +426,12 @@ def the_weights_are_no_part_of_a_namespace(patch: pytest.MonkeyPatch) -> None:
 
 
 def users_share_a_pool(patch: pytest.MonkeyPatch) -> None:
-    identities = NodeHost._identities
+    open_session = NodeHost.open_session
 
-    def of_any_user(host: NodeHost, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
-        pool, namespace = identities(host, hello, peer)
-        return replace(pool, uid=None), namespace
+    def of_any_user(host: NodeHost, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
+        return open_session(host, session_id, hello, Peer(peer.pid, 0, peer.gid, None), link)
 
-    patch.setattr(NodeHost, "_identities", of_any_user)
+    patch.setattr(NodeHost, "open_session", of_any_user)
 
 
 def a_reset_keeps_the_namespace(patch: pytest.MonkeyPatch) -> None:

@@ -411,11 +411,6 @@ class MemoryThread:
             pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
         self.do(self.pools.add_worker, session, hello.rank, record, pidfd)
 
-    def free_owed(self, pool: NodePool) -> None:
-        """Of the memory thread: free the slots that ended sessions and leases have held, which may take seconds."""
-        while pool.free_owed() and not self._stopping:
-            pass
-
     def look_again(self) -> None:
         """Something that memory may have been waiting for has changed."""
         self._wake.set()
@@ -435,6 +430,11 @@ class MemoryThread:
             logger.critical("%s", self.failure, exc_info=error)
             with suppress(Exception):
                 self._on_failure(self.failure)
+
+    def free_owed(self, pool: NodePool) -> None:
+        """Free the slots that ended sessions and leases have held, which may take seconds."""
+        while pool.free_owed() and not self._stopping:
+            pass
 
     def _patience(self) -> float | None:
         if self.pools.waits:
