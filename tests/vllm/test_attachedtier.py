@@ -40,7 +40,7 @@ class TieredNode:
 
     def _is_connected(self) -> bool:
         items = self.service.get("/v1/tier")["items"]
-        return bool(items) and {client["state"] for client in items[0]["clients"]} == {"connected"}
+        return bool(items) and {client["health"]["state"] for client in items[0]["clients"]} == {"connected"}
 
 
 MakeNode = Callable[[Path, str], TieredNode]
