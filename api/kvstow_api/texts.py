@@ -1,0 +1,124 @@
+"""Numbers, times, field values and switches as text for people. Standard library only, so that clients can use it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from kvstow.bytesize import format_size
+from kvstow.status import BypassStatus, DrainStatus
+
+ABSENT = "-"
+
+
+def duration(seconds: float | None) -> str:
+    """
+    >>> [duration(x) for x in (None, 0.0042, 12.5, 200, 90061)]
+    ['-', '4.2 ms', '12.5 s', '3m 20s', '25h 1m']
+    """
+    if seconds is None:
+        return ABSENT
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes}m {left}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60}m"
+
+
+def rate(per_second: float | None) -> str:
+    """
+    >>> rate(3 << 30)
+    '3 GiB/s'
+    """
+    return ABSENT if per_second is None else f"{format_size(per_second)}/s"
+
+
+def percent(ratio: float | None) -> str:
+    """
+    >>> percent(0.6123)
+    '61.2 %'
+    """
+    return ABSENT if ratio is None else f"{ratio * 100:.1f} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "block"), counted(1200, "block")
+    ('1 block', '1,200 blocks')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def moment(time: datetime | None) -> str:
+    """Date and time in the local time zone."""
+    return ABSENT if time is None else time.astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def field_text(name: str, value: object) -> str:
+    """The value of a view's field; the name of the field tells the unit.
+
+    >>> field_text("load_bytes", 2048), field_text("timeout", 2.5), field_text("hit_ratio", 0.5)
+    ('2 KiB', '2.5 s', '50.0 %')
+    >>> field_text("load_bytes_per_second", 2048.0), field_text("blocks_per_second", 12.34)
+    ('2 KiB/s', '12.3/s')
+    >>> field_text("blocks", 1234), field_text("op_id", 12345), field_text("paused", True), field_text("error", None)
+    ('1,234', '12345', 'yes', '-')
+    """
+    match value:
+        case None:
+            return ABSENT
+        case bool():
+            return "yes" if value else "no"
+        case datetime():
+            return moment(value)
+        case int() | float():
+            return _number(name, value)
+        case list() | tuple():
+            return ", ".join(field_text(name, item) for item in value) or ABSENT
+    return str(value) or ABSENT
+
+
+_SIZES = {"bytes", "size", "chunk"}
+_TIMES = {"seconds", "timeout", "delay", "deadline", "pause", "latency"}
+_IDENTIFIERS = {"port", "pid", "rank", "slot", "id", "ranks"}
+"""Words in the names of numbers that identify something: written without separators."""
+
+
+def _number(name: str, value: float) -> str:
+    words = set(name.split("_"))
+    if name.split("_")[-1] in _IDENTIFIERS and not name.startswith("num_"):
+        return str(value)
+    if name.endswith("bytes_per_second"):
+        return rate(value)
+    if name.endswith("per_second"):
+        return f"{value:,.1f}/s"
+    if words & _SIZES:
+        return format_size(value)
+    if words & _TIMES:
+        return duration(value)
+    if name.endswith("ratio"):
+        return percent(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def bypassed(bypass: BypassStatus) -> list[str]:
+    """The directions that are switched off."""
+    return [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+
+
+def bypass_words(bypass: BypassStatus) -> str:
+    off, left = bypassed(bypass), bypass.ttl_seconds_left
+    if not off:
+        return "nothing is bypassed"
+    return f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for another {duration(left)}")
+
+
+def drain_words(drain: DrainStatus) -> str:
+    if not drain.active:
+        return "the server is not draining"
+    if drain.drained:
+        return "drained: nothing is in flight"
+    stays = " (loads continue)" if drain.mode == "stop_stores" else ""
+    words = f"draining{stays}: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
+    left = drain.deadline_seconds_left
+    return words if left is None else f"{words}, {duration(left)} until the deadline"

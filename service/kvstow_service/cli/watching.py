@@ -1,0 +1,276 @@
+"""`kvstow doctor`, `kvstow events` and `kvstow wait`: what is wrong, what happens, and when it is over."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import click
+
+from kvstow_api.texts import counted, moment
+from kvstow_service.cli.connection import TIME, Connection, pool_flag, remote
+from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
+from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, text_of, wide_format_flag
+
+if TYPE_CHECKING:
+    from kvstow_api.answers import DoctorView, EventView, ReadinessView
+    from kvstow_api.client import ApiError, Client
+    from kvstow_api.client.eventstream import Subscription
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@wide_format_flag
+@remote
+def doctor(connection: Connection, style: Format) -> None:
+    """Tell what is wrong, whom it concerns, and what mends it.
+
+    Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
+    """
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        view = client.send(calls.doctor())
+    emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
+    click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
+
+
+def _lines(view: DoctorView, *, wide: bool) -> Iterator[str]:
+    for one in view.conditions:
+        yield f"{styled(one.severity, STATE_STYLES.get(one.severity))}  {one.what}"
+        yield f"  why  {one.why}"
+        yield f"  fix  {one.fix}"
+        if wide:
+            numbers = ", ".join(f"{name} {value:,g}" for name, value in one.evidence.items())
+            yield f"  {one.name}: {numbers or 'no numbers'}"
+        yield ""
+    yield f"{counted(len(view.conditions), 'condition')}; {counted(len(view.checked), 'kind')} looked for"
+    if wide:
+        yield from (f"not looked for: {name}: {reason}" for name, reason in view.skipped.items())
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+_RETRY_SECONDS = 1.0
+
+
+@click.command()
+@click.option("--type", "types", multiple=True, metavar="TYPE", help="Only this type; repeatable.")
+@click.option(
+    "--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Number of past events to start with."
+)
+@click.option("--limit", type=click.IntRange(1), help="Stop after this many.")
+@wide_format_flag
+@pool_flag
+@remote
+def events(
+    connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format, pool: str | None
+) -> None:
+    """Print events as they happen, until Ctrl-C.
+
+    Types: state, session, rank, tier, operation, change, lost. Events of blocks, stored and removed, come only if
+    --type names them, and only of one pool: --pool where there are several.
+    After a lost connection the stream resumes where it was. json prints one object a line.
+    """
+    from kvstow_api.client.eventstream import Subscription
+
+    stream = _stream(connection, Subscription(types, recent=recent, pool=pool))
+    try:
+        for event in islice(stream, limit):
+            click.echo(_line(event, style))
+    except KeyboardInterrupt:
+        click.get_current_context().exit()
+
+
+def _stream(connection: Connection, subscription: Subscription) -> Iterator[EventView]:
+    """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
+    from dataclasses import replace
+
+    from kvstow_api.client import ApiError
+
+    seen = False
+    with connection.client() as client:
+        while True:
+            try:
+                for event in client.events(subscription):
+                    seen = True
+                    subscription = replace(subscription, after=event.id or subscription.after, recent=0)
+                    yield event
+            except ApiError as error:
+                if error.problem is not None or not seen:
+                    raise
+                click.echo(f"{error}; trying again", err=True)
+            time.sleep(_RETRY_SECONDS)
+
+
+def _line(event: EventView, style: Format) -> str:
+    return text_of(event, style, lambda _: _words(event, with_id=style == "wide"), one_line=True)
+
+
+def _words(event: EventView, *, with_id: bool) -> str:
+    data = dict(event.data)
+    said = data.pop("time", None)
+    when = moment(datetime.fromisoformat(said) if said else None)
+    words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
+    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if with_id else "")
+
+
+# -- wait -------------------------------------------------------------------------------------------------------------
+
+
+Condition = Literal["ready", "pinned", "drained"]
+
+_POLL_SECONDS = 0.25
+_LINE_SECONDS = 5.0
+_PASSING = (429, 502, 503, 504)
+"""Statuses that may pass."""
+
+
+class _Status(NamedTuple):
+    """Whether the condition is met, and the state of the server in words. `error`: if it did not answer."""
+
+    met: bool
+    words: str
+    readiness: ReadinessView | None = None
+    error: ApiError | None = None
+
+
+@click.command()
+@click.option(
+    "--for",
+    "condition",
+    type=click.Choice(get_args(Condition)),
+    default="ready",
+    show_default=True,
+    help="ready: /readyz passes and the first slots are usable; pinned: all slots are usable, and all memory of a node "
+    "is populated; "
+    "drained: the server is draining and nothing is in flight.",
+)
+@click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long to wait; 0 checks once.")
+@remote
+def wait(connection: Connection, condition: Condition, timeout: float) -> None:
+    """Wait until the server is ready, pinned or drained.
+
+    The server does not have to be running yet. Prints what it is waiting for; on a terminal, also the progress of
+    each rank. Exits with code 3 on timeout.
+    """
+    ends = time.monotonic() + timeout
+    with connection.client() as client, _display() as show:
+        while not (status := _check(client, condition)).met:
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise CommandError(
+                    f"not {condition} after {timeout:g} s: {status.words}", _hint(status), ExitCode.NOT_READY
+                )
+            show(status)
+            time.sleep(min(_POLL_SECONDS, left))
+    click.echo(status.words)
+
+
+def _hint(status: _Status) -> str:
+    hint = status.error and hint_for(status.error)
+    return f"{hint or '`kvstow doctor` shows problems'}; --timeout waits longer"
+
+
+@contextmanager
+def _display() -> Iterator[Callable[[_Status], None]]:
+    """Shows each status on standard error: in place on a terminal, as lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines().show
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from kvstow_api.overview import rank_rows
+    from kvstow_service.cli.board import rank_bars
+
+    console = Console(stderr=True, highlight=False)
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+
+        def show(status: _Status) -> None:
+            words, (width, height) = Text(f"waiting: {status.words}"), console.size
+            ranks = () if status.readiness is None else rank_rows(status.readiness.ranks)
+            live.update(Group(words, rank_bars(ranks, width, max(4, height - 4))), refresh=True)
+
+        yield show
+
+
+class _Lines:
+    """Prints the first status at once, and then a line every five seconds at most, to spare logs."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._said, self._next = clock, "", clock()
+
+    def show(self, status: _Status) -> None:
+        if status.words != self._said and self._clock() >= self._next:
+            click.echo(f"waiting: {status.words}", err=True)
+            self._said, self._next = status.words, self._clock() + _LINE_SECONDS
+
+
+def _check(client: Client, condition: Condition) -> _Status:
+    """A server that is unreachable or busy is waited for. Raises `ApiError` for a refusal that will not pass."""
+    from kvstow_api.client import ApiError
+
+    try:
+        return _CHECKS[condition](client)
+    except ApiError as error:
+        if not _may_pass(error):
+            raise
+        return _Status(False, str(error), error=error)
+
+
+def _may_pass(error: ApiError) -> bool:
+    return error.status is None or error.status in _PASSING
+
+
+def _ready(client: Client) -> _Status:
+    from kvstow_api.client import calls
+
+    probe, readiness = client.send(calls.probe("readyz")), client.send(calls.readiness())
+    if probe.ok:
+        # a node is ready before the first engine attaches: there is no slot then
+        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness), readiness)
+    failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
+    words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
+    return _Status(False, words, readiness)
+
+
+def _pinned(client: Client) -> _Status:
+    from kvstow_api.client import calls
+
+    readiness, is_node = client.send(calls.readiness()), client.send(calls.info()).node
+    memory = readiness.memory
+    is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
+    if readiness.usable_slots >= readiness.capacity_slots and is_populated:
+        return _Status(True, _state(readiness), readiness)
+    is_paused = any(pool.pinning_paused for pool in client.send(calls.pools()).items)
+    paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
+    return _Status(False, _state(readiness) + paused, readiness)
+
+
+def _drained(client: Client) -> _Status:
+    from kvstow_api.client import calls
+    from kvstow_api.texts import drain_words
+
+    drain = client.send(calls.drain_status())
+    hint = "" if drain.active else "; `kvstow drain` starts that"
+    return _Status(drain.drained, drain_words(drain) + hint)
+
+
+_CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
+
+
+def _state(readiness: ReadinessView) -> str:
+    """How many slots are usable; also the reason, if the state is not on its way to ready."""
+    if not readiness.capacity_slots:
+        return f"{readiness.state}: {readiness.reason}"
+    words = f"{readiness.state}: {readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
+    return words if readiness.state in ("ready", "pinning", "starting") else f"{words}; {readiness.reason}"

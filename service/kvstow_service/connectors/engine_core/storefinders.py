@@ -1,0 +1,378 @@
+"""What finds the GPU blocks that are worth storing.
+
+Eager stores take each block once, as soon as its tokens are confirmed, and the last blocks when the request ends. Lazy
+stores take blocks that the GPU's cache is about to evict. The states of recurrent layers (Mamba) are blocks that sum up
+all tokens before them instead of holding some."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
+from kvstow_service.connectors.engine_core.stepplan import Step
+from kvstow_service.connectors.engine_core.stores import Backlog, GPUBlocks, Offer, Stores, WrittenBlocks
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+
+class StoreFinder(Protocol):
+    """Finds the GPU blocks that are worth storing, and offers them to `Stores`."""
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether blocks wait that only the finder knows about: they were offered and not stored, or their request has
+        ended before they could be offered."""
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """The request has its tables."""
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Offer what is due in step `number`, with at most `room` blocks of the backlog. Returns how many blocks were
+        offered."""
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Offer what is complete at the end of a request that has run."""
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        """Take back blocks that were offered and not stored. They join the backlog."""
+
+    def forget_blocks(self) -> None:
+        """The pool was emptied."""
+
+
+class EagerStores:
+    """Finds complete blocks that were not offered yet.
+
+    It visits a request only while the request has such blocks or soon will: O(blocks), not O(requests) per step. A step
+    visits at most `step_blocks` of them. Further blocks of a running request wait in its tables for the next steps.
+    Blocks of finished requests, and blocks that were offered but not stored, wait in a `Backlog`. Used by the
+    scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        groups: KVGroups,
+        gpu: GPUBlocks,
+        stores: Stores,
+        requests: Mapping[str, TrackedRequest],
+        events: EventFeed | None,
+        step_blocks: int,
+    ) -> None:
+        """`requests`: the requests that vLLM has, by name; owned by the caller."""
+        self._groups, self._alignment = groups.in_tables, groups.alignment
+        self._gpu, self._stores, self._requests, self._events = gpu, stores, requests, events
+        self._stride_blocks = sum(self._alignment // group.block_tokens for group in self._groups) or 1
+        self._late_tokens = max((group.late_tokens for group in self._groups), default=0)
+        self._step_blocks = self._left_for_ends = step_blocks
+        self._due: dict[str, TrackedRequest] = {}
+        self._backlog = Backlog(gpu)
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """The blocks that the GPU had cached for the request are offered, too: the pool may have lost them."""
+        self._due[tracked.request.request_id] = tracked
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Offer what older steps have completed for the requests that run in this step, and then the backlog, as far as
+        the pool has `room`. This step has yet to write the `written` blocks."""
+        self._follow_tables(step.scheduled_cached_reqs, number)
+        offer, left = self._completed(step.num_scheduled_tokens, written)
+        count = min(left, room - len(offer.keys))
+        if self._backlog and count > 0:
+            keys, blocks = self._backlog.take_cached(count, written.block_ids)
+            offer.keys.extend(keys)
+            offer.blocks.extend(blocks)
+        self._left_for_ends = self._step_blocks
+        self._stores.plan_store(offer)
+        return len(offer.keys)
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Offer what is complete at the end of a request, whose blocks are in `tables`. The request still references
+        them. Blocks beyond the limit of one step go to the backlog.
+
+        vLLM has removed from `tables` the blocks that left a window in the request's last step, although it still
+        caches them. For a group with a window, this method therefore uses the blocks that the request was given.
+        """
+        self._due.pop(tracked.request.request_id, None)
+        for group in self._groups:
+            if group.is_full:
+                tracked.tables[group.index] = list(tables[group.index])
+        offer = Offer([], [])
+        if self._left_for_ends > 0:
+            self._left_for_ends -= self._take_next(tracked, self._left_for_ends, WrittenBlocks(), offer)
+        self._backlog.add_blocks(self._take_rest(tracked))
+        self._stores.plan_store(offer, tracked.request.request_id)
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        self._backlog.add_blocks(block_ids)
+
+    def forget_blocks(self) -> None:
+        self._backlog.forget_backlog()
+
+    def _follow_tables(self, running: Any, number: int) -> None:
+        """Running requests got more GPU blocks, for the tokens of the step that is being planned."""
+        for request_id, new_blocks in zip(running.req_ids, running.new_block_ids, strict=True):
+            if new_blocks is None:
+                continue
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.admitted_at == number:  # at admission, the whole table was given
+                continue
+            for table, blocks in zip(tracked.tables, new_blocks, strict=True):
+                table.extend(blocks)
+            self._due[request_id] = tracked
+
+    def _completed(self, scheduled: Container[str], written: WrittenBlocks) -> tuple[Offer, int]:
+        """Blocks of the requests that run, and how many more blocks this step may visit. A request that does not run
+        has no blocks if it was preempted."""
+        offer, left = Offer([], []), self._step_blocks
+        for request_id, tracked in list(self._due.items()):
+            if request_id not in scheduled:
+                continue
+            if not tracked.has_run:  # this step may write, for another request, the blocks that it found on the GPU
+                tracked.has_run = True
+                continue
+            if left <= 0:
+                continue
+            left -= self._take_next(tracked, left, written, offer)
+            del self._due[request_id]
+            if self._expects_more(tracked):
+                self._due[request_id] = tracked  # behind the others, which come first in the next step
+        return offer, left
+
+    def _complete_tokens(self, tracked: TrackedRequest) -> int:
+        """The number of tokens up to which the request's blocks can be stored, in whole strides of `alignment`, where
+        hits end. vLLM caches the blocks of a group with a window no earlier."""
+        if tracked.withheld or not tracked.has_keys:
+            return 0
+        end, num_hashes = tracked.confirmed_tokens - self._late_tokens, len(tracked.request.block_hashes)
+        for group in self._groups:
+            blocks = min(len(tracked.tables[group.index]), num_hashes // group.hashes_per_block)
+            end = min(end, blocks * group.block_tokens)
+        return end // self._alignment * self._alignment
+
+    def _expects_more(self, tracked: TrackedRequest) -> bool:
+        """Whether there are complete blocks, or may be before the request gets another block: the next one has been
+        started."""
+        stride_end = tracked.offered_tokens + self._alignment
+        if any(len(tracked.tables[group.index]) * group.block_tokens > stride_end for group in self._groups):
+            return True
+        return self._complete_tokens(tracked) >= stride_end
+
+    def _take_next(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
+        """Add about `most` of the request's next complete blocks to the offer. Returns how many blocks were visited."""
+        if tracked.adapter is not None:
+            tracked.adapter.check()
+        alignment, start = self._alignment, tracked.offered_tokens
+        strides = min((self._complete_tokens(tracked) - start) // alignment, max(1, most // self._stride_blocks))
+        if strides <= 0:
+            return 0
+        tracked.offered_tokens = end = start + strides * alignment
+        found = Offer([], [])
+        ends: list[int] = []  # of the blocks found, in tokens
+        for group in self._groups:
+            first, last = start // group.block_tokens, end // group.block_tokens
+            loaded = _blocks_of(tracked.loaded, group)
+            for numbers in (range(first, min(last, loaded.start)), range(max(first, loaded.stop), last)):
+                if numbers:
+                    self._find(tracked, group, numbers, written, found, ends)
+        if len(self._groups) > 1:  # as in `KVGroups.places`: the end of a prefix is evicted before its beginning
+            order = sorted(range(len(ends)), key=ends.__getitem__)
+            found = Offer([found.keys[at] for at in order], [found.blocks[at] for at in order])
+        offer.keys.extend(found.keys)
+        offer.blocks.extend(found.blocks)
+        return strides * self._stride_blocks
+
+    def _find(
+        self,
+        tracked: TrackedRequest,
+        group: KVGroup,
+        numbers: range,
+        written: WrittenBlocks,
+        found: Offer,
+        ends: list[int],
+    ) -> None:
+        keys = tracked.keys(group, numbers.start, numbers.stop)
+        blocks = tracked.tables[group.index][numbers.start : numbers.stop]
+        if self._events is not None:
+            self._events.offered(tracked.request, group, numbers.start, keys)
+        if not group.is_full:
+            pairs = zip(keys, blocks, numbers, strict=True)
+            there = [pair for pair in pairs if self._caches(pair[1], pair[0])]
+            if there and not written.block_ids.isdisjoint([block for _, block, _ in there]):
+                self._backlog.add_blocks([block for _, block, _ in there if block in written.block_ids])
+                there = [pair for pair in there if pair[1] not in written.block_ids]
+            keys, blocks = [key for key, _, _ in there], [block for _, block, _ in there]
+            ends.extend([(number + 1) * group.block_tokens for _, _, number in there])
+        elif len(self._groups) > 1:
+            ends.extend([(number + 1) * group.block_tokens for number in numbers])
+        found.keys.extend(keys)
+        found.blocks.extend(blocks)
+
+    def _caches(self, block: int, key: bytes) -> bool:
+        """Whether vLLM caches this content in the block. A block that has left the window may belong to another
+        request."""
+        block_hash = self._gpu.pool.blocks[block].block_hash
+        return block_hash is not None and self._gpu.offer_of([block_hash], [block]).keys == [key]
+
+    def _take_rest(self, tracked: TrackedRequest) -> list[int]:
+        """All further complete blocks, the root of the prefix first. They count as offered."""
+        start, end = tracked.offered_tokens, self._complete_tokens(tracked)
+        if start >= end:
+            return []
+        tracked.offered_tokens = end
+        runs = [
+            (group, tracked.tables[group.index][start // group.block_tokens : end // group.block_tokens])
+            for group in self._groups
+        ]
+        return in_token_order(runs)
+
+
+def _blocks_of(tokens: range, group: KVGroup) -> range:
+    """The group's blocks that hold these tokens."""
+    if not tokens:
+        return range(0)
+    return range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
+
+
+class LazyStores:
+    """Finds the first `ahead_blocks` of the GPU's free queue, the next to be evicted, and stores them.
+
+    Stored blocks return to their old place in the queue, so the GPU's order of eviction does not change. Only those
+    first blocks are ever stored. A step reads the queue, at 60 ns a block, in three cases: its head has changed since
+    the last read, fewer blocks were free then, or blocks wait that were not stored. A step offers at most
+    `step_blocks`. Used by the scheduler's thread.
+    """
+
+    def __init__(
+        self, control: ControlPlane, gpu: GPUBlocks, stores: Stores, ahead_blocks: int, step_blocks: int
+    ) -> None:
+        self._control, self._gpu, self._stores = control, gpu, stores
+        self._ahead_blocks, self._step_blocks = ahead_blocks, step_blocks
+        self._head: Any = None
+        self._offered: dict[int, bytes] = {}  # by block: the content that was offered
+        self._not_stored: dict[int, bytes] = {}  # the same, for blocks that the pool did not take
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._not_stored)
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """Does nothing: lazy stores do not use block tables."""
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Offer blocks near eviction that were not offered yet and are not in the pool. Blocks that are being stored
+        return to the front of the queue. Blocks that were not stored are offered again, up to the pool's `room`."""
+        most = self._step_blocks
+        if room:
+            most = min(most, room)
+            if self._not_stored:
+                self._not_stored, self._head = {}, None
+        offer = self._missing(self._next_evicted(most))
+        if offer.keys:
+            self._stores.plan_store(offer)
+        return len(offer.keys)
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Does nothing: the blocks of an ended request join the free queue."""
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            content = self._offered.pop(block_id, None)
+            if content is not None:
+                self._not_stored[block_id] = content
+
+    def forget_blocks(self) -> None:
+        self._offered.clear()
+        self._not_stored.clear()
+        self._head = None
+
+    def _next_evicted(self, most: int) -> Offer:
+        queue = self._gpu.pool.free_block_queue
+        block, tail = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
+        if block is self._head or not self._gpu.hash_bytes:
+            return Offer([], [])
+        self._head = block
+        hashes: list[bytes] = []
+        blocks: list[int] = []
+        for _ in range(self._ahead_blocks - self._gpu.num_sources()):
+            if block is None or block is tail or len(blocks) == most:
+                self._head = None  # look again, for blocks freed next or blocks beyond `most`
+                break
+            content, block_id = block.block_hash, block.block_id
+            if content is not None and content not in (self._offered.get(block_id), self._not_stored.get(block_id)):
+                self._offered[block_id] = content
+                hashes.append(content)
+                blocks.append(block_id)
+            block = block.next_free_block
+        return self._gpu.offer_of(hashes, blocks)
+
+    def _missing(self, found: Offer) -> Offer:
+        there = self._control.present(found.keys) if found.keys else ()
+        kept = [pair for pair, is_there in zip(zip(*found, strict=True), there, strict=True) if not is_there]
+        return Offer([key for key, _ in kept], [block for _, block in kept])
+
+
+class RecurrentStates:
+    """Stores the states that vLLM hands over at block boundaries (vLLM 0.30, `mamba_cache_mode` "align").
+
+    vLLM hands a state over with the step that computes it, so the state is read one step later. It is referenced until
+    then. A request's block table does not contain states: their blocks are taken as they are handed over, under the
+    hash by which vLLM caches them. Used by the scheduler's thread.
+    """
+
+    def __init__(self, gpu: GPUBlocks, stores: Stores) -> None:
+        self._gpu, self._stores = gpu, stores
+        self._waiting: list[tuple[Any, bytes]] = []  # blocks, and their hashes when they were handed over
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether states wait for the step that computes them."""
+        return bool(self._waiting)
+
+    def blocks_computed(self, step: Any) -> list[int]:
+        """Blocks of the states that this step computes."""
+        return [block_id for states in _handed_over(step).values() for _, block_id, _ in states]
+
+    def follow_step(self, step: Any) -> None:
+        """Store what the previous step handed over, as far as vLLM still caches it. Then take over the states of this
+        step."""
+        waiting, self._waiting = self._waiting, []
+        cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
+        hashes = [block_hash for _, block_hash in cached]
+        self._stores.plan_store(self._gpu.offer_of(hashes, [block.block_id for block, _ in cached]))
+        self._unreference(waiting)  # blocks that are being stored have their own references by now
+        if self._gpu.hash_bytes:
+            self._take_over(step)
+
+    def forget_states(self) -> None:
+        """Forget the waiting states: they belong to weights that were replaced."""
+        waiting, self._waiting = self._waiting, []
+        self._unreference(waiting)
+
+    def _take_over(self, step: Any) -> None:
+        """Take over the states of this step. Blocks of requests that have ended may belong to other requests by now."""
+        states = _handed_over(step)
+        gone = {*(step.preempted_req_ids or ()), *step.finished_req_ids} if states else ()
+        blocks = [
+            self._gpu.pool.blocks[block_id]
+            for request_id, entries in states.items()
+            if request_id not in gone
+            for _, block_id, _ in entries
+        ]
+        kept = [block for block in blocks if not block.is_null and block.block_hash is not None]
+        self._gpu.pool.touch(kept)
+        self._waiting += [(block, block.block_hash) for block in kept]
+
+    def _unreference(self, waiting: Sequence[tuple[Any, bytes]]) -> None:
+        self._gpu.pool.free_blocks([block for block, _ in waiting])
+
+
+def _handed_over(step: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """The (group, block, tokens) of each request's states."""
+    handed_over = step.kv_connector_block_state
+    return {} if handed_over is None else handed_over.boundary_state_offloads

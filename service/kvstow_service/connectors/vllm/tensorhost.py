@@ -1,0 +1,115 @@
+"""The worker's half as a vLLM process hosts it: a rank's data plane, either with an agent or attached to the node
+service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvstow.attach.identity import RegionIdentity
+from kvstow.devices.base import Fence
+from kvstow.messages import RankReport
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.stepplan import RankSession
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, WorkerHost
+from kvstow_service.connectors.engine_core.workerside import RankDataPlane
+from kvstow_service.connectors.vllm.rankdataplane import (
+    AttachedPlane,
+    KVGeometry,
+    build_attached_plane,
+    build_plane,
+    fence_of,
+    kv_geometry,
+)
+
+_TELL_SECONDS = 0.5
+
+
+class _TensorHost(WorkerHost[KVGeometry]):
+    """A worker whose KV cache is torch tensors, by layer."""
+
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
+        super().__init__(options, process)
+        self._num_blocks = num_blocks
+        self._regions: tuple[RegionIdentity, ...] = ()
+
+    def _read_geometry(self, kv_cache: Mapping[str, Any]) -> KVGeometry:
+        geometry = kv_geometry(kv_cache, self._num_blocks)
+        pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
+        self.side.expect_layers(geometry.part_of)
+        self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
+        return geometry
+
+    def _fence_of(self, kv_cache: Mapping[str, Any]) -> Callable[[], Fence | None]:
+        return fence_of(kv_cache)
+
+
+class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
+    """A worker with a pool of its own and an agent."""
+
+    def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
+        pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
+        return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
+
+    def _make_hello(self, slot_bytes: int) -> RankHello:
+        return replace(super()._make_hello(slot_bytes), regions=self._regions)
+
+
+class AttachedWorkerHost(_TensorHost):
+    """A worker that uses the node service's memory."""
+
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
+        super().__init__(options, process, num_blocks)
+        self._socket = socket
+        self._told = RankSession()
+        self._tell_at = 0.0
+        self._timed_step = 0
+
+    def follow(self, metadata: KVStowMetadata) -> None:
+        plane = self.side.plane
+        if metadata.ticket is not None and isinstance(plane, AttachedPlane):
+            plane.join(metadata.ticket)
+        self._timed_step = metadata.timed_step
+
+    @property
+    def timed_step(self) -> int:
+        return self._timed_step if self._process.rank == 0 else 0
+
+    def news(self) -> tuple[RankReport | None, RankSession | None]:
+        """Reports a new session at once, and more memory twice a second."""
+        plane = self.side.plane
+        session = plane.session if isinstance(plane, AttachedPlane) else RankSession()
+        if session == self._told:
+            return None, None
+        now = time.monotonic()
+        is_new = (session.number, session.slots > 0) != (self._told.number, self._told.slots > 0)
+        if not is_new and now < self._tell_at:
+            return None, None
+        self._told, self._tell_at = session, now + _TELL_SECONDS
+        return None, session
+
+    def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
+        return build_attached_plane(
+            self._process.rank,
+            self._socket,
+            self._options,
+            geometry,
+            engine=self._process.engine_id,
+            replicated=self._process.replicated,
+            sender=self._sender,
+        )
+
+    def _make_hello(self, slot_bytes: int) -> RankHello:
+        return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions)
+
+
+def worker_host(options: ConnectorOptions, process: VLLMProcess, kv_cache_config: Any) -> WorkerHost[KVGeometry]:
+    num_blocks = kv_cache_config.num_blocks
+    if options.attach is not None:
+        return AttachedWorkerHost(options, process, num_blocks, options.attach)
+    return EmbeddedWorkerHost(options, process, num_blocks)
