@@ -303,6 +303,7 @@ class PoolMemories:
             found.pool.due_bytes = due.get(name, 0)
 
 
+_SLICE_PAUSE = 0.0005
 _RETRY_SECONDS = 0.02
 _CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
 
@@ -430,7 +431,7 @@ class MemoryThread:
 
     def _free_owed(self, pool: NodePool) -> None:
         while pool.free_owed() and not self._stopping:
-            pass
+            time.sleep(_SLICE_PAUSE)  # otherwise this thread would take the pool's lock again before any other one
 
     def end_claims(self, pool: NodePool) -> None:
         """The pool no longer has sessions."""
