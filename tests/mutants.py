@@ -385,7 +385,7 @@ MUTANTS = [
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
     Mutant(
-        "a_worker_lets_go_of_what_it_was_not_asked_for",
+        "a_worker_releases_what_was_not_revoked",
         RANK_MEMORY,
         "            if not self._find(extent_id).revoked:\n",
         "            if self._find(extent_id) is None:\n",
@@ -417,9 +417,9 @@ MUTANTS = [
         "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
-        "a_worker_without_memory_is_told_nothing",
+        "a_worker_without_memory_gets_no_message",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "        self.has_all = not session.is_engine\n",
+        "        self.has_all = not session.control.is_engine\n",
         "        self.has_all = True\n",
         "tests/service/node/pools/test_poolmemory.py::"
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
@@ -1120,8 +1120,8 @@ PATCHED = [
     ),
     Patched(
         "tests/service/node/test_nodetier.py",
-        ("test_mutant_extents_are_let_go_before_they_are_unmapped",),
-        "tests/service/node/test_nodetier.py::test_mutant_extents_are_let_go_before_they_are_unmapped",
+        ("test_mutant_extents_are_released_before_they_are_unmapped",),
+        "tests/service/node/test_nodetier.py::test_mutant_extents_are_released_before_they_are_unmapped",
     ),
     Patched(
         "tests/service/node/test_tierrestart.py",
