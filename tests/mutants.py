@@ -482,6 +482,20 @@ MUTANTS = [
         "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
     ),
     Mutant(
+        "a_pool_that_cannot_be_read_costs_all",
+        SURVIVORS,
+        "except Exception as error:  # noqa: BLE001 - what one user's engines",
+        "except OSError as error:  # what one user's engines",
+        f"{SURVIVAL}::test_a_pool_that_cannot_be_read_costs_no_other_one",
+    ),
+    Mutant(
+        "the_pools_of_one_user_fill_the_roster",
+        SURVIVORS,
+        "_COPY_BYTES = 32 << 20",
+        "_COPY_BYTES = 8 << 20",
+        f"{SURVIVAL}::test_the_roster_has_room_for_the_pools_of_some_users",
+    ),
+    Mutant(
         "settings_of_any_length",
         "engine/kvstow/attach/payloads.py",
         "> _MAX_PAIRS_TEXT:",

@@ -317,6 +317,7 @@ class PoolMemories:
             found.pool.due_bytes = due.get(name, 0)
 
 
+_SLICE_PAUSE = 0.0005
 _RETRY_SECONDS = 0.02
 _CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
 
@@ -411,6 +412,11 @@ class MemoryThread:
             pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
         self.do(self.pools.add_worker, session, hello.rank, record, pidfd)
 
+    def free_owed(self, pool: NodePool) -> None:
+        """Of the memory thread: free the slots that ended sessions and leases have held, which may take seconds."""
+        while pool.free_owed() and not self._stopping:
+            time.sleep(_SLICE_PAUSE)  # otherwise this thread would take the pool's lock again before any other one
+
     def look_again(self) -> None:
         """Something that memory may have been waiting for has changed."""
         self._wake.set()
@@ -430,11 +436,6 @@ class MemoryThread:
             logger.critical("%s", self.failure, exc_info=error)
             with suppress(Exception):
                 self._on_failure(self.failure)
-
-    def free_owed(self, pool: NodePool) -> None:
-        """Free the slots that ended sessions and leases have held, which may take seconds."""
-        while pool.free_owed() and not self._stopping:
-            pass
 
     def _patience(self) -> float | None:
         if self.pools.waits:

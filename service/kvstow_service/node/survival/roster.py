@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -80,7 +81,9 @@ class WorkerRecord:
 
 
 ROSTER_NAME = "kvstow-roster"
-_COPY_BYTES = 8 << 20  # takes memory as far as it is written
+_COPY_BYTES = 32 << 20
+"""Takes memory as far as it is written. What does not fit costs the keeper, so a single user must not come near it: 64
+pools, with identities from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
 _STATE_BYTES = 4096
 _FILE_BYTES = _STATE_BYTES + 2 * _COPY_BYTES
 _VOID, _VALID, _IN_RECOVERY = b"\0", b"\1", b"\2"
@@ -250,7 +253,11 @@ class _RosterReader:
             record = WorkerRecord(**described)
             workers.setdefault(record.pool, []).append(record)
         for described in content["pools"]:
-            self._read_pool(described, workers.get(described["record"]["name"], []))
+            name = described["record"]["name"]
+            try:
+                self._read_pool(described, workers.get(name, []))
+            except Exception as error:  # noqa: BLE001 - what one user's engines have said costs no other user's cache
+                logger.warning("pool %s of an earlier service is not used: %r", name, error)
 
     def _read_extent(
         self, number: int, num_bytes: int, node: int | None, owner: int | None, identity: list[int], is_spare: bool
@@ -283,13 +290,17 @@ class _RosterReader:
             os.close(fd)
             logger.warning("pool %s of an earlier service is not used: %s", record.name, error)
             return
-        self._pools.append(SurvivingPool(record, journal, {}, [], []))
-        for one in journal.namespaces().values():
-            if one.note is not None:
-                note = JsonObject(one.note, "record of a namespace")
-                self._pools[-1].namespaces[one.name] = NamespaceIdentity.from_json(note)
-        self._pools[-1].rows = self._sound_rows(record, described["rows"])
-        self._pools[-1].workers = [worker for one in workers if (worker := self._living(one)) is not None]
+        with ExitStack() as undo:
+            undo.callback(journal.close)
+            namespaces = {
+                one.name: NamespaceIdentity.from_json(JsonObject(one.note, "record of a namespace"))
+                for one in journal.namespaces().values()
+                if one.note is not None
+            }
+            rows = self._sound_rows(record, described["rows"])
+            living = [worker for one in workers if (worker := self._living(one)) is not None]
+            self._pools.append(SurvivingPool(record, journal, namespaces, rows, living))
+            undo.pop_all()
 
     def _sound_rows(self, record: PoolRecord, rows: list[list[Any]]) -> list[SurvivingRow]:
         """The rows from the first one on that are whole. Those above one that is not are lost."""

@@ -15,13 +15,16 @@ import pytest
 from tests.service.node.conftest import NAMESPACE, POOL
 from tests.service.node.keepers import end_keeper, kinds_held, look
 
+from kvstow.attach.channel import MAX_HELLO_BYTES
 from kvstow.attach.hello import digest_of
+from kvstow.attach.identity import PoolIdentity
 from kvstow.config import HugePages
-from kvstow.errors import KeeperBusyError, KeeperError
+from kvstow.errors import InvalidRequestError, KeeperBusyError, KeeperError
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
+from kvstow_service.node.nodehost import POOLS_OF_USER
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
@@ -383,6 +386,36 @@ def test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it(
     first.close()
     found = start().found
     assert (len(found.extents), len(found.pools), len(found.given_up)) == (num_extents, num_pools, num_given_up)
+
+
+def test_a_pool_that_cannot_be_read_costs_no_other_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its identity is what an engine has said."""
+    first = start()
+    first.begin()
+    record = first.pool.record(os.geteuid(), EXTENT)
+    first.memory.budget.add_pool("a", record.layout)
+    first.records.add_pool(first.pool, record)
+    first.records.save(first.memory)
+    first.close()
+
+    def refuse(_: object) -> PoolIdentity:
+        raise InvalidRequestError("record of a pool")
+
+    monkeypatch.setattr(PoolIdentity, "from_json", refuse)
+    found = start().found
+    assert (found.pools, len(found.extents)) == ([], 4), "the spare ones"
+    assert "of an earlier service is not used: InvalidRequestError('record of a pool')" in caplog.text
+
+
+def test_the_roster_has_room_for_the_pools_of_some_users() -> None:
+    """Each with identities of the longest hellos: what does not fit costs all of them the keeper."""
+    roster = Roster.create()
+    content = {"pools": ["x" * MAX_HELLO_BYTES] * (5 * POOLS_OF_USER)}
+    roster.write(content)
+    assert Roster.read(roster.fd) == content
+    roster.close()
 
 
 def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(
