@@ -22,7 +22,7 @@ from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows
 from kvstow.control.uses import hash_keys
 from kvstow.keys import make_key
 from kvstow.messages import Completion
-from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.replay.ranks import SimulatedWorker
 
 POOLS = {
     "conversation": (2000, 4000, 16_000),
