@@ -143,6 +143,7 @@ class Index:
         runs = namespace.keys.present_runs(keys)
         slots = self.evictable(runs)
         classes = self.uses.classes(slots)
+        self.uses.recall(runs, self.slot_keys.key_of, namespace.tag)
         least = self.uses.count(runs, least)
         self.times.mark_used(runs, now)
         namespace.order.reclassify(slots, classes)
@@ -170,7 +171,7 @@ class Index:
             slots = [slot for slot in slots if slot not in disowned]
         namespace.keys.put(keys, slots)
         self.times.mark_stored(slots, now)
-        self.uses.admit(keys, slots, namespace.tag)
+        self.uses.admit(slots)
         namespace.order.attach(list(slots))
         return Removal(tuple(keys), list(disowned))
 

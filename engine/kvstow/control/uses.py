@@ -72,6 +72,8 @@ def smoothed(age: float | None, new: float, count: float, num_slots: float) -> f
 
 _GHOSTS_PER_SLOT = 4
 _LEAST_GHOSTS = 1024
+_MOST_EVICTED = 4096
+"""Keys that wait to be remembered."""
 _COUNT = np.uint64(0xFF)
 
 
@@ -128,6 +130,9 @@ class Uses:
         self._num_slots = 0
         self._counts = bytearray()
         self._ghosts = Ghosts()
+        self._evicted: list[tuple[Sequence[bytes], bytes, int]] = []
+        """Keys with their uses, and the number of their namespace, that are not in the table yet."""
+        self._num_evicted = 0
 
     @property
     def scale(self) -> float:
@@ -147,18 +152,44 @@ class Uses:
         """The class of each slot, from 0 to `NUM_CLASSES` - 1."""
         return bytes(values_at(self._counts, slots)).translate(CLASSES)
 
-    def admit(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
-        """These slots have new content. It was used as often as is known of its key."""
-        counts = self._counts
-        known = self._ghosts.find(hash_keys(keys, tag)) if self._ghosts else bytes(len(keys))
-        for slot, uses in zip(slots, known, strict=True):
-            counts[slot] = uses
+    def admit(self, slots: Sequence[int]) -> None:
+        """These slots, in ascending order, have new content. What is known of its uses is looked up with its next
+        one."""
+        if len(slots) and slots[-1] - slots[0] == len(slots) - 1:
+            self._counts[slots[0] : slots[-1] + 1] = bytes(len(slots))
+        else:
+            for slot in slots:
+                self._counts[slot] = 0
 
     def evict(self, keys: Sequence[bytes], slots: Sequence[int], tag: int) -> None:
         """Remember the uses of what these slots held."""
         uses = bytes(values_at(self._counts, slots))
         if any(uses):
+            self._evicted.append((keys, uses, tag))
+            self._num_evicted += len(keys)
+            if self._num_evicted >= _MOST_EVICTED:
+                self._remember()
+
+    def _remember(self) -> None:
+        """Many at once are cheaper than a few."""
+        for keys, uses, tag in self._evicted:
             self._ghosts.put(hash_keys(keys, tag), uses)
+        self._evicted, self._num_evicted = [], 0
+
+    def recall(self, runs: Sequence[Sequence[int]], key_of: Sequence[bytes | None], tag: int) -> None:
+        """The blocks in these runs of slots are about to be used. Those that are new have the uses of their keys."""
+        self._remember()
+        if not self._ghosts:
+            return
+        counts = self._counts
+        for run in runs:
+            uses = counts[run.start : run.stop] if isinstance(run, range) else bytes(values_at(counts, run))
+            if 0 not in uses:
+                continue
+            new = [slot for slot, each in zip(run, uses, strict=True) if not each]
+            keys = [key for slot in new if (key := key_of[slot]) is not None]
+            for slot, known in zip(new, self._ghosts.find(hash_keys(keys, tag)), strict=True):
+                counts[slot] = known
 
     def note_ages(self, slots: Sequence[int], now: float) -> None:
         """The blocks of these slots were evicted because the pool is full."""
@@ -190,5 +221,6 @@ class Uses:
 
     def count_absent(self, keys: Sequence[bytes], tag: int) -> None:
         """One more use of keys that have no slot: what is stored under them later has it."""
+        self._remember()
         hashes = hash_keys(keys, tag)
         self._ghosts.put(hashes, self._ghosts.find(hashes).translate(_ONE_MORE))

@@ -86,7 +86,7 @@ def run_scan(pool: Pool) -> int:
         slots = pool.order.evict(4)
         pool.uses.note_ages(slots, pool.now + 1)
         for slot in slots:  # new content
-            pool.uses.admit([b"scan%04d" % slot], [slot], 0)
+            pool.uses.admit([slot])
         pool.attach(slots)
         hot = [slot for slot in hot if slot not in slots]
     return len(hot)
@@ -133,7 +133,7 @@ def test_with_k_0_it_is_exactly_lru(steps: list[tuple[str, list[int]]]) -> None:
             known, new = [slot for slot in slots if slot in model], [slot for slot in slots if slot not in model]
             pool.order.detach(known)
             for slot in new:
-                pool.uses.admit([b"key-%04d" % slot], [slot], 0)
+                pool.uses.admit([slot])
             pool.attach(slots)
             model = [slot for slot in model if slot not in slots] + slots[::-1]
         elif action == "evict":

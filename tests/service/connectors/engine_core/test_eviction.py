@@ -157,7 +157,13 @@ def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
     host.finish(other)
     for _ in range(3):
         host.step()
-    assert uses_on_the_pool(host, request) == [3, 3]
+    assert uses_on_the_pool(host, request) == [0, 0], "what is known of them is looked up with their next use"
+    request = FakeRequest("again", "abcd")
+    host.run(request)
+    host.finish(request)
+    for _ in range(3):
+        host.step()
+    assert uses_on_the_pool(host, request) == [4, 4]
 
 
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
