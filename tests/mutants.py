@@ -385,7 +385,7 @@ MUTANTS = [
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
     Mutant(
-        "a_worker_lets_go_of_what_it_was_not_asked_for",
+        "a_worker_releases_what_was_not_revoked",
         RANK_MEMORY,
         "            if not self._find(extent_id).revoked:\n",
         "            if self._find(extent_id) is None:\n",
@@ -417,9 +417,9 @@ MUTANTS = [
         "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
-        "a_worker_without_memory_is_told_nothing",
+        "a_worker_without_memory_gets_no_message",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "        self.has_all = not session.is_engine\n",
+        "        self.has_all = not session.control.is_engine\n",
         "        self.has_all = True\n",
         "tests/service/node/pools/test_poolmemory.py::"
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
@@ -664,14 +664,14 @@ MUTANTS = [
     ),
     Mutant(
         "files_of_secrets_are_read_once",
-        "service/kvstow_service/tiers/redislocation.py",
+        "service/kvstow_service/tiers/redisstore.py",
         "    def _read(self, option: str)",
         "    @__import__('functools').cache\n    def _read(self, option: str)",
         "tests/service/tiers/test_redislocation.py::test_a_file_is_read_again_for_each_connection",
     ),
     Mutant(
         "files_of_secrets_may_be_anything",
-        "service/kvstow_service/tiers/redislocation.py",
+        "service/kvstow_service/tiers/redisstore.py",
         "RegularFile.read(path).content",
         "b'' if path.exists() else path.read_bytes()",
         "tests/service/tiers/test_redislocation.py::"
@@ -766,7 +766,7 @@ MUTANTS = [
     ),
     Mutant(
         "addresses_outside_of_the_memory_are_taken",
-        "service/kvstow_service/tiers/mooncake/childmemory.py",
+        "service/kvstow_service/tiers/mooncake/storechild.py",
         "        if part.offset < 0 or part.num_bytes < 1 or part.offset + part.num_bytes > found.num_bytes:\n",
         "        if part.num_bytes < 1:\n",
         "tests/service/tiers/mooncake/test_childmemory.py::test_an_address_outside_of_what_is_registered_is_refused",
@@ -1106,8 +1106,8 @@ PATCHED = [
     ),
     Patched(
         "tests/service/node/test_nodetier.py",
-        ("test_mutant_extents_are_let_go_before_they_are_unmapped",),
-        "tests/service/node/test_nodetier.py::test_mutant_extents_are_let_go_before_they_are_unmapped",
+        ("test_mutant_extents_are_released_before_they_are_unmapped",),
+        "tests/service/node/test_nodetier.py::test_mutant_extents_are_released_before_they_are_unmapped",
     ),
     Patched(
         "tests/service/node/test_tierrestart.py",

@@ -30,8 +30,7 @@ from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.logwriter import QueuedLog
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.tiers.hostedtiers import TierChoice
-from kvstow_service.tiers.storeaddress import shown_url
+from kvstow_service.tiers.hostedtiers import TierChoice, shown_url
 
 logger = logging.getLogger("kvstow.service")
 
@@ -165,7 +164,7 @@ def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
     """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
 
     Shared memory in use counts as available here: it may be that of an earlier service, which its keeper hands over, or
-    which its engines let go of when they attach. The populator checks each step against the memory that is available
+    which its engines release when they attach. The populator checks each step against the memory that is available
     then.
     """
     if shortage := limits.shortage(num_bytes, beside_shared=True):

@@ -292,7 +292,7 @@ def test_memory_that_the_machine_refuses_is_shown_and_tried_again(
         bench.run()
         assert engine.grants == {}
         assert bench.memory.memory.error is not None
-    bench.memory.retry()
+    bench.memory.do(bench.memory.memory.retry)
     bench.run()
     assert len(engine.grants[0]) == 1
 
@@ -309,7 +309,8 @@ def test_at_the_end_workers_are_asked_to_let_go_of_all_memory_and_get_none(bench
     first = bench.start()
     assert set(first.grants) == {0, 1}
     ended: list[bool] = []
-    bench.memory.revoke_all(lambda: ended.append(True))
+    bench.memory.do(bench.memory.pools.revoke_all)
+    bench.memory.do(ended.append, True)
     late = bench.attach()
     late.join()
     bench.run()

@@ -8,7 +8,6 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
 from kvstow.attach.payloads import Kind
@@ -29,23 +28,9 @@ REASONS = (
 _LINES_A_MINUTE = 10
 
 
-class AttachFigures(NamedTuple):
-    """What the attach server has counted. `refused`: connections that were refused or ended, by reason. `errors`: calls
-    that failed, by code. `frames`: frames that were received and allowed, by kind. `partial_bytes`: bytes of incomplete
-    frames."""
-
-    clients: int
-    strangers: int
-    sessions: int
-    partial_bytes: int
-    accepted: int
-    frames: Counter[str]
-    refused: Counter[str]
-    errors: Counter[str]
-
-
 class AttachTally:
-    """Written by the attach server's thread. Any thread may call `figures`."""
+    """What the attach server has counted: connections that it accepted, frames that it received and allowed, by kind,
+    connections that were refused or ended, by reason, and calls that failed, by code. Written by its thread alone."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.accepted = 0
@@ -64,18 +49,6 @@ class AttachTally:
         """Count an error that is the service's own."""
         self.errors["internal"] += 1
         self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
-
-    def figures(self, *, clients: int, strangers: int, sessions: int, partial_bytes: int) -> AttachFigures:
-        return AttachFigures(
-            clients=clients,
-            strangers=strangers,
-            sessions=sessions,
-            partial_bytes=partial_bytes,
-            accepted=self.accepted,
-            frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(self.frames).items()}),
-            refused=Counter(dict(self.refused)),
-            errors=Counter(dict(self.errors)),
-        )
 
 
 HELLO_SECONDS = 5.0
@@ -132,10 +105,6 @@ class Clients:
     def __iter__(self) -> Iterator[ClientConnection]:
         yield from list(self._strangers.values())
         yield from list(self._members.values())
-
-    @property
-    def num_strangers(self) -> int:
-        return len(self._strangers)
 
     def get(self, fd: int) -> ClientConnection | None:
         return self._members.get(fd) or self._strangers.get(fd)
