@@ -410,5 +410,5 @@ class AdminServer(uvicorn.Server):
         if isinstance(error, OSError) and "socket" in context:  # from accept: no descriptor or no memory is left
             self._unaccepted.warning("the admin server cannot accept a connection: %s", error.strerror)
             self.admitted.make_room()
-        else:
+        elif not self.should_exit:  # asyncio accepts again a second later, even from a socket that is closed by then
             self._errors.log(logging.ERROR, "%s", context["message"], exc_info=error)
