@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from secrets import randbits
 from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
+    Detach,
     EventPage,
     Found,
     Hold,
@@ -35,12 +38,11 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Answer, AttachConnection, Call, Message
-from kvstow.attach.extentcalls import Detach
+from kvstow.attach.connection import Answer, AttachConnection, Call
 from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_of, unique_id
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -282,7 +284,8 @@ class AttachedEngine:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
         Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
         assert self._hello.namespace is not None
-        self._hello = replace(self._hello, namespace=replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS)))
+        namespace = dataclasses.replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS))
+        self._hello = replace(self._hello, namespace=namespace)
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, tokens: int, seconds: float) -> None:

@@ -10,12 +10,15 @@ from dataclasses import replace
 from functools import partial
 from threading import RLock
 
+from msgspec import structs
+
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
     EventPage,
+    ExtentSlots,
     Found,
     LoadBegun,
     Lookup,
@@ -26,11 +29,10 @@ from kvstow.attach.calls import (
     ResetDone,
     StoreBegun,
 )
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
@@ -168,7 +170,7 @@ class NodeHost:
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
-        hello = replace(record.hello(), role="scheduler", namespace=namespace.identity)
+        hello = structs.replace(record.hello(), role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
         peer = record.peer(None)
         session = NodeSession(record.session_id, hello, peer, _NoLink(record.session_id), pool, namespace, control)

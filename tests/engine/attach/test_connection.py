@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.attach.calls import Found, Lookup, Reset, ResetDone, SettledOps
+from kvstow.attach.calls import ExtentGrant, Found, GrantedExtents, Lookup, Reset, ResetDone, RevokedExtents, SettledOps
 from kvstow.attach.channel import Channel, Frame, _Unsent
 from kvstow.attach.connection import (
     FIRST_PAUSE_SECONDS,
@@ -18,12 +18,10 @@ from kvstow.attach.connection import (
     LONGEST_PAUSE_SECONDS,
     REFUSED_PAUSE_SECONDS,
     AttachConnection,
-    Message,
     socket_path,
 )
-from kvstow.attach.extentcalls import ExtentGrant, GrantedExtents, RevokedExtents
 from kvstow.attach.hello import CallError, Hello, Refused, Welcome
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, CallFailedError, ConfigError, DisconnectedError, ProtocolError
 
 HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")

@@ -17,7 +17,7 @@ from kvstow.attach.identity import (
     difference,
     slug,
 )
-from kvstow.attach.payloads import JsonObject
+from kvstow.attach.wire import JsonObject
 from kvstow.errors import InvalidRequestError
 
 POOL = PoolIdentity(

@@ -13,12 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.attach import calls, extentcalls, hello
-from kvstow.attach.calls import BlockChange, Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
+from kvstow.attach.calls import (
+    BlockChange,
+    Completions,
+    ExtentBytes,
+    ExtentGrant,
+    ExtentSlots,
+    Found,
+    GrantedExtents,
+    Hold,
+    Lookup,
+    SettledOp,
+    SettledOps,
+    StoreBegun,
+)
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.payloads import RULES, VERSION, Kind, pack_keys, pack_u32s, refusal_of
+from kvstow.attach.wire import RULES, VERSION, Kind, Message, pack_keys, pack_u32s, refusal_of
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.messages import Completion, DesiredState, RankReport
 

@@ -18,7 +18,7 @@ from kvstow.attach.identity import (
     PoolIdentity,
     RegionIdentity,
 )
-from kvstow.attach.payloads import JsonObject
+from kvstow.attach.wire import JsonObject
 from kvstow.tier.fingerprint import fingerprint, named_weights
 
 WEIGHTS = FleetWeights("commit 0e9e39f2")

@@ -16,18 +16,22 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     EventPage,
+    ExtentGrant,
+    ExtentSlots,
     Found,
+    GrantedExtents,
     Hold,
     LoadBegun,
     Lookup,
+    PopulatedExtents,
     ReadEvents,
+    RevokedExtents,
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits

@@ -6,8 +6,7 @@ import pytest
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, HostBench, grown
 
-from kvstow.attach.calls import Completions, Hold
-from kvstow.attach.extentcalls import ExtentSlots
+from kvstow.attach.calls import Completions, ExtentSlots, Hold
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion

@@ -19,8 +19,7 @@ from tests.seeds import few_and_many
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, SLOT_BYTES, key_of
 
-from kvstow.attach.calls import Hold
-from kvstow.attach.extentcalls import ExtentSlots
+from kvstow.attach.calls import ExtentSlots, Hold
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvstow.attach.calls import (
@@ -14,6 +13,8 @@ from kvstow.attach.calls import (
     BlockChange,
     Completions,
     EventPage,
+    ExtentGrant,
+    ExtentSlots,
     Found,
     Hold,
     LoadBegun,
@@ -25,7 +26,6 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
@@ -314,7 +314,7 @@ class NodeSession:
         tier = self.tier
         if tier is None or call.hold in (Hold.NOTHING, Hold.ALL) or later is None or not tier.may_have_more:
             return self._find(call)
-        held = self._find(replace(call, counted=False))
+        held = self._find(Lookup(call.keys, call.hold, counted=False))
         num_found = sum(length for _, length in held.runs)
         if num_found == len(call.keys):
             if call.counted:
@@ -348,7 +348,7 @@ class NodeSession:
         found = self._find(call)
         if before.lease_id:
             self.release((before.lease_id,))
-        return replace(found, fetched=tuple(runs_without(found.runs, before.runs)))
+        return Found(found.lease_id, found.runs, tuple(runs_without(found.runs, before.runs)))
 
     def _find(self, call: Lookup) -> Found:
         control, keys = self.control, call.keys
@@ -396,8 +396,8 @@ class NodeSession:
         num_keys, cursor = 0, page.cursor
         for event in page.events:
             num_keys += len(event.keys)
-            if event.namespace == tag:  # clients may store keys of any length
-                changes += [BlockChange(event.kind, list(keys)) for _, keys in groupby(event.keys, len)]
+            if event.namespace == tag:
+                changes.append(BlockChange(event.kind, event.keys))
             if num_keys >= _KEYS_PER_PAGE:
                 cursor = event.sequence
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.attach.calls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import ConflictError, PinError

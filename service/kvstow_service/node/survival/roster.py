@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
+import msgspec
+
 from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.payloads import JsonObject
 from kvstow.attach.peer import Peer, pid_of
+from kvstow.attach.wire import read_value
 from kvstow.config import HugePages
 from kvstow.control.indexjournal import IndexJournal, packed_copy, read_header
 from kvstow.errors import JournalError, KvstowError
@@ -207,7 +209,7 @@ def roster_content(
         },
         "pools": [
             {
-                "record": {**asdict(record), "identity": record.identity.to_json()},
+                "record": {**asdict(record), "identity": msgspec.to_builtins(record.identity)},
                 "journal": journal_label(journal),
                 "rows": [[row.first_slot, row.num_slots, row.extents] for _, row in sorted(budget.rows(name).items())],
             }
@@ -303,8 +305,8 @@ class _RosterReader:
             self._spare.add(number)
 
     def _read_pool(self, described: Mapping[str, Any], workers: list[WorkerRecord]) -> None:
-        identity = JsonObject(described["record"]["identity"], "identity of a pool")
-        record = PoolRecord(**{**described["record"], "identity": PoolIdentity.from_json(identity)})
+        identity = read_value(described["record"]["identity"], PoolIdentity, "the identity of a pool")
+        record = PoolRecord(**{**described["record"], "identity": identity})
         label = described["journal"]
         missing = [one for one in workers if one.has_pidfd and worker_label(one.client) not in self._kept]
         if missing or label not in self._kept:
@@ -321,8 +323,8 @@ class _RosterReader:
         self._pools.append(SurvivingPool(record, journal, {}, [], []))
         for one in journal.namespaces().values():
             if one.note is not None:
-                note = JsonObject(one.note, "record of a namespace")
-                self._pools[-1].namespaces[one.name] = NamespaceIdentity.from_json(note)
+                namespace = read_value(one.note, NamespaceIdentity, "the record of a namespace")
+                self._pools[-1].namespaces[one.name] = namespace
         self._pools[-1].rows = self._sound_rows(record, described["rows"])
         self._pools[-1].workers = [worker for one in workers if (worker := self._living(one)) is not None]
 

@@ -24,30 +24,28 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    Desired,
+    ExtentGrant,
+    ExtentSlots,
     Found,
+    GrantedExtents,
     Hold,
     LoadBegun,
     Lookup,
     Refresh,
+    RegisteredExtents,
     Release,
+    ReleasedExtents,
+    Report,
     Reset,
     ResetDone,
     SettledOps,
     StoreBegun,
 )
 from kvstow.attach.channel import Channel
-from kvstow.attach.connection import AttachConnection, Message
-from kvstow.attach.extentcalls import (
-    Desired,
-    ExtentGrant,
-    ExtentSlots,
-    GrantedExtents,
-    RegisteredExtents,
-    ReleasedExtents,
-    Report,
-)
+from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
-from kvstow.attach.payloads import VERSION, Kind
+from kvstow.attach.wire import VERSION, Kind, Message
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import clientcalls

@@ -13,9 +13,8 @@ from functools import partial
 import pytest
 from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, next_push, wait_until
 
-from kvstow.attach.calls import Lookup
+from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, ReleasedExtents
 from kvstow.attach.connection import AttachConnection
-from kvstow.attach.extentcalls import Detach, ExtentGrant, GrantedExtents, ReleasedExtents
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach import clientcalls

@@ -11,7 +11,7 @@ from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES
 
-from kvstow.attach.extentcalls import ExtentBytes, PopulatedExtents
+from kvstow.attach.calls import ExtentBytes, PopulatedExtents
 from kvstow.attach.identity import GroupIdentity, RegionIdentity
 from kvstow.errors import AttachRefusedError
 

@@ -11,9 +11,8 @@ from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 
-from kvstow.attach.calls import Hold
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents
+from kvstow.attach.calls import ExtentSlots, GrantedExtents, Hold
+from kvstow.attach.wire import Message
 from kvstow.errors import LeaseError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.noderecords import NodeRecords

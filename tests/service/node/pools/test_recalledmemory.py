@@ -10,8 +10,7 @@ from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, En
 from tests.service.node.pools.test_nodepool import OTHER
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
-from kvstow.attach.calls import Hold
-from kvstow.attach.extentcalls import RevokedExtents
+from kvstow.attach.calls import Hold, RevokedExtents
 from kvstow.errors import ConflictError
 
 
