@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import socket
@@ -284,7 +283,7 @@ class AttachedEngine:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
         Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
         assert self._hello.namespace is not None
-        namespace = dataclasses.replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS))
+        namespace = replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS))
         self._hello = replace(self._hello, namespace=namespace)
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 

@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import fields, force_setattr
 
 from kvstow.attach.wire import MOST_LISTED, Text, Whole
 from kvstow.plaintext import plain
@@ -30,8 +30,8 @@ _MAX_SLUG = 40
 _Listed = Meta(max_length=MOST_LISTED)
 
 
-class Identity:
-    """A frozen dataclass of plain values. Two are equal if their digests are."""
+class Identity(Struct, frozen=True, dict=True):
+    """Plain values. Two are equal if their digests are."""
 
     def canonical_value(self) -> dict[str, Any]:
         """What `canonical` is made of. Fixed: it does not follow the form in which an identity is sent."""
@@ -54,8 +54,7 @@ class Identity:
         return f"{slug(model)}-{self.digest.hex()[:_NAME_DIGITS]}"
 
 
-@dataclass(frozen=True)
-class RegionIdentity:
+class RegionIdentity(Struct, frozen=True):
     """The pages of one region (layer) in a slot. `layout`: how a page's bytes are arranged (shape, order)."""
 
     name: Text
@@ -63,8 +62,7 @@ class RegionIdentity:
     layout: Text = ""
 
 
-@dataclass(frozen=True)
-class GroupIdentity:
+class GroupIdentity(Struct, frozen=True):
     """A KV group: what its blocks hold, how many tokens are in a block, how many tokens a hash covers, and its window
     if it has one."""
 
@@ -77,8 +75,7 @@ class GroupIdentity:
 _Regions = Annotated[tuple[RegionIdentity, ...], _Listed]
 
 
-@dataclass(frozen=True)
-class PoolIdentity(Identity):
+class PoolIdentity(Identity, frozen=True):
     """One memory layout and one owner.
 
     `regions` are those of rank 0, in the order in which they lie in a slot. `other_regions` are those of the ranks that
@@ -116,8 +113,7 @@ class PoolIdentity(Identity):
         return value
 
 
-@dataclass(frozen=True)
-class NamespaceIdentity(Identity):
+class NamespaceIdentity(Identity, frozen=True):
     """One meaning of keys.
 
     `weights_id` names the weights, and `weights_source` says where that name comes from (`snapshot`, `files`,
@@ -137,8 +133,8 @@ class NamespaceIdentity(Identity):
 
     def __post_init__(self) -> None:
         written = ((name, value if value.isprintable() else ascii(value)) for name, value in self.value_settings)
-        object.__setattr__(self, "value_settings", tuple(sorted(written)))
-        object.__setattr__(self, "unshared", plain(self.unshared))
+        force_setattr(self, "value_settings", tuple(sorted(written)))
+        force_setattr(self, "unshared", plain(self.unshared))
 
     def canonical_value(self) -> dict[str, Any]:
         value = {**super().canonical_value(), "value_settings": dict(self.value_settings)}
@@ -147,8 +143,7 @@ class NamespaceIdentity(Identity):
         return value
 
 
-@dataclass(frozen=True)
-class FleetWeights:
+class FleetWeights(Struct, frozen=True):
     """The name of an engine's weights, including the drafter's, that is valid on every node. If there is none,
     `weights_id` is empty and the reason is a sentence. It is not part of an identity, because a node identifies its own
     weights more strictly."""
@@ -157,7 +152,7 @@ class FleetWeights:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", plain(self.reason))
+        force_setattr(self, "reason", plain(self.reason))
 
 
 UNNAMED_WEIGHTS: Final = FleetWeights()

@@ -115,7 +115,8 @@ class Message(Struct, frozen=True):
     KIND: ClassVar[Kind]
 
     def pack(self) -> bytes:
-        # Not msgspec's JSON: it cannot escape what is no text, and then a service could not say what is wrong.
+        # Not msgspec's JSON, which raises an error for half a surrogate, as in a path that is no UTF-8: the service
+        # refuses that, and the engine goes on.
         return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
 
     @classmethod
@@ -171,7 +172,7 @@ def _reader(kind: type[Message]) -> Callable[[bytes], Any]:
     decode = (msgspec.msgpack if issubclass(kind, Packed) else msgspec.json).Decoder(kind).decode
 
     def read(payload: bytes) -> Message:
-        message = decode(payload)
+        message: Message = decode(payload)
         message.check()
         return message
 
@@ -197,5 +198,5 @@ def require_plain(value: Any, at: str) -> None:
         for number, one in enumerate(value):
             require_plain(one, f"{at}[{number}]")
     else:
-        for name in (*getattr(value, "__struct_fields__", ()), *getattr(value, "__dataclass_fields__", ())):
+        for name in getattr(value, "__struct_fields__", ()):
             require_plain(getattr(value, name), f"{at}.{name}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity, slug
 

@@ -6,11 +6,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from threading import RLock
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -170,7 +169,7 @@ class NodeHost:
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
-        hello = structs.replace(record.hello(), role="scheduler", namespace=namespace.identity)
+        hello = replace(record.hello(), role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
         peer = record.peer(None)
         session = NodeSession(record.session_id, hello, peer, _NoLink(record.session_id), pool, namespace, control)

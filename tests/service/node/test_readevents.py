@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.hostbench import ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 from tests.seeds import few_and_many
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, SLOT_BYTES, key_of

@@ -10,11 +10,11 @@ import struct
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, next_push, wait_until
 
 import kvstow.attach

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
