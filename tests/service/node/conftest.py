@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.fakehost import FakeHost
 from tests.service.node.hostbench import HostBench
 

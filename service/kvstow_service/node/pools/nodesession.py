@@ -397,7 +397,7 @@ class NodeSession:
         for event in page.events:
             num_keys += len(event.keys)
             if event.namespace == tag:
-                changes.append(BlockChange(event.kind, event.keys))
+                changes.append(BlockChange(event.kind, list(event.keys)))
             if num_keys >= _KEYS_PER_PAGE:
                 cursor = event.sequence
                 break

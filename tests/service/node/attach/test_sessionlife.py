@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, next_push, wait_until
 
 from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, ReleasedExtents
