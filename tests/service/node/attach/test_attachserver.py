@@ -307,11 +307,11 @@ def raw_session(node: Node) -> Channel:
 
 def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Node) -> None:
     slow, other = raw_session(node), node.attach()
-    keys = [struct.pack(">Q", number) for number in range(20_000)]
+    keys = [struct.pack(">I", number)[1:] for number in range(20_000)]
     store(other, keys[::2])  # each second key is present: an answer has 10,000 runs, 50 KB
     wait_until(lambda: len(node.host.slot_of) == 10_000)
     payload = Lookup(keys, Hold.NOTHING).pack()
-    for number in range(1, 100):
+    for number in range(1, 80):
         slow.send(Kind.LOOKUP, payload, number)
 
     def paused() -> bool:
@@ -328,9 +328,9 @@ def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Nod
         answered.extend(frame.request_id for frame in slow.receive())
 
     before = node.server.figures().frames["lookup"]
-    assert before < 99
-    wait_until(lambda: len(answered) == 99, read)  # it goes on where it was left
-    assert answered == list(range(1, 100))
+    assert before < 79
+    wait_until(lambda: len(answered) == 79, read)  # it goes on where it was left
+    assert answered == list(range(1, 80))
     slow.close()
     node.wait_for_event("lost")
 
