@@ -35,7 +35,10 @@ PIP_FLAGS := --disable-pip-version-check --quiet
 # Nothing but what a file of locks/ names: whatever was released since, the same packages are installed.
 LOCKED = -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r
 KVSTOW = -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+# The CPU build needs nothing that the locks do not have. Where its index is not reached, PyPI's build comes with all of CUDA.
 CPU_TORCH = -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+IS_CPU_TORCH = -c 'from importlib.metadata import version; raise SystemExit("+cpu" not in version("torch"))'
+WHOLE_TORCH = -m pip install $(PIP_FLAGS) "$(TORCH)"
 # Puts an environment above the packages of .venv-vllm.
 VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
@@ -60,9 +63,8 @@ $(VENV)/.run: $(VENV)/.python locks/run.txt pyproject.toml
 	$(BIN)/python $(KVSTOW)
 	@touch $@
 
-# The CPU build needs nothing that the lock does not have; a CUDA build names the exact versions of what it brings.
 $(VENV)/.torch: $(VENV)/.python
-	$(BIN)/python -m pip install $(PIP_FLAGS) $(if $(EXTRA_INDEX),--no-deps --retries 1 --timeout 20 $(EXTRA_INDEX)) "$(TORCH)"
+	$(if $(EXTRA_INDEX),$(BIN)/python $(CPU_TORCH) && $(BIN)/python $(IS_CPU_TORCH) ||) $(BIN)/python $(WHOLE_TORCH)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch locks/dev.txt pyproject.toml
@@ -72,7 +74,7 @@ $(VENV)/.dev: $(VENV)/.torch locks/dev.txt pyproject.toml
 
 $(VLLM_VENV)/.vllm: locks/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python $(CPU_TORCH)
+	$(VLLM_BIN)/python $(CPU_TORCH) && $(VLLM_BIN)/python $(IS_CPU_TORCH) || $(VLLM_BIN)/python $(WHOLE_TORCH)
 	$(VLLM_BIN)/python $(LOCKED) locks/vllm.txt
 	@touch $@
 
@@ -111,7 +113,7 @@ $(JAX_VENV)/.test: $(JAX_VENV)/.jax pyproject.toml
 
 $(TPU_VENV)/.tpu: locks/tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)
-	$(TPU_BIN)/python $(CPU_TORCH)
+	$(TPU_BIN)/python $(CPU_TORCH) && $(TPU_BIN)/python $(IS_CPU_TORCH) || $(TPU_BIN)/python $(WHOLE_TORCH)
 	$(TPU_BIN)/python $(LOCKED) locks/tpu.txt
 	@touch $@
 

@@ -24,10 +24,10 @@ from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
+from kvstow_service.admin.adminhost import Ticker
 from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.kv import NoKV

@@ -13,10 +13,9 @@ from tempfile import TemporaryDirectory
 from kvstow.bytesize import parse_size
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.adminhost import AdminOptions
+from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed

@@ -64,6 +64,7 @@ LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
 
 NODE_API = "tests/api/node/test_conditions.py"
+NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
 MUTANTS = [
     # -- what the person on call sees -----------------------------------------------------------------------
@@ -489,18 +490,54 @@ MUTANTS = [
         "tests/service/node/survival/test_keeper.py::test_a_life_that_another_one_has_followed_does_not_come_back",
     ),
     Mutant(
-        "memory_is_closed_while_a_process_maps_it",
-        "engine/kvstow/memory/extents.py",
-        "            is_unused = seal_writes(self.fd)\n",
-        "            is_unused = True\n",
-        "tests/engine/memory/test_nodememory.py",
+        "memory_is_free_that_a_process_has_open",
+        "engine/kvstow/memory/nodememory.py",
+        "is_unused = not is_open_elsewhere(extent.fd)",
+        "is_unused = True",
+        f"{NODE_MEMORY}::test_memory_that_is_pinned_while_it_is_given_up_is_not_free",
     ),
     Mutant(
-        "memory_that_is_given_up_does_not_count",
+        "memory_is_free_although_it_is_pinned",
+        "engine/kvstow/memory/nodememory.py",
+        "            return seal_writes(extent.fd)\n",
+        "            return True\n",
+        f"{NODE_MEMORY}::test_memory_goes_to_another_owner_only_when_no_process_has_it",
+    ),
+    Mutant(
+        "memory_is_free_when_it_is_closed",
+        "engine/kvstow/memory/nodememory.py",
+        "(() if self._ends is None else self._ends.remaining())",
+        "()",
+        f"{NODE_MEMORY}::test_memory_goes_to_another_owner_only_when_no_process_has_it",
+    ),
+    Mutant(
+        "memory_whose_seals_are_sealed_is_free_at_once",
+        "engine/kvstow/memory/nodememory.py",
+        "return not self.budget.closed()[number].had",
+        "return True",
+        f"{NODE_MEMORY}::test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended",
+    ),
+    Mutant(
+        "pinned_memory_holds_up_the_rest",
+        "engine/kvstow/memory/nodememory.py",
+        "self.given_up[number] = extent  # the last one to be looked at again",
+        "self.given_up = {number: extent, **self.given_up}",
+        f"{NODE_MEMORY}::test_pinned_memory_does_not_hold_up_the_rest",
+    ),
+    Mutant(
+        "workers_share_an_open_file",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "fds.append(extent.open_for_client())",
+        'fds.append(__import__("os").dup(extent.fd))',
+        "tests/service/node/pools/test_recalledmemory.py"
+        "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
+    ),
+    Mutant(
+        "what_an_owner_keeps_costs_all_alike",
         "engine/kvstow/memory/budget.py",
-        "        return self._book.allocated_bytes + self.given_up_bytes\n",
-        "        return self._book.allocated_bytes\n",
-        "tests/engine/memory/test_budget.py::test_memory_that_is_given_up_counts_until_it_is_closed",
+        "            kept[extent.owner] += extent.num_bytes if extent.is_kept else 0\n",
+        "            kept[None] += extent.num_bytes if extent.is_kept else 0\n",
+        "tests/engine/memory/test_budget.py::test_for_memory_that_a_process_keeps_others_give_up_theirs",
     ),
     Mutant(
         "memory_that_an_engine_has_sealed_is_handed_out",
@@ -969,6 +1006,7 @@ PATCHED = [
             "forgets_a_count",
             "believes_a_death_of_others",
             "spends_recalled_memory",
+            "spends_memory_that_is_not_free_yet",
             "ignores_owners",
             "gives_an_extent_twice",
             "gives_rows_beside_recalled_ones",

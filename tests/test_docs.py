@@ -19,10 +19,8 @@ from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.app import create_app
 from kvstow_api.conditions.table import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_service.admin.adminhost import make_api_host
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
 
 RULES = Path(__file__).parents[1] / "helm" / "kvstow" / "files" / "rules.yaml"

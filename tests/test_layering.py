@@ -188,7 +188,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow.attach.worker", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
-        ("kvstow_service.admin.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
+        ("kvstow_service.admin.agent", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.engine_core.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow_service.connectors.vllm.attachedcontrol", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),

@@ -11,15 +11,13 @@ from fastapi import Depends, Request
 
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.gathering import Conditions
-from kvstow_api.directory import Directory
+from kvstow_api.directory import Directory, TierMeasurements
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health, host_checks
 from kvstow_api.host import ApiHost
-from kvstow_api.hostedtier import TierMeasurements
-from kvstow_api.hostwatch import HostWatch
+from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.journal import Journal
 from kvstow_api.looplag import LoopMonitor
-from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
 from kvstow_api.probe import Check
 from kvstow_api.requests import HttpCounters

@@ -59,7 +59,7 @@ OnlyTrue = Annotated[bool, AfterValidator(_require_true), Field(json_schema_extr
 """`true`; `Literal[True]` would accept 1 as well."""
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=1 << 63)]
 Key = Annotated[bytes, PlainValidator(_to_key), WithJsonSchema(_KEY_SCHEMA)]
 """A `BlockKey`, given as hex."""
 KeyList = Annotated[list[Key], Field(min_length=1, fail_fast=True)]

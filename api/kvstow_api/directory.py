@@ -1,15 +1,15 @@
-"""What the admin API asks of its host: pools, sessions, namespaces and memory."""
+"""What the admin API asks of its host: pools, sessions, namespaces, memory, and the fleet tier."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstow.control.engine import PoolFacade
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus
-from kvstow_api.hostedtier import HostTier
+from kvstow.status import BypassStatus, DrainMode, DrainStatus, MemoryStatus, NamespaceStatus, SessionStatus
+from kvstow.tier.tierstatus import TierCounters, TierStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,43 @@ class HostedPool:
         return self.facade.used_slots * (self.stored_slot_bytes or self.facade.config.total_slot_bytes)
 
 
+class HostMemory(NamedTuple):
+    """Memory of the machine that serves the API. Sizes in bytes; None or empty if a figure cannot be measured.
+
+    `headroom_bytes` can be used before `limit`, a text that names the limit, is reached. `reserve_bytes` of them are
+    kept for the rest of the process. `huge_pages`: the kernel's setting for transparent huge pages (always, madvise,
+    never), or `reserved` if the pools use reserved huge pages, to which these figures then apply.
+    """
+
+    headroom_bytes: int | None
+    limit: str
+    reserve_bytes: int
+    huge_pages: str
+
+
+class OrphanedMemory(NamedTuple):
+    """Memory of a node service that is taken although no service uses it. `words` say who has it and what to do.
+    `num_bytes`: without what was counted for another process."""
+
+    words: str
+    num_bytes: int
+
+
+class TierMeasurements(NamedTuple):
+    """What the doctor has to know. `public_addresses`: addresses of the store that anyone on the internet may reach.
+    `has_access_control`: the store asks who its clients are. `pins_memory`: the clients lock the memory of the pools;
+    `memlock_bytes`: how much they may lock, None for any amount."""
+
+    public_addresses: tuple[str, ...] = ()
+    has_access_control: bool = True
+    pins_memory: bool = False
+    memlock_bytes: int | None = None
+
+
+TierLabels = tuple[str, str, str]
+"""The names of the store, the pool and the model."""
+
+
 class Switches(Protocol):
     """What operators switch off: in one pool (`Administrator`), or on a host in all its pools."""
 
@@ -53,6 +90,28 @@ class Switches(Protocol):
     def undrain(self) -> DrainStatus: ...
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus: ...
+
+
+class HostTier(Protocol):
+    """The fleet tier of a host. Calls are safe from any thread, and wait for nothing, except `measure`."""
+
+    @property
+    def store(self) -> str:
+        """The kind of store, such as `redis`."""
+
+    @property
+    def url(self) -> str:
+        """Has no secrets and no paths of files: every reader sees it."""
+
+    def tiers(self) -> Sequence[TierStatus]:
+        """One for each namespace that could use the store, the oldest first."""
+
+    def totals(self) -> Mapping[TierLabels, TierCounters]:
+        """Of all namespaces that have used the store, those that have ended included, so that no total ever falls. Only
+        of pools that `tiers` has, too."""
+
+    def measure(self) -> TierMeasurements:
+        """Waits for the resolution of names, so it is called on a thread of its own."""
 
 
 class Directory(Protocol):
@@ -102,7 +161,7 @@ class Directory(Protocol):
         """Forget a pool and all its blocks; its memory is for others as soon as no process can reach it. May wait for a
         lock. Raises `NotFoundError`, or `ConflictError` if the pool has sessions or cannot be deleted."""
 
-    def sessions(self) -> Sequence[HostedSession]:
+    def sessions(self) -> Sequence[SessionStatus]:
         """All sessions, the oldest first, lost ones included."""
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
@@ -110,7 +169,7 @@ class Directory(Protocol):
         is freed when its processes have ended, and not before. Raises `ConflictError` if this host cannot end its
         sessions."""
 
-    def namespaces(self) -> Sequence[HostedNamespace]: ...
+    def namespaces(self) -> Sequence[NamespaceStatus]: ...
 
     def memory(self) -> MemoryStatus: ...
 

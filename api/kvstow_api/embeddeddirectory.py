@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow.status import HostedNamespace, HostedSession, MemoryStatus, SessionState, SessionStatus
-from kvstow_api.directory import HostedPool
-from kvstow_api.hostedtier import HostTier
-from kvstow_api.views.pools import POOL_NAME
+from kvstow.status import MemoryStatus, NamespaceStatus, SessionState, SessionStatus
+from kvstow_api.answers import POOL_NAME
+from kvstow_api.directory import HostedPool, HostTier
 
 _ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
 
@@ -60,35 +59,29 @@ class EmbeddedDirectory:
             raise NotFoundError(f"there is no pool {name!r}; there is: {POOL_NAME}")
         raise ConflictError("the pool belongs to the engine that it is embedded in, and ends with its process")
 
-    def sessions(self) -> Sequence[HostedSession]:
+    def sessions(self) -> Sequence[SessionStatus]:
         readiness, stats = self._engine.readiness(), self._engine.stats()
         pending = stats.transfers.pending
         state: SessionState = "attached" if readiness.usable_slots else "attaching"
-        status = SessionStatus(
-            session_id=1,
-            engine=self._name,
-            namespace=POOL_NAME,
-            state="stuck" if pending.stuck else state,
-            in_flight=pending.loads + pending.stores,
-            oldest_seconds=pending.oldest_seconds,
-            leases=stats.pool.leases,
-            leased_slots=stats.pool.slots.leased,
-            registered_slots=readiness.usable_slots,
-            quarantined_slots=stats.pool.slots.quarantined,
-            processes=len({(rank.host, rank.pid) for rank in readiness.ranks if rank.pid is not None}),
-            ranks=readiness.ranks,
-        )
         return (
-            HostedSession(
-                session_id=self.engine_id,
+            SessionStatus(
+                id=self.engine_id,
                 engine=self._name,
                 model=self._model,
                 pool=POOL_NAME,
                 namespace=POOL_NAME,
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                state="stuck" if pending.stuck else state,
                 age_seconds=self._clock() - self._started_at,
-                status=status,
+                in_flight=pending.loads + pending.stores,
+                oldest_seconds=pending.oldest_seconds,
+                leases=stats.pool.leases,
+                leased_slots=stats.pool.slots.leased,
+                registered_slots=readiness.usable_slots,
+                quarantined_slots=stats.pool.slots.quarantined,
+                processes=len({(rank.host, rank.pid) for rank in readiness.ranks if rank.pid is not None}),
+                ranks=readiness.ranks,
             ),
         )
 
@@ -97,15 +90,13 @@ class EmbeddedDirectory:
             return False
         raise ConflictError("the engine embeds this server: stop its process to end the session")
 
-    def namespaces(self) -> Sequence[HostedNamespace]:
+    def namespaces(self) -> Sequence[NamespaceStatus]:
         slots = self._engine.stats().pool.slots
         return (
-            HostedNamespace(
+            NamespaceStatus(
                 name=POOL_NAME,
                 pool=POOL_NAME,
                 model=self._model,
-                weights_id=None,
-                weights_source=None,
                 sessions=1,
                 blocks=slots.cached + slots.leased + slots.protected,
                 dropped=False,

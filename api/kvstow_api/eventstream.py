@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 
 from kvstow.control.blockevents import BlockEvent
 from kvstow.keys import format_key
+from kvstow_api.answers import EventType
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.journal import Entry, Journal
 from kvstow_api.streamlimit import StreamLimit
-from kvstow_api.views.events import EventType
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
 POLL_SECONDS = 0.25  # reads two counters; a callback under the engine's lock would cost every store more

@@ -7,12 +7,12 @@ seconds for the present value. `FIGURES` is the one place where a figure of a po
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from kvstow.stats import EngineStats
-from kvstow.status import RankStatus
+from kvstow.status import RankStatus, SessionStatus
 
 NOW_SECONDS = 10.0
 """The period that present figures cover."""
@@ -54,16 +54,6 @@ class NowView:
     store_bytes_per_second: float | None = None
     evicted_blocks_per_second: float | None = None
     dropped_blocks_per_second: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionNowView:
-    """Figures of an engine in the last `seconds`, at most 10. Bytes per second are of one rank; null until there are
-    two samples."""
-
-    seconds: float = 0.0
-    load_bytes_per_second: float | None = None
-    store_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +128,14 @@ def now_of(samples: Sequence[Sample]) -> NowView:
     )
 
 
-def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
-    """As `now_of`, for a session."""
+def session_now(session: SessionStatus, samples: Sequence[SessionSample]) -> SessionStatus:
+    """With what it loads and stores now."""
     if not samples:
-        return SessionNowView()
+        return session
     first, last = ends_of_now(samples)
     seconds = last.time - first.time
-    return SessionNowView(
-        seconds=seconds,
+    return replace(
+        session,
         load_bytes_per_second=_rate(first.load_bytes, last.load_bytes, seconds),
         store_bytes_per_second=_rate(first.store_bytes, last.store_bytes, seconds),
     )

@@ -12,9 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.directory import Directory
+from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS
-from kvstow_api.measurements import HostMemory, OrphanedMemory
 
 HealthCheck = Callable[[], str | None]
 """Describes the problem; None if there is none. Called on the event loop: it must not block."""

@@ -1,17 +1,17 @@
-"""Measures now and then what takes a thread to measure: memory of the host, what earlier services have left in it, and
-the fleet tier's store."""
+"""What the doctor knows besides the engine's own figures: measurements that take a thread (memory of the host, what
+earlier services have left in it, and the fleet tier's store), and the clocks of the ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from kvstow_api.hostedtier import TierMeasurements
-from kvstow_api.measurements import HostMemory, OrphanedMemory
+from kvstow_api.directory import HostMemory, OrphanedMemory, TierMeasurements
 
 logger = logging.getLogger("kvstow.api")
 
@@ -87,3 +87,24 @@ class HostWatch:
             await self.look(at_all=looks % _RARELY == 0)
             looks += 1
             await asyncio.sleep(INTERVAL)
+
+
+class RankClocks:
+    """Differences between the ranks' clocks and the server's, from their last reports. Used on the event loop."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._offsets: dict[int, float] = {}
+
+    def note(self, rank: int, sent: str | None) -> None:
+        """Record the time that rank `rank` sent, in seconds since the epoch. Ignores what is not a finite number."""
+        try:
+            moment = float(sent or "")
+        except ValueError:
+            return
+        if abs(moment) < float("inf"):
+            self._offsets[rank] = moment - self._now()
+
+    def offsets(self) -> Mapping[int, float]:
+        """Seconds by which each rank's clock is ahead of the server's, less the time that its report took."""
+        return dict(self._offsets)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from threading import Lock
 from typing import Any, NamedTuple
 
-from kvstow_api.views.events import EventType
+from kvstow_api.answers import EventType
 
 _KEPT = 1000
 

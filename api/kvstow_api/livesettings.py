@@ -1,32 +1,24 @@
-"""The settings that can change while the engine runs: read them, plan a change, make it."""
+"""The settings that can change while the engine runs: plan a change, make it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, TypeVar
 
 from fastapi import Header, HTTPException
 from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import ConfigError, ConflictError
+from kvstow_api.answers import PlanView
 from kvstow_api.appstate import AppState
 from kvstow_api.bodies import PoolPatch
 from kvstow_api.directory import HostedPool
 from kvstow_api.operations import Operation
-from kvstow_api.poolview import settings_etag
-from kvstow_api.views.pools import PlanView
-from kvstow_api.views.settings import RuntimeConfig
+from kvstow_api.readings import settings_etag
 
 T = TypeVar("T")
 IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings have changed since it was given")]
 
 _PLANNED = 1024  # blocks visited per hold of the engine's lock
-
-
-def current(pool: HostedPool) -> RuntimeConfig:
-    desired, stats = pool.facade.desired(), pool.facade.stats().pool
-    return RuntimeConfig(
-        capacity_slots=desired.capacity_slots, policy=cast(Any, stats.policy), pinning_paused=desired.paused
-    )
 
 
 def _check_match(pool: HostedPool, if_match: str | None) -> None:
@@ -45,7 +37,7 @@ async def plan(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> Plan
 def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
     """Visits every block above the new capacity, slice by slice."""
     _check(pool, patch)
-    now = current(pool)
+    desired, policy = pool.facade.desired(), pool.facade.stats().pool.policy
     slot: int | None = patch.capacity_slots
     evicted = 0
     while slot is not None:
@@ -55,9 +47,9 @@ def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
         evicted += len(page.blocks)
         slot = page.next_slot
     return PlanView(
-        capacity_slots=_new(patch.capacity_slots, now.capacity_slots),
-        policy=_new(patch.policy, now.policy),
-        pinning_paused=_new(patch.pinning_paused, now.pinning_paused),
+        capacity_slots=_new(patch.capacity_slots, desired.capacity_slots),
+        policy=_new(patch.policy, policy),
+        pinning_paused=_new(patch.pinning_paused, desired.paused),
         evicted_slots=evicted,
         evicted_bytes=evicted * pool.facade.config.slot_bytes,
     )

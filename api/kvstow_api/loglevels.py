@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvstow.errors import ConfigError
-from kvstow_api.views.settings import LogLevelView
+from kvstow_api.answers import LogLevelView
 
 _ROOT = "kvstow"
 

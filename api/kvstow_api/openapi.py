@@ -11,9 +11,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from kvstow_api.answers import EventView, ProblemView
 from kvstow_api.problems import MEDIA_TYPE
-from kvstow_api.views.events import EventView
-from kvstow_api.views.problems import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
 

@@ -22,9 +22,8 @@ from typing import get_args
 from kvstow.control.administration import Sweep
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
 from kvstow.stats import Histogram
+from kvstow_api.answers import OperationKind, OperationState, OperationView, ProgressView, RemovedView
 from kvstow_api.journal import Journal
-from kvstow_api.views.operations import OperationKind, OperationState, OperationView, ProgressView
-from kvstow_api.views.pools import RemovedView
 
 logger = logging.getLogger("kvstow.api")
 

@@ -11,19 +11,14 @@ from typing import NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
 from kvstow.stats import PendingTransfers
-from kvstow.status import TransferStatus
+from kvstow.status import SessionStatus, TransferStatus
+from kvstow_api.answers import NO_TIER, ConditionView, PoolView, ReadinessView, TierView, TransfersView
 from kvstow_api.numberformat import counted, duration
 from kvstow_api.pooloverview import PoolOverview, PoolReadings, Row, pool_overview
 from kvstow_api.poolrows import PoolRow, pool_row
 from kvstow_api.rankrows import RankRow, rank_rows
 from kvstow_api.sessionrows import SESSION_COLUMNS, SessionRow, session_row
 from kvstow_api.tierrows import TierRow, tier_row
-from kvstow_api.views.doctor import ConditionView
-from kvstow_api.views.pools import PoolView
-from kvstow_api.views.server import ReadinessView
-from kvstow_api.views.sessions import SessionView
-from kvstow_api.views.tier import NO_TIER, TierView
-from kvstow_api.views.transfers import TransfersView
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""
@@ -46,7 +41,7 @@ class Readings(NamedTuple):
     node: bool
     readiness: ReadinessView
     pools: Sequence[PoolView]
-    sessions: Sequence[SessionView]
+    sessions: Sequence[SessionStatus]
     transfers: TransfersView
     asked: str | None
     pool: PoolReadings | None

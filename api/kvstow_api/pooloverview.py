@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, PoolStats, SlotState
+from kvstow.status import RankStatus
 from kvstow_api.figures import CurvesView, NowView, Unit
 from kvstow_api.numberformat import percent, rate
-from kvstow_api.views.ranks import RankView
-from kvstow_api.views.server import StatsView
 
 NOT_PINNED = "not pinned"
 """In place of a slot state: slots that the ranks have yet to pin."""
@@ -21,10 +20,10 @@ assert set(_SLOT_ORDER) == set(SLOT_STATES)
 
 
 class PoolReadings(NamedTuple):
-    """Of one pool. `stats` has all sections."""
+    """Of one pool."""
 
-    stats: EngineStats | StatsView
-    ranks: Sequence[RankView]
+    stats: EngineStats
+    ranks: Sequence[RankStatus]
     curves: CurvesView
 
 
@@ -66,15 +65,13 @@ class PoolOverview:
 
 def pool_overview(given: PoolReadings) -> PoolOverview:
     stats, curves = given.stats, given.curves
-    assert stats.pool is not None
-    assert stats.lookups is not None
-    drops = {name: count for name, count in (stats.stores or {}).items() if name.startswith(("dropped_", "failed"))}
+    drops = {name: count for name, count in stats.stores.items() if name.startswith(("dropped_", "failed"))}
     return PoolOverview(
         about=_pool(stats.pool),
         slots=_slots(stats.pool),
         hits=_hits(curves, stats.lookups.hit_ratio),
         bandwidth=_bandwidth(curves),
-        evictions=_counts(stats.evictions or {}),
+        evictions=_counts(stats.evictions),
         drops=_counts(drops),
         block_rates=_block_rates(curves.now),
     )

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
+from kvstow_api.answers import PoolView
 from kvstow_api.numberformat import blocks_per_second, percent, rate
-from kvstow_api.views.pools import PoolView
 
 POOL_COLUMNS: Mapping[str, str] = MappingProxyType(
     {

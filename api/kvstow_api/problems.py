@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
@@ -31,7 +32,6 @@ from kvstow.errors import (
     NotFoundError,
     QueueFullError,
 )
-from kvstow_api.strictroute import MAX_ERRORS, names_beside
 
 logger = logging.getLogger("kvstow.api")
 
@@ -70,6 +70,8 @@ _CODE_OF: dict[int, str] = {
     507: "insufficient_memory",
 }
 
+MAX_ERRORS = 20
+"""Errors in one response: a body of 1 MiB could have half a million."""
 _MAX_ECHO = 200  # characters of an invalid value that the response repeats
 
 
@@ -173,14 +175,24 @@ def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
     context, message = item.get("ctx", {}), item["msg"]
     allowed = context.get("allowed") or context.get("expected") or message
     if item["type"] == "extra_forbidden":
-        allowed = ", ".join(names_beside(scope["endpoint"], item["loc"]))
+        allowed = ", ".join(_names_beside(scope["route"], item["loc"]))
         noun = "query parameter" if where == "query" else "field"
         message = f"Unknown {noun}; known: {allowed}"
     if item["type"] == "missing" and not path:
-        allowed = ", ".join(names_beside(scope["endpoint"], (where, "")))
+        allowed = ", ".join(_names_beside(scope["route"], (where, "")))
         message = f"A JSON object is needed; its fields: {allowed}"
     value = None if item["type"] == "missing" else _echo(item.get("input"))
     return {"field": field, "message": message, "value": value, "allowed": str(allowed)}
+
+
+def _names_beside(route: APIRoute, where: Sequence[str]) -> list[str]:
+    """The names that the route defines beside an unknown one. `where`: body or query, and the path to that name."""
+    part, *path = where[:-1]
+    fields = route.dependant.query_params if part == "query" else [route.body_field]
+    model = fields[0].field_info.annotation if fields and fields[0] is not None else None
+    for name in path:
+        model = model.model_fields[name].annotation  # type: ignore[union-attr]
+    return [field.alias or name for name, field in getattr(model, "model_fields", {}).items()]
 
 
 def _in_words(error: Mapping[str, Any]) -> str:

@@ -1,21 +1,21 @@
-"""The query parameters of the API, and the tokens of lists that come in pages."""
+"""The query parameters of the API, the tokens of lists that come in pages, and the refusal of what a route does not
+define."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvstow.messages import Direction
 from kvstow.status import TransferState
-from kvstow_api.views.events import BLOCK_EVENTS, EVENT_TYPES
-from kvstow_api.views.operations import OperationKind, OperationState
-from kvstow_api.views.pools import BlockState
-from kvstow_api.views.server import SECTIONS
+from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, BlockState, OperationKind, OperationState
 
 _TOKEN_BYTES = 6
 _STANDARD_EVENTS = frozenset(EVENT_TYPES) - frozenset(BLOCK_EVENTS)
@@ -123,20 +123,6 @@ class TransfersQuery(SessionsQuery):
     slowest: Annotated[int, Field(ge=1, le=1000, description="How many, of the oldest ones")] = 100
 
 
-class StatsQuery(PoolQuery):
-    section: Annotated[str, Field(description=f"Any of {', '.join(SECTIONS)}, separated by commas; all if empty")] = ""
-
-    @field_validator("section")
-    @classmethod
-    def _names_sections(cls, value: str) -> str:
-        _names_in(value, SECTIONS, "section")
-        return value
-
-    @property
-    def sections(self) -> frozenset[str]:
-        return _names_in(self.section, SECTIONS, "section") or frozenset(SECTIONS)
-
-
 class EventsQuery(PoolQuery):
     types: Annotated[
         str,
@@ -171,3 +157,29 @@ def _names_in(text: str, allowed: Collection[str], noun: str) -> frozenset[str]:
             {"noun": noun, "unknown": ", ".join(unknown), "allowed": ", ".join(allowed)},
         )
     return names
+
+
+async def _refuse_undefined(request: Request) -> None:
+    """Refuse query parameters and a body where the route has none: a change must not ignore `?dry_run=true`. Where it
+    has some, their models refuse unknown names."""
+    route = request.scope["route"]
+    unwanted: list[dict[str, Any]] = []
+    if not route.dependant.query_params:
+        message = "No query parameters are allowed here"
+        unwanted += [_unwanted(("query", name), message, text) for name, text in request.query_params.items()]
+    if route.body_field is None and request.method != "GET" and (body := await request.body()):
+        unwanted.append(_unwanted(("body",), "No body is allowed here", body.decode("utf-8", "replace")))
+    if unwanted:
+        raise RequestValidationError(unwanted)
+
+
+def _unwanted(where: tuple[str, ...], message: str, text: str) -> dict[str, Any]:
+    return {"type": "unwanted", "loc": where, "msg": message, "input": text}
+
+
+class StrictRouter(APIRouter):
+    """Its routes refuse everything that they do not define. Operation ids are the names of the endpoints."""
+
+    def __init__(self, **options: Any) -> None:
+        strict = [Depends(_refuse_undefined)]
+        super().__init__(dependencies=strict, generate_unique_id_function=lambda route: route.name, **options)

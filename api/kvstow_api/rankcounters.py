@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvstow.status import HostedSession, RankStatus
+from kvstow.status import RankStatus, SessionStatus
 from kvstow_api.directory import HostedPool
 
 _BOOTS = 1024  # of a pool that are remembered
@@ -47,13 +47,13 @@ class RankCounters:
     def __init__(self) -> None:
         self._pools: dict[str, _PoolCounters] = {}
 
-    def note(self, pools: Sequence[HostedPool], sessions: Iterable[HostedSession]) -> None:
+    def note(self, pools: Sequence[HostedPool], sessions: Iterable[SessionStatus]) -> None:
         """Add what the ranks have counted since the last call. Pools that are gone are forgotten."""
         ids = {pool.name: pool.facade.engine_id for pool in pools}
         self._pools = {one: self._pools.get(one) or _PoolCounters() for one in ids.values()}
         for session in sessions:
             if session.pool in ids:
-                for rank in session.status.ranks:
+                for rank in session.ranks:
                     self._pools[ids[session.pool]].note(rank)
 
     def of_pool(self, pool: HostedPool) -> list[CountedRank]:

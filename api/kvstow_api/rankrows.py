@@ -8,7 +8,6 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.numberformat import duration, rate
-from kvstow_api.views.ranks import RankView
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 _SHORTEST_WAIT = 1.0  # seconds
@@ -34,7 +33,7 @@ def rank_state(rank: RankStatus) -> str:
 
 
 def rank_rows(
-    ranks: Sequence[RankView],
+    ranks: Sequence[RankStatus],
     *,
     pinning_paused: bool = False,
     troubled: Collection[tuple[str | None, int | None]] = (),
@@ -72,6 +71,6 @@ def _progress(rank: RankStatus, paused: bool) -> str:
     return f"{words}, {rate(speed)}, {duration(left / speed)} left"
 
 
-def _place(rank: RankView, several: bool) -> str:
+def _place(rank: RankStatus, several: bool) -> str:
     process = f"pid {rank.pid}" if rank.pid is not None else None
     return ", ".join(filter(None, (rank.session if several else None, rank.host, process, rank.device)))

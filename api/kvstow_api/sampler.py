@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from kvstow.status import HostedSession, RankStatus, SessionState
+from kvstow.status import RankStatus, SessionState, SessionStatus
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.figures import (
     CURVE_INTERVAL,
@@ -17,12 +17,11 @@ from kvstow_api.figures import (
     CurvesView,
     NowView,
     Sample,
-    SessionNowView,
     SessionSample,
     curves_of,
     now_of,
     sample_session,
-    session_now_of,
+    session_now,
 )
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.journal import Journal
@@ -96,9 +95,10 @@ class Sampler:
         now, before = self._directory.rejected, self._rejected[0] if self._rejected else {}
         return {reason: count - before.get(reason, 0) for reason, count in now.items()}
 
-    def now_of_session(self, session_id: str) -> SessionNowView:
-        samples = self._sessions.get(session_id)
-        return session_now_of(() if samples is None else samples.recent)
+    def now_of_session(self, session: SessionStatus) -> SessionStatus:
+        """With the rates of the last seconds."""
+        samples = self._sessions.get(session.id)
+        return session_now(session, () if samples is None else samples.recent)
 
     def tick(self) -> None:
         """Take a sample of each pool and each session. The curves have every fifth one, beginning with the first. They
@@ -121,9 +121,9 @@ class Sampler:
         noted, self._ranks = self._ranks, {}
         left, self._sessions = self._sessions, {}
         for session in sessions:
-            self._sample_session(session, left.pop(session.session_id, None))
-            if session.status.state != "lost":
-                for rank in session.status.ranks:
+            self._sample_session(session, left.pop(session.id, None))
+            if session.state != "lost":
+                for rank in session.ranks:
                     self._note_changes(session, rank, noted)
         for ended in left.values():
             self._note_session(ended.session, "over", "none of its processes can reach the memory")
@@ -133,35 +133,35 @@ class Sampler:
         tier = self._directory.tier
         before, self._tiers = self._tiers, {}
         for one in () if tier is None else tier.tiers():
-            name, status = (one.pool, one.namespace), one.status
-            self._tiers[name] = status.state
-            if before.pop(name, None) != status.state:
-                self._note_tier(*name, status.store, status.state, status.reason)
+            name = one.pool, one.namespace
+            self._tiers[name] = one.state
+            if before.pop(name, None) != one.state:
+                self._note_tier(*name, one.store, one.state, one.reason)
         for pool, namespace in before:
             self._note_tier(pool, namespace, None, "over", "no engine can use the namespace any more")
 
     def _note_tier(self, pool: str, namespace: str, store: str | None, state: str, reason: str) -> None:
         self._journal.add("tier", pool=pool, namespace=namespace, store=store, state=state, reason=reason)
 
-    def _sample_session(self, session: HostedSession, samples: _SessionSamples | None) -> None:
-        state = session.status.state
+    def _sample_session(self, session: SessionStatus, samples: _SessionSamples | None) -> None:
+        state = session.state
         if samples is None:
             samples = _SessionSamples(session)
         if state != samples.state:
             self._note_session(session, state, _STATES[state])
         samples.session, samples.state = session, state
-        sample = sample_session(session.status.ranks, time.monotonic())
+        sample = sample_session(session.ranks, time.monotonic())
         if sample is not None:
             samples.recent.append(sample)
-        self._sessions[session.session_id] = samples
+        self._sessions[session.id] = samples
 
-    def _note_session(self, session: HostedSession, state: str, reason: str) -> None:
-        name = f"session {session.session_id} ({session.engine}, pool {session.pool})"
+    def _note_session(self, session: SessionStatus, state: str, reason: str) -> None:
+        name = f"session {session.id} ({session.engine}, pool {session.pool})"
         logger.info("%s is %s: %s", name, state, reason)
         self._journal.add(
             "session",
             pool=session.pool,
-            session=session.session_id,
+            session=session.id,
             engine=session.engine,
             model=session.model,
             state=state,
@@ -185,11 +185,11 @@ class Sampler:
 
     def _note_changes(
         self,
-        session: HostedSession,
+        session: SessionStatus,
         rank: RankStatus,
         noted: dict[tuple[str, int], tuple[str, str | None, str | None]],
     ) -> None:
-        name, now = (session.session_id, rank.rank), (rank.state, rank.boot_id, rank.error)
+        name, now = (session.id, rank.rank), (rank.state, rank.boot_id, rank.error)
         before = noted.get(name)
         if before is not None and before[1:] == now[1:] and self._is_growth(before[0], rank.state):
             self._ranks[name] = before
@@ -199,7 +199,7 @@ class Sampler:
             self._journal.add(
                 "rank",
                 pool=session.pool,
-                session=session.session_id,
+                session=session.id,
                 rank=rank.rank,
                 state=rank.state,
                 boot_id=rank.boot_id,
@@ -226,7 +226,7 @@ class Sampler:
 class _SessionSamples:
     """The last samples of a session, and its last state that was noted."""
 
-    def __init__(self, session: HostedSession) -> None:
+    def __init__(self, session: SessionStatus) -> None:
         self.session = session
         self.state: SessionState | None = None
         self.recent: deque[SessionSample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kvstow.status import SessionStatus
 from kvstow_api.numberformat import ABSENT, duration, rate
-from kvstow_api.views.sessions import SessionView
 
 SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
     {
@@ -52,7 +52,7 @@ class SessionRow(NamedTuple):
 assert tuple(SESSION_COLUMNS) == SessionRow._fields[:-1]
 
 
-def session_row(session: SessionView, *, troubled: bool = False) -> SessionRow:
+def session_row(session: SessionStatus, *, troubled: bool = False) -> SessionRow:
     process = "" if session.pid is None else f"pid {session.pid}"
     return SessionRow(
         name=session.id,
@@ -61,8 +61,8 @@ def session_row(session: SessionView, *, troubled: bool = False) -> SessionRow:
         oldest=duration(session.oldest_seconds) if session.in_flight else ABSENT,
         holds=f"{session.leased_slots + session.quarantined_slots:,}",
         pool=session.pool,
-        loads=rate(session.now.load_bytes_per_second),
-        stores=rate(session.now.store_bytes_per_second),
+        loads=rate(session.load_bytes_per_second),
+        stores=rate(session.store_bytes_per_second),
         engine=session.engine or ABSENT,
         ranks=f"{len(session.ranks)}",
         registered=f"{session.registered_slots:,}",

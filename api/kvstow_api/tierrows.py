@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.numberformat import duration, rate
-from kvstow_api.views.tier import TierPoolView
 
 TIER_COLUMNS: Mapping[str, str] = MappingProxyType(
     {
@@ -45,7 +45,7 @@ class TierRow(NamedTuple):
 assert tuple(TIER_COLUMNS) == TierRow._fields[:-1]
 
 
-def tier_row(tier: TierPoolView, *, troubled: bool = False) -> TierRow:
+def tier_row(tier: TierStatus, *, troubled: bool = False) -> TierRow:
     counters = tier.counters
     return TierRow(
         name=tier.namespace,

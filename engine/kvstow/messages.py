@@ -319,7 +319,7 @@ def _kind(hint: Any) -> _Kind:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _are_counts(value: Any) -> bool:

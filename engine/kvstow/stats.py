@@ -96,6 +96,7 @@ class PoolStats:
     """Slots are of one rank; every rank has the same. Where slots differ in size among the ranks, `slot_bytes` is the
     largest size."""
 
+    name: str
     capacity_slots: int
     usable_slots: int
     slot_bytes: int

@@ -25,9 +25,12 @@ HOST_NAME = "host"
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus(RankFigures):
-    """A rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has."""
+    """A rank as it last reported, of the engine `session`, which uses `pool`. `boot_id` and `last_report_age_seconds`
+    are null before it has."""
 
     last_report_age_seconds: float | None = None
+    pool: str = HOST_NAME
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,13 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
-    """One op in flight: `queued` (no rank has reported on it), `running` (some have), `stuck` (too old), or
-    `quarantined` (an abandoned store whose slots wait for the last ranks). `idle_ranks`: those of
-    `pending_ranks` that have nothing under way, by their last report: the host has not submitted the op, or has not
-    collected or passed on its completion. `session`: the engine that has begun it."""
+    """One op in flight, of the engine `session`, which uses `pool`. `queued` (no rank has reported on it), `running`
+    (some have), `stuck` (too old), or `quarantined` (an abandoned store whose slots wait for the last ranks).
+    `idle_ranks`: those of `pending_ranks` that have nothing under way, by their last report: the host has not submitted
+    the op, or has not collected or passed on its completion."""
 
     op_id: int
+    pool: str
     session: str
     direction: Direction | TierDirection
     state: TransferState
@@ -61,18 +65,27 @@ class TransferStatus:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStatus:
-    """One engine that is attached to a pool: `attaching` (not all ranks have reported and registered slots),
-    `attached`, `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of it may still
-    reach the memory). `in_flight`: ops that some rank has not finished, the oldest for `oldest_seconds`. `leases`:
-    those that no load has used. `quarantined_slots`: slots that are kept from others only because those processes may
-    still write them."""
+    """One engine that uses a pool. `state`: `attaching` (not all ranks have reported and registered slots), `attached`,
+    `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of it may still reach the
+    memory). `in_flight`: ops that some rank has not finished, the oldest for `oldest_seconds`. `leases`: those that no
+    load has used. `quarantined_slots`: slots that are kept from others only because those processes may still write
+    them.
 
-    session_id: int
+    The host adds what the pool does not know: `model`, its age, and `pid`, the process of its scheduler on `host`;
+    null or empty if unknown. Bytes per second are of the last 10 s and of one rank, null until they were measured.
+    """
+
+    id: str
     engine: str
+    model: str = ""
+    pool: str
     namespace: str
+    host: str = ""
+    pid: int | None = None
     state: SessionState
+    age_seconds: float = 0.0
     in_flight: int
     oldest_seconds: float
     leases: int
@@ -80,47 +93,25 @@ class SessionStatus:
     registered_slots: int
     quarantined_slots: int
     processes: int
+    load_bytes_per_second: float | None = None
+    store_bytes_per_second: float | None = None
     ranks: tuple[RankStatus, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceStatus:
     """One meaning of keys in a pool: the sessions that use it, and its visible blocks. A dropped one only waits for its
-    blocks to be evicted."""
+    blocks to be evicted.
 
-    name: str
-    sessions: int
-    blocks: int
-    dropped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HostedSession:
-    """An engine that uses a pool of a host. `session_id` names it at this host, `pid` its scheduler's process on
-    `host`; null or empty if unknown. `status` is the control plane's; its `session_id` counts within the pool."""
-
-    session_id: str
-    engine: str
-    model: str
-    pool: str
-    namespace: str
-    host: str
-    pid: int | None
-    age_seconds: float
-    status: SessionStatus
-
-
-@dataclass(frozen=True, slots=True)
-class HostedNamespace:
-    """One meaning of keys in a pool of a host. `weights_id` names the weights and `weights_source` says where that came
-    from; null if unknown. `sharing_off`: sentences that say why its sessions share no blocks with others, empty if they
-    may."""
+    The host adds the model, and its weights: `weights_id` names them, and `weights_source` says where that came from;
+    null if unknown. `sharing_off`: sentences that say why its sessions share no blocks with others, empty if they may.
+    """
 
     name: str
     pool: str
-    model: str
-    weights_id: str | None
-    weights_source: str | None
+    model: str = ""
+    weights_id: str | None = None
+    weights_source: str | None = None
     sessions: int
     blocks: int
     dropped: bool
@@ -129,11 +120,22 @@ class HostedNamespace:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWait:
-    """A pool that waits for memory which the processes of a session can still reach."""
+    """A pool that has waited so long for memory which the processes of a session can still reach."""
 
     pool: str
     session: str
     num_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that was given back so long ago, and that some process has still. The sessions are those that had it and
+    are not over; there may be none."""
+
+    sessions: tuple[str, ...]
+    num_bytes: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,9 @@ class MemoryStatus:
     grow further, or null.
 
     `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
-    to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way.
-    `orphaned_bytes` are taken by processes that no
-    service uses any more; null where that is not measured.
+    to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way. `kept`:
+    memory that engines have given back, and that processes have all the same; it still counts. `orphaned_bytes` are
+    taken by processes that no service uses any more; null where that is not measured.
 
     `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
     `keeper_restarts`: how often a keeper has taken the place of one that was gone, or has come back.
@@ -158,6 +160,7 @@ class MemoryStatus:
     recalled_bytes: int = 0
     orphaned_bytes: int | None = None
     waits: tuple[MemoryWait, ...] = ()
+    kept: tuple[KeptMemory, ...] = ()
     notices: tuple[str, ...] = ()
     keeper: KeeperState | None = None
     keeper_restarts: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -15,10 +15,9 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Completion, Op, RankReport
-from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
+from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.directory import HostedPool
-from kvstow_api.hostedtier import HostTier
+from kvstow_api.directory import HostedPool, HostTier
 
 SLOT_BYTES = 4096
 SLOTS = 16
@@ -106,6 +105,7 @@ class FakeNode:
         if shared is None:
             config = EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=1, num_ranks=RANKS, block_tokens=16)
             shared = self.shared[pool] = SharedPool(config, clock=self.clock)
+            shared.name = pool
             shared.add_extent(SLOTS)
             shared.set_populated(SLOTS)
             self.switches.apply_to(shared.admin)
@@ -150,24 +150,17 @@ class FakeNode:
             raise ConflictError(f"pool {name} has sessions")
         del self.shared[name]
 
-    def sessions(self) -> list[HostedSession]:
+    def sessions(self) -> list[SessionStatus]:
         return [
-            HostedSession(
-                session_id=engine.session_id,
-                engine="fake",
+            replace(
+                engine.control.status(),
                 model=MODEL,
-                pool=self._name_of(engine.pool),
-                namespace=engine.control.namespace.name,
                 host="node",
                 pid=engine.pid,
                 age_seconds=self.clock() - engine.began,
-                status=engine.control.status(),
             )
             for engine in self.engines
         ]
-
-    def _name_of(self, pool: SharedPool) -> str:
-        return next(name for name, one in self.shared.items() if one is pool)
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
         for engine in self.engines:
@@ -177,20 +170,10 @@ class FakeNode:
                 return True
         return False
 
-    def namespaces(self) -> list[HostedNamespace]:
+    def namespaces(self) -> list[NamespaceStatus]:
         return [
-            HostedNamespace(
-                name=one.name,
-                pool=name,
-                model=MODEL,
-                weights_id="w",
-                weights_source="snapshot",
-                sessions=one.sessions,
-                blocks=one.blocks,
-                dropped=one.dropped,
-                sharing_off=self.sharing_off,
-            )
-            for name, pool in self.shared.items()
+            replace(one, model=MODEL, weights_id="w", weights_source="snapshot", sharing_off=self.sharing_off)
+            for pool in self.shared.values()
             for one in pool.namespaces()
         ]
 

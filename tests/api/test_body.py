@@ -26,10 +26,7 @@ JSON = {"Content-Type": "application/json"}
         b"nonsense",
         b"\xff\xfe",
         b'{"slots": 1',
-        b'{"slots": 1, "slots": 1}',
-        b'{"idle_seconds": NaN}',
-        b'{"idle_seconds": Infinity}',
-        b'{"idle_seconds": -Infinity}',
+        b'{"slots": ' + b"9" * 10_000 + b"}",
         b"[" * 100_000,
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,17 +14,16 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, SlotCounts
-from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.answers import DoctorView
 from kvstow_api.client.decoding import decode
 from kvstow_api.conditions.evidence import Evidence
 from kvstow_api.conditions.table import TABLE, failures_of, find_conditions
+from kvstow_api.directory import HostMemory
 from kvstow_api.figures import Sample
-from kvstow_api.measurements import HostMemory, RankClocks
+from kvstow_api.hostwatch import RankClocks
 from kvstow_api.openapi import EXAMPLES
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.ranks import RankView
-from kvstow_api.views.sessions import SessionView
 
 GIB = 1 << 30
 HOST = HostMemory(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
@@ -60,11 +59,12 @@ RANK = RankStatus(
     pin_failures={},
     numa_bytes={},
     last_report_age_seconds=0.1,
+    session=EXAMPLES["SessionStatus"]["id"],
 )
 DAY = 86_400
 
 
-SESSION = replace(decode(SessionView, EXAMPLES["SessionView"]), state="attached", registered_slots=8)
+SESSION = replace(decode(SessionStatus, EXAMPLES["SessionStatus"]), state="attached", registered_slots=8)
 EMBEDDED = {one.name for one in TABLE if one.of in ("host", "pool")}
 
 
@@ -222,7 +222,7 @@ def test_one_refusal_is_one_condition() -> None:
 
 
 def test_a_condition_says_whom_it_concerns() -> None:
-    silent = RankView(**{**asdict(RANK), "rank": 3, "last_report_age_seconds": 12.0}, pool="host", session="s1")
+    silent = replace(RANK, rank=3, last_report_age_seconds=12.0, pool="host", session="s1")
     (one,) = diagnose(evidence(silent)).conditions
     assert (one.pool, one.session, one.rank) == ("host", "s1", 3)
     assert one.what == "rank 3 has been silent for 12 s"

@@ -15,13 +15,13 @@ from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEvent
 from kvstow.control.engine import OffloadEngine
 from kvstow_api import eventstream
+from kvstow_api.answers import EventView
 from kvstow_api.client.eventstream import EventParser
 from kvstow_api.directory import HostedPool
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
 from kvstow_api.sampler import Sampler
-from kvstow_api.views.events import EventView
 
 pytestmark = pytest.mark.anyio
 

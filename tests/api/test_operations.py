@@ -13,9 +13,8 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
+from kvstow_api.answers import OperationView, ProgressView, RemovedView
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations
-from kvstow_api.views.operations import OperationView, ProgressView
-from kvstow_api.views.pools import RemovedView
 
 pytestmark = pytest.mark.anyio
 

@@ -15,17 +15,14 @@ from tests.api.test_sessionrows import SESSION
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
-from kvstow.status import MemoryStatus
+from kvstow.status import MemoryStatus, TransferStatus
+from kvstow_api.answers import ConditionView, PoolView, ReadinessView, TransfersView
 from kvstow_api.client.decoding import decode
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.overview import Readings, overview, pool_to_show, select_rows
 from kvstow_api.pooloverview import NOT_PINNED, PoolReadings
 from kvstow_api.sessionrows import session_row
-from kvstow_api.views.doctor import ConditionView
-from kvstow_api.views.pools import PoolView
-from kvstow_api.views.server import ReadinessView
-from kvstow_api.views.transfers import TransfersView, TransferView
 
 CURVES = CurvesView(
     pool="host",
@@ -43,10 +40,9 @@ READINESS = ReadinessView(
     usable_slots=16,
     capacity_slots=16,
     ranks=(),
-    pools=[],
     memory=MemoryStatus(8 * GIB, 8 * GIB),
 )
-TRANSFER = decode(TransferView, EXAMPLES["TransferView"])
+TRANSFER = decode(TransferStatus, EXAMPLES["TransferStatus"])
 TRANSFERS = TransfersView(pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]), items=[TRANSFER])
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvstow_api.answers import PoolView
 from kvstow_api.client.decoding import decode
 from kvstow_api.figures import NowView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.poolrows import pool_row
-from kvstow_api.views.pools import PoolView
 
 POOL = decode(PoolView, EXAMPLES["PoolView"])
 NOW = NowView(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.api.test_conditions import GIB
 from tests.api.test_conditions import RANK as PLAIN
 
+from kvstow.status import RankStatus
 from kvstow_api.rankrows import RankRow, rank_rows, select_ranks
-from kvstow_api.views.ranks import RankView
 
-RANK = RankView(**asdict(PLAIN), pool="a", session="s1")
+RANK = replace(PLAIN, pool="a", session="s1")
 
 
-def line_of(rank: RankView) -> RankRow:
+def line_of(rank: RankStatus) -> RankRow:
     (line,) = rank_rows([rank])
     return line
 

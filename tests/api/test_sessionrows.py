@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvstow.status import SessionStatus
 from kvstow_api.client.decoding import decode
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.sessionrows import session_row
-from kvstow_api.views.sessions import SessionView
 
-SESSION = decode(SessionView, EXAMPLES["SessionView"])
+SESSION = decode(SessionStatus, EXAMPLES["SessionStatus"])
 
 
 def test_the_row_of_a_session_says_what_it_holds() -> None:

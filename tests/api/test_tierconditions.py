@@ -12,20 +12,18 @@ from tests.api.tieredhost import TieredHost
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow.tier.tierstatus import TierCounters
+from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
+from kvstow_api.answers import TierView
 from kvstow_api.conditions.evidence import TierEvidence
 from kvstow_api.conditions.table import TABLE
-from kvstow_api.hostedtier import TierMeasurements
-from kvstow_api.views.tier import TierClientView, TierPoolView, TierView
+from kvstow_api.directory import TierMeasurements
 
 pytestmark = pytest.mark.anyio
 
 MIB = 1 << 20
-CLIENT = TierClientView(
-    purpose="transfers of rank 0", state="connected", reason="", restarts=0, timeouts=0, corrupt_objects=0,
-    put_bytes=0, get_bytes=0,
-)  # fmt: skip
-POOL = TierPoolView(
+CLIENT = TierClient("transfers of rank 0", ClientHealth("connected"), ClientStats())
+POOL = TierStatus(
+    store="mooncake",
     pool="a",
     namespace="a1",
     model="m",
@@ -40,10 +38,8 @@ POOL = TierPoolView(
     waiting_blocks=0,
     putting_blocks=0,
     fetching_blocks=0,
-    dropped_blocks=0,
-    breaker_opened=0,
     counters=TierCounters(wait_seconds=5.0, saved_seconds=50.0),
-    clients=[CLIENT],
+    clients=(CLIENT,),
 )
 OF_TIER = {one.name for one in TABLE if one.of == "tier"}
 OPEN = TierMeasurements(("8.8.8.8",), has_access_control=False)
@@ -58,14 +54,14 @@ def tier(measured: TierMeasurements = TierMeasurements(), **changes: Any) -> Tie
     return TierEvidence(view, measured, 100 * MIB)
 
 
-def client(**changes: Any) -> dict[str, Any]:
-    return {"clients": [replace(CLIENT, **changes)]}
+def client(health: ClientHealth = CLIENT.health, **counted: int) -> dict[str, Any]:
+    return {"clients": (replace(CLIENT, health=health, stats=ClientStats(**counted)),)}
 
 
 FIRING = [
     ("tier_down", "warning", "no answer in 0.5 s", tier(state="down", breaker="open", reason="no answer in 0.5 s")),
     ("tier_off", "warning", "a2 of pool a does not use", tier(state="off", reason="the weights were changed")),
-    ("tier_client", "error", "cannot be registered", tier(**client(state="failed", reason="cannot be registered"))),
+    ("tier_client", "error", "cannot be registered", tier(**client(ClientHealth("failed", "cannot be registered")))),
     (
         "tier_time",
         "warning",
@@ -85,7 +81,7 @@ SILENT = [
     tier(TierMeasurements((), True, True, 100 * MIB)),
     tier(TierMeasurements((), True, True, None)),
     tier(TierMeasurements((), True, False, 0)),
-    tier(**client(state="connecting", reason="not yet")),
+    tier(**client(ClientHealth("connecting", "not yet"))),
 ]
 
 
@@ -100,7 +96,7 @@ def test_a_condition_has_cause_reason_and_fix(name: str, severity: str, words: s
 
 
 def test_clients_that_pools_share_are_told_of_once() -> None:
-    given = tier(**client(state="failed", reason="no", corrupt_objects=2))
+    given = tier(**client(ClientHealth("failed", "no"), corrupt_objects=2))
     items = [replace(one, pool=pool, clients=given.view.items[1].clients) for one in given.view.items for pool in "ab"]
     told = diagnose(evidence(tier=given._replace(view=replace(given.view, items=items))))
     assert sorted(one.name for one in told.conditions) == ["tier_client", "tier_objects"]

@@ -156,7 +156,7 @@ def not_pinned() -> Iterator[Case]:
 
 def starving() -> Iterator[Case]:
     summary = f"Pool llama-0a1b2c of {WHERE} has waited for memory for ten minutes."
-    for name in ("share", "memory_wait"):
+    for name in ("share", "memory_wait", "memory_kept"):
         yield from lasting("KvstowPoolStarves", name, 10, summary)
 
 

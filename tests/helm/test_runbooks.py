@@ -19,8 +19,9 @@ import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankState
-from kvstow.stats import FaultStats, LookupStats
+from kvstow.stats import EngineStats, FaultStats, LookupStats
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.table import TABLE
@@ -28,13 +29,9 @@ from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.metrics.tier import tier_families
 from kvstow_api.requests import HttpCounters
-from kvstow_api.views.server import StatsView
-from kvstow_api.views.sessions import SessionsView
 from kvstow_service import environment
-from kvstow_service.admin.adminhost import make_api_host
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
 from kvstow_service.cli.tables import LISTS
 from kvstow_service.node.attach.clients import REASONS
@@ -137,7 +134,7 @@ def known() -> frozenset[str]:
         *POLICIES,
         *FOREIGN,
     }
-    found |= {field.name for view in (StatsView, LookupStats, FaultStats, SessionsView) for field in fields(view)}
+    found |= {field.name for view in (EngineStats, LookupStats, FaultStats, SessionsView) for field in fields(view)}
     found |= {column.title for columns, _ in LISTS.values() for column in columns}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}

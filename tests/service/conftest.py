@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from tests.quickstop import servers_stop_at_once
 
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.tls import ServerTls
 from kvstow_service.process.logwriter import LogWriter
 
 __all__ = ["servers_stop_at_once"]
@@ -69,7 +69,7 @@ class Serving(Protocol):
         *,
         port: int = ...,
         uds: Path | None = ...,
-        tls: ssl.SSLContext | None = ...,
+        tls: ServerTls | None = ...,
         clock: Callable[[], float] = ...,
         log: LogWriter | None = ...,
     ) -> tuple[AdminServer, AdminSockets]: ...
@@ -85,7 +85,7 @@ def serving() -> Iterator[Serving]:
             *,
             port: int = 0,
             uds: Path | None = None,
-            tls: ssl.SSLContext | None = None,
+            tls: ServerTls | None = None,
             clock: Callable[[], float] = time.monotonic,
             log: LogWriter | None = None,
         ) -> tuple[AdminServer, AdminSockets]:

@@ -212,7 +212,7 @@ class Engine:
         self.admin.post("/v1/pools/host/purge", json={"all": True}).raise_for_status()
 
     def stats(self, section: str) -> dict[str, Any]:
-        answer = self.admin.get("/v1/stats", params={"section": section}).raise_for_status().json()
+        answer = self.admin.get("/v1/stats").raise_for_status().json()
         return dict(answer[section])
 
     def has_slots(self, *, all_of_them: bool) -> bool:

@@ -17,7 +17,7 @@ from kvstow.errors import ConfigError
 from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.connectors.engine_core import embeddedschedulerhost, schedulerhost, workerhost
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.engine_core.hostmemory import wait_until_pinned

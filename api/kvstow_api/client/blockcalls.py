@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from kvstow.status import BlockStatus, LookupResult, ProtectionResult
+from kvstow_api.answers import POOL_NAME, BlockState, BlocksView
 from kvstow_api.client.call import Call, decoded, get, nothing, params
 from kvstow_api.client.poolcalls import pool_path
-from kvstow_api.views.pools import POOL_NAME, BlockState, BlocksView
 
 
 def blocks(

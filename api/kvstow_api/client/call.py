@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvstow.errors import KvstowError
+from kvstow_api.answers import OperationView, ProblemView
 from kvstow_api.client.decoding import decode
-from kvstow_api.views.operations import OperationView
-from kvstow_api.views.problems import ProblemView
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -26,7 +26,6 @@ from kvstow_api.client.poolcalls import (
 from kvstow_api.client.servercalls import (
     ProbeName,
     ProbeResult,
-    config,
     curves,
     doctor,
     info,
@@ -50,7 +49,6 @@ __all__ = [
     "bypass_status",
     "cancel",
     "change_pool",
-    "config",
     "curves",
     "delete_pool",
     "detach",

@@ -10,12 +10,11 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from kvstow_api.answers import EventView, ProblemView
 from kvstow_api.client.call import ApiError, Call, Reply
 from kvstow_api.client.decoding import decode
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
 from kvstow_api.client.eventstream import EventParser, Subscription
-from kvstow_api.views.events import EventView
-from kvstow_api.views.problems import ProblemView
 
 T = TypeVar("T")
 

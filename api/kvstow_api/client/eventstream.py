@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvstow_api.views.events import EventType, EventView
+from kvstow_api.answers import EventType, EventView
 
 
 @dataclass(frozen=True, slots=True)

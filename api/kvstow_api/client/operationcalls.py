@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+from kvstow_api.answers import OperationKind, OperationState, OperationsView, OperationView
 from kvstow_api.client.call import Call, decoded, get, nothing, params
-from kvstow_api.views.operations import OperationKind, OperationState, OperationsView, OperationView
 
 
 def operations(

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from kvstow_api.answers import POOL_NAME, OperationView, PinningView, PlanView, PoolsView, PoolView, RemovedView
 from kvstow_api.client.call import Call, decoded, fields, get, if_matching, nothing, work
-from kvstow_api.views.operations import OperationView
-from kvstow_api.views.pools import POOL_NAME, PinningView, PlanView, PoolsView, PoolView, RemovedView
 
 
 def pool_path(pool: str) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from kvstow.stats import EngineStats
+from kvstow_api.answers import DoctorView, InfoView, LogLevelsView, LogLevelView, ReadinessView, TierView
 from kvstow_api.client.call import Call, Reply, decoded, get, params
 from kvstow_api.figures import CurvesView
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.server import InfoView, ReadinessView, Section, StatsView
-from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
-from kvstow_api.views.tier import TierView
 
 ProbeName = Literal["livez", "readyz", "startupz"]
 
@@ -35,8 +33,8 @@ def tier() -> Call[TierView]:
     return get("/v1/tier", TierView)
 
 
-def stats(*sections: Section, pool: str | None = None) -> Call[StatsView]:
-    return get("/v1/stats", StatsView, section=",".join(sections), pool=pool)
+def stats(*, pool: str | None = None) -> Call[EngineStats]:
+    return get("/v1/stats", EngineStats, pool=pool)
 
 
 def curves(*, pool: str | None = None) -> Call[CurvesView]:
@@ -54,10 +52,6 @@ def probe(name: ProbeName, *, verbose: bool = True, exclude: Iterable[str] = ())
 
 def metrics() -> Call[str]:
     return Call("GET", "/metrics", lambda reply: reply.body.decode())
-
-
-def config(*, pool: str | None = None) -> Call[ConfigView]:
-    return get("/v1/config", ConfigView, pool=pool)
 
 
 def log_levels() -> Call[LogLevelsView]:

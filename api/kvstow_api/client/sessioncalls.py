@@ -6,11 +6,9 @@ import json
 from urllib.parse import quote
 
 from kvstow.messages import DesiredState, Direction, RankReport
-from kvstow.status import TransferState
+from kvstow.status import RankStatus, TransferState
+from kvstow_api.answers import DetachView, NamespacesView, RanksView, SessionsView, TransfersView
 from kvstow_api.client.call import Call, decoded, get, params
-from kvstow_api.views.ranks import RanksView, RankView
-from kvstow_api.views.sessions import DetachView, NamespacesView, SessionsView
-from kvstow_api.views.transfers import TransfersView
 
 
 def sessions() -> Call[SessionsView]:
@@ -33,9 +31,9 @@ def ranks(*, pool: str | None = None, session: str | None = None) -> Call[RanksV
     return get("/v1/ranks", RanksView, pool=pool, session=session)
 
 
-def rank(number: int, *, pool: str | None = None, session: str | None = None) -> Call[RankView]:
+def rank(number: int, *, pool: str | None = None, session: str | None = None) -> Call[RankStatus]:
     """Fails with status 409 if several of these engines have a rank of this number."""
-    return get(f"/v1/ranks/{number}", RankView, pool=pool, session=session)
+    return get(f"/v1/ranks/{number}", RankStatus, pool=pool, session=session)
 
 
 def report(message: RankReport, *, clock: float) -> Call[DesiredState]:

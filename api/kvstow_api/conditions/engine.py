@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from kvstow.stats import EngineStats
-from kvstow.status import RankStatus
-from kvstow_api.conditions.evidence import Evidence, make_condition, rank_name, session_of
+from kvstow.status import RankStatus, SessionStatus
+from kvstow_api.answers import ConditionView
+from kvstow_api.conditions.evidence import Evidence, make_condition, rank_name
 from kvstow_api.conditions.memory import PIN_FIXES
 from kvstow_api.figures import ends_of_now
 from kvstow_api.numberformat import counted, duration
-from kvstow_api.views.doctor import ConditionView
-from kvstow_api.views.sessions import SessionView
 
 _WITHOUT_HITS = "its engine's requests are served without the cache"
 _DROPS: Mapping[str, tuple[str, str]] = {
@@ -75,9 +74,7 @@ def find_silent_ranks(evidence: Evidence) -> Iterator[ConditionView]:
 def _silence(evidence: Evidence, rank: RankStatus) -> str:
     age = rank.last_report_age_seconds
     if age is None:
-        # An embedded engine's ranks may be known before any of them says which session they are of.
-        is_starting = session_of(rank) in evidence.starting if session_of(rank) else bool(evidence.starting)
-        return "" if is_starting else "has never reported"
+        return "" if rank.session in evidence.starting else "has never reported"
     return f"has been silent for {duration(age)}" if age > evidence.report_timeout else ""
 
 
@@ -124,7 +121,7 @@ def find_stuck(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def session_name(evidence: Evidence, session: SessionView) -> str:
+def session_name(evidence: Evidence, session: SessionStatus) -> str:
     if evidence.node is None:
         return "the engine"
     return f"session {session.id} ({session.engine}, pool {session.pool})"

@@ -6,14 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstow.messages import DesiredState
-from kvstow.status import BypassStatus, DrainStatus, HostedNamespace, MemoryStatus, RankStatus, Readiness
+from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, NamespaceStatus, RankStatus, Readiness, SessionStatus
+from kvstow_api.answers import ConditionView, Severity, TierView
+from kvstow_api.directory import HostMemory, OrphanedMemory, TierMeasurements
 from kvstow_api.figures import Sample
-from kvstow_api.hostedtier import TierMeasurements
-from kvstow_api.measurements import HostMemory, OrphanedMemory
-from kvstow_api.views.doctor import ConditionView, Severity
-from kvstow_api.views.ranks import RankView
-from kvstow_api.views.sessions import SessionView
-from kvstow_api.views.tier import TierView
 
 
 class Evidence(NamedTuple):
@@ -27,7 +23,7 @@ class Evidence(NamedTuple):
     drain: DrainStatus
     bypass: BypassStatus
     failures: Mapping[str, str] = {}
-    sessions: Sequence[SessionView] = ()
+    sessions: Sequence[SessionStatus] = ()
     starting: Collection[str] = ()
     report_timeout: float = 5.0
     desired: DesiredState | None = None
@@ -76,7 +72,7 @@ class NodeEvidence(NamedTuple):
 
     memory: MemoryStatus
     rejected: Mapping[str, int]
-    namespaces: Sequence[HostedNamespace]
+    namespaces: Sequence[NamespaceStatus]
     trust_eof: float | None
     orphans: Sequence[OrphanedMemory]
 
@@ -94,11 +90,17 @@ class NothingToMeasure(Exception):
 
 
 def make_condition(
-    severity: Severity, what: str, why: str, fix: str, who: SessionView | RankStatus | None = None, /, **evidence: float
+    severity: Severity,
+    what: str,
+    why: str,
+    fix: str,
+    who: SessionStatus | RankStatus | None = None,
+    /,
+    **evidence: float,
 ) -> ConditionView:
     """`who`: the engine or the rank that it concerns. The table adds the name."""
     rank = who.rank if isinstance(who, RankStatus) else None
-    session = who.id if isinstance(who, SessionView) else session_of(who)
+    session = who.id if isinstance(who, SessionStatus) else who.session if who else None
     return ConditionView(
         name="", severity=severity, what=what, why=why, fix=fix, session=session, rank=rank, evidence=evidence
     )
@@ -106,9 +108,4 @@ def make_condition(
 
 def rank_name(evidence: Evidence, rank: RankStatus) -> str:
     """A rank, for sentences. The engines of a node have ranks of the same numbers."""
-    session = session_of(rank)
-    return f"rank {rank.rank}" if evidence.node is None or session is None else f"rank {rank.rank} of session {session}"
-
-
-def session_of(rank: RankStatus | None) -> str | None:
-    return rank.session if isinstance(rank, RankView) else None
+    return f"rank {rank.rank}" if evidence.node is None else f"rank {rank.rank} of session {rank.session}"

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 
-from kvstow.status import BypassStatus, DrainStatus
+from kvstow.status import BypassStatus, DrainStatus, SessionStatus
+from kvstow_api.answers import DoctorView
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.evidence import Evidence, NodeEvidence, TierEvidence
 from kvstow_api.conditions.table import failures_of, find_conditions
-from kvstow_api.directory import HostedPool
+from kvstow_api.directory import HostedPool, TierMeasurements
 from kvstow_api.host import ApiHost
-from kvstow_api.hostedtier import TierMeasurements
 from kvstow_api.hostreadiness import host_readiness
-from kvstow_api.hostwatch import HostWatch
-from kvstow_api.measurements import RankClocks
-from kvstow_api.poolview import session_views
+from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.probe import Check
+from kvstow_api.readings import sessions_now, tier_view
 from kvstow_api.sampler import Sampler
-from kvstow_api.tierview import tier_view
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.sessions import SessionView
 
 _NO_DRAIN = DrainStatus(
     active=False, mode=None, deadline_seconds_left=None, drained=False, pending_transfers=0, leases=0
@@ -55,7 +51,7 @@ class Conditions:
     def gather(self) -> tuple[Evidence, list[Evidence]]:
         """The evidence of the host, and that of each pool."""
         host, directory, measured = self._host, self._host.directory, self._watch.measured
-        sessions = session_views(directory, self._sampler)
+        sessions = sessions_now(directory, self._sampler)
         failures = ((check.name, check.run()) for check in self._process)
         whole = Evidence(
             failures={name: failure for name, failure in failures if failure},
@@ -85,7 +81,7 @@ class Conditions:
             whole = whole._replace(tier=tier)
         return whole, [self._of_pool(whole, pool) for pool in pools]
 
-    def _starting(self, sessions: list[SessionView]) -> frozenset[str]:
+    def _starting(self, sessions: list[SessionStatus]) -> frozenset[str]:
         host = self._host
         if not host.directory.is_node:
             return frozenset(one.id for one in sessions if host.clock() < self._grace_ends)

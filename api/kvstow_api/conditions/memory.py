@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstow.bytesize import format_size
+from kvstow_api.answers import ConditionView
 from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_condition, rank_name
-from kvstow_api.views.doctor import ConditionView
 
 SHARE_RATIO = 0.5
 GIVEN_BACK_BYTES = 64 << 20  # less is no matter

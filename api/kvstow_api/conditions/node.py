@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvstow.bytesize import format_size
+from kvstow_api.answers import ConditionView
 from kvstow_api.conditions.engine import session_name
 from kvstow_api.conditions.evidence import Evidence, NodeEvidence, NothingToMeasure, make_condition
 from kvstow_api.numberformat import counted, duration
 from kvstow_api.poolchoice import NO_POOL
 from kvstow_api.sampler import REJECTED_SECONDS
-from kvstow_api.views.doctor import ConditionView
 
 _NAMED_RANKS = 3
+_USUAL_SECONDS = 10.0
+"""How long memory may take to change hands, before that is a matter for people."""
 
 
 def find_memory(evidence: Evidence) -> Iterator[ConditionView]:
@@ -53,7 +55,7 @@ def find_waits(evidence: Evidence) -> Iterator[ConditionView]:
         name = f"session {wait.session}" + (f" ({holder.engine}, pool {holder.pool})" if holder else " (which is gone)")
         yield replace(
             make_condition(
-                "warning",
+                "warning" if wait.seconds > _USUAL_SECONDS else "info",
                 f"pool {wait.pool} waits for {format_size(wait.num_bytes)} that {name} holds",
                 "memory moves from one pool to another only when nobody can reach it any more",
                 f"nothing, for some seconds; if it lasts, `kvstow detach {wait.session} --kill` ends what holds it",
@@ -69,6 +71,25 @@ def find_waits(evidence: Evidence) -> Iterator[ConditionView]:
             "until then a pool has less memory than it should",
             "nothing, for some seconds; then `kvstow get operations` and `kvstow get transfers` show what is under way",
             recalled_bytes=_node(evidence).memory.recalled_bytes,
+        )
+
+
+def find_kept(evidence: Evidence) -> Iterator[ConditionView]:
+    """Memory that engines have given back and have all the same."""
+    by_id = {session.id: session for session in evidence.sessions}
+    for kept in _node(evidence).memory.kept:
+        there = [by_id[session] for session in kept.sessions if session in by_id]
+        names = " or ".join(session_name(evidence, session) for session in there) or "an engine that is gone"
+        first = there[0] if there else None
+        yield make_condition(
+            "warning" if kept.seconds > _USUAL_SECONDS else "info",
+            f"some process still has {format_size(kept.num_bytes)} that {names} has given back",
+            "this memory counts in --memory, and no pool gets it, until the kernel says that nobody has it",
+            f"`kvstow detach {first.id} --kill` ends what had it"
+            if first
+            else "`kvstow doctor` on the machine, as root, shows processes that have memory of no service; end them",
+            first,
+            num_bytes=kept.num_bytes,
         )
 
 
@@ -119,7 +140,7 @@ def find_lost(evidence: Evidence) -> Iterator[ConditionView]:
 def find_attaching(evidence: Evidence) -> Iterator[ConditionView]:
     """Engines that have not registered a slot on every rank. Ranks that never report are told as silent."""
     for session in evidence.sessions:
-        late = [rank.rank for rank in session.ranks if not rank.registered_slots and rank.pid is not None]
+        late = [rank.rank for rank in session.ranks if not rank.pinned_slots and rank.pid is not None]
         if session.state == "attaching" and (late or session.id in evidence.starting):
             ranks = f"rank {', '.join(map(str, late))}" if 0 < len(late) <= _NAMED_RANKS else f"{len(late)} ranks"
             yield make_condition(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvstow_api.answers import ConditionView
 from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_condition
 from kvstow_api.numberformat import counted
 from kvstow_api.switches import bypass_words, bypassed
-from kvstow_api.views.doctor import ConditionView
 
 _PROCESS_FIXES = {
     "loop": "give the process more CPU, or find out what keeps it busy",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
+from kvstow_api.answers import ConditionView
 from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_condition, rank_name
-from kvstow_api.views.doctor import ConditionView
 
 CLOCK_SECONDS = 1.0
 LINK_BYTES = 1 << 30  # below this a rank's rate means little

@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from kvstow_api.answers import ConditionView, DoctorView, Severity
 from kvstow_api.conditions import engine, memory, node, serving, speed, tier
 from kvstow_api.conditions.evidence import Evidence, NothingToMeasure
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.views.doctor import ConditionView, DoctorView, Severity
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
@@ -56,6 +56,7 @@ TABLE = (
     Condition("node_memory", "node", node.find_memory, ("memory",)),
     Condition("populating", "node", node.find_populating, ("pinned",)),
     Condition("memory_wait", "node", node.find_waits),
+    Condition("memory_kept", "node", node.find_kept),
     Condition("keeper", "node", node.find_keeper),
     Condition("orphaned_memory", "node", node.find_orphaned_memory),
     Condition("session_lost", "node", node.find_lost),

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvstow.bytesize import format_size
+from kvstow.tier.tierstatus import TierStatus
+from kvstow_api.answers import ConditionView, Severity
 from kvstow_api.conditions.evidence import Evidence, TierEvidence, make_condition
 from kvstow_api.numberformat import counted, duration
-from kvstow_api.views.doctor import ConditionView, Severity
-from kvstow_api.views.tier import TierPoolView
 
 
 def find_failed_clients(evidence: Evidence) -> Iterator[ConditionView]:
@@ -17,15 +17,15 @@ def find_failed_clients(evidence: Evidence) -> Iterator[ConditionView]:
     told = set[str]()
     for one in _tier(evidence).view.items:
         for client in one.clients:
-            if client.state == "failed" and client.purpose not in told:  # the pools of a node share clients
+            if client.health.state == "failed" and client.purpose not in told:  # the pools of a node share clients
                 told.add(client.purpose)
                 yield _of(
                     one,
                     "error",
-                    f"{client.purpose} ({_name(one)}) have failed: {client.reason}",
+                    f"{client.purpose} ({_name(one)}) have failed: {client.health.reason}",
                     "they do not try again by themselves, so nothing is put or fetched by them",
                     "remove the cause, then restart the service",
-                    restarts=client.restarts,
+                    restarts=client.stats.restarts,
                 )
 
 
@@ -40,9 +40,9 @@ def find_down(evidence: Evidence) -> Iterator[ConditionView]:
                 f"the store {given.view.url} is left alone by {_name(one)}: {one.reason}",
                 "requests compute what other nodes have; nothing else is affected",
                 "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s",
-                opened=one.breaker_opened,
-                timeouts=sum(client.timeouts for client in one.clients),
-                restarts=sum(client.restarts for client in one.clients),
+                opened=one.counters.breaker_opened,
+                timeouts=sum(client.stats.timeouts for client in one.clients),
+                restarts=sum(client.stats.restarts for client in one.clients),
             )
 
 
@@ -83,8 +83,8 @@ def find_corrupt_objects(evidence: Evidence) -> Iterator[ConditionView]:
     """Objects that are not what was put."""
     told = set[str]()
     for one in _tier(evidence).view.items:
-        corrupt = sum(client.corrupt_objects for client in one.clients if client.purpose not in told)
-        told |= {client.purpose for client in one.clients if client.corrupt_objects}
+        corrupt = sum(client.stats.corrupt_objects for client in one.clients if client.purpose not in told)
+        told |= {client.purpose for client in one.clients if client.stats.corrupt_objects}
         if corrupt:
             yield _of(
                 one,
@@ -128,18 +128,18 @@ def find_memlock(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def loses_time(tier: TierPoolView) -> bool:
+def loses_time(tier: TierStatus) -> bool:
     """Whether requests have waited longer than it would have taken to compute what they waited for, so far. Not known
     before the prefill speed is."""
     counters = tier.counters
     return tier.prefill_tokens_per_second is not None and counters.wait_seconds > max(1.0, counters.saved_seconds)
 
 
-def _of(one: TierPoolView, severity: Severity, what: str, why: str, fix: str, **found: float) -> ConditionView:
+def _of(one: TierStatus, severity: Severity, what: str, why: str, fix: str, **found: float) -> ConditionView:
     return replace(make_condition(severity, what, why, fix, **found), pool=one.pool)
 
 
-def _name(one: TierPoolView) -> str:
+def _name(one: TierStatus) -> str:
     return one.namespace if one.namespace == one.pool else f"{one.namespace} of pool {one.pool}"
 
 

@@ -84,10 +84,10 @@ def _snapshots(directory: Directory, counters: RankCounters) -> Snapshots:
     ranks: dict[str, dict[int, list[RankStatus]]] = {}
     states: dict[str, Counter[SessionState]] = {}
     for session in sessions:
-        states.setdefault(session.pool, Counter())[session.status.state] += 1
-        if session.status.state != "lost":
+        states.setdefault(session.pool, Counter())[session.state] += 1
+        if session.state != "lost":
             of_pool = ranks.setdefault(session.pool, {})
-            for rank in session.status.ranks:
+            for rank in session.ranks:
                 of_pool.setdefault(rank.rank, []).append(rank)
     pools = [
         PoolSnapshot(

@@ -10,6 +10,7 @@ from typing import get_args
 from prometheus_client import Metric
 
 from kvstow.stats import EngineState
+from kvstow_api.answers import ConditionView
 from kvstow_api.directory import Directory
 from kvstow_api.health import Health
 from kvstow_api.host import ApiHost
@@ -18,7 +19,6 @@ from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram
 from kvstow_api.metrics.snapshots import POOL, Snapshots
 from kvstow_api.operations import KINDS, Operations
 from kvstow_api.requests import HttpCounters
-from kvstow_api.views.doctor import ConditionView
 
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
 

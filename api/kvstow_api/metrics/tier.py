@@ -10,26 +10,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import Metric
 
-from kvstow_api.directory import Directory
-from kvstow_api.hostedtier import HostedTier, TierClient, TierLabels
+from kvstow.tier.tierstatus import TierClient, TierStatus
+from kvstow_api.directory import Directory, TierLabels
 from kvstow_api.metrics.families import Row, counter, gauge
 from kvstow_api.metrics.snapshots import POOL
 
 TIER = ("tier", *POOL)
 """The labels of a pool's tier: the name of the store, the pool, and its model."""
 
-_Values = Sequence[HostedTier]
+_Values = Sequence[TierStatus]
 
 _GAUGES: tuple[tuple[str, str, Callable[[_Values], float | None]], ...] = (
     (
         "kvstow_tier_up",
         "1 while the tier is on and its breaker closed; 0 also while it is off",
-        lambda tiers: float({"on"} <= {one.status.state for one in tiers} <= {"on", "off"}),
+        lambda tiers: float({"on"} <= {one.state for one in tiers} <= {"on", "off"}),
     ),
     (
         "kvstow_tier_breaker_open",
         "1 while the store is left alone because it does not work",
-        lambda tiers: float(any(one.status.breaker != "closed" for one in tiers)),
+        lambda tiers: float(any(one.breaker != "closed" for one in tiers)),
     ),
     ("kvstow_tier_waiting_blocks", "Blocks that are to be put", lambda tiers: _sum(tiers, "waiting_blocks")),
     ("kvstow_tier_putting_blocks", "Blocks that are being put", lambda tiers: _sum(tiers, "putting_blocks")),
@@ -37,17 +37,17 @@ _GAUGES: tuple[tuple[str, str, Callable[[_Values], float | None]], ...] = (
     (
         "kvstow_tier_fetch_bytes_per_second",
         "Measured rate of fetches, on the slowest rank; absent until it is measured",
-        lambda tiers: min(_known(one.status.fetch_bytes_per_second for one in tiers), default=None),
+        lambda tiers: min(_known(one.fetch_bytes_per_second for one in tiers), default=None),
     ),
     (
         "kvstow_tier_lookup_seconds",
         "Measured time of a question to the store; absent until it is measured",
-        lambda tiers: max(_known(one.status.lookup_seconds for one in tiers), default=None),
+        lambda tiers: max(_known(one.lookup_seconds for one in tiers), default=None),
     ),
     (
         "kvstow_tier_prefill_tokens_per_second",
         "Measured speed of computing prompts; absent until it is measured",
-        lambda tiers: min(_known(one.status.prefill_tokens_per_second for one in tiers), default=None),
+        lambda tiers: min(_known(one.prefill_tokens_per_second for one in tiers), default=None),
     ),
 )
 _COUNTERS = (
@@ -59,6 +59,12 @@ _COUNTERS = (
     ("kvstow_tier_found_blocks", "Blocks that the store had and the pool had not", "found_blocks"),
     ("kvstow_tier_fetched_blocks", "Blocks fetched on all ranks", "fetched_blocks"),
     ("kvstow_tier_put_blocks", "Blocks put by all ranks", "put_blocks"),
+    (
+        "kvstow_tier_dropped_blocks",
+        "Blocks that were not put because too many waited or the store was full",
+        "dropped_blocks",
+    ),
+    ("kvstow_tier_breaker_opened", "How often the store was left alone because it did not work", "breaker_opened"),
 )
 """Fields of `TierCounters`."""
 
@@ -66,9 +72,9 @@ _COUNTERS = (
 def tier_families(directory: Directory) -> Iterator[Metric]:
     if directory.tier is None:
         return
-    tiers: dict[TierLabels, list[HostedTier]] = {}
+    tiers: dict[TierLabels, list[TierStatus]] = {}
     for hosted in directory.tier.tiers():
-        tiers.setdefault((hosted.status.store, hosted.pool, hosted.model), []).append(hosted)
+        tiers.setdefault((hosted.store, hosted.pool, hosted.model), []).append(hosted)
     if not tiers:
         return
     totals = directory.tier.totals()
@@ -76,27 +82,18 @@ def tier_families(directory: Directory) -> Iterator[Metric]:
         found = [(labels, value(of_pool)) for labels, of_pool in tiers.items()]
         yield gauge(name, text, TIER, [(labels, figure) for labels, figure in found if figure is not None])
     for name, text, field in _COUNTERS:
-        rows: list[Row] = [(labels, getattr(one.counters, field)) for labels, one in totals.items()]
+        rows: list[Row] = [(labels, getattr(one, field)) for labels, one in totals.items()]
         yield counter(name, text, TIER, rows)
     yield counter(
         "kvstow_tier_failed_blocks",
         "Blocks that could not be moved",
         [*TIER, "direction"],
         [
-            ((*labels, direction), getattr(one.counters, f"failed_{direction}_blocks"))
+            ((*labels, direction), getattr(one, f"failed_{direction}_blocks"))
             for labels, one in totals.items()
             for direction in ("put", "fetch")
         ],
     )
-    for name, text, field in (
-        (
-            "kvstow_tier_dropped_blocks",
-            "Blocks that were not put because too many waited or the store was full",
-            "dropped_blocks",
-        ),
-        ("kvstow_tier_breaker_opened", "How often the store was left alone because it did not work", "opened"),
-    ):
-        yield counter(name, text, TIER, [(labels, getattr(one, field)) for labels, one in totals.items()])
     for name, text, field in (
         (
             "kvstow_tier_corrupt_objects",
@@ -116,7 +113,7 @@ def tier_families(directory: Directory) -> Iterator[Metric]:
 
 
 def _sum(tiers: _Values, field: str) -> float:
-    return float(sum(getattr(one.status, field) for one in tiers))
+    return float(sum(getattr(one, field) for one in tiers))
 
 
 def _known(figures: Iterable[float | None]) -> list[float]:

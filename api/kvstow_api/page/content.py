@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from kvstow_api.answers import POOL_NAME, ConditionView
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
-from kvstow_api.hostreadiness import host_readiness, rank_views
+from kvstow_api.hostreadiness import host_readiness, live_ranks
 from kvstow_api.overview import NUM_OLDEST, Overview, Readings, overview, pool_to_show, select_rows
 from kvstow_api.pooloverview import PoolReadings
 from kvstow_api.poolrows import PoolRow
-from kvstow_api.poolview import pool_views, session_views
 from kvstow_api.rankrows import RankRow, select_ranks
+from kvstow_api.readings import pool_views, sessions_now, tier_view, transfers_view
 from kvstow_api.sessionrows import SessionRow
 from kvstow_api.tierrows import TierRow
-from kvstow_api.tierview import tier_view
-from kvstow_api.transferviews import transfers_view
-from kvstow_api.views.doctor import ConditionView
-from kvstow_api.views.pools import POOL_NAME
 
 _ROWS = 32
 _RANKS = 16
@@ -71,7 +68,7 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         node=directory.is_node,
         readiness=host_readiness(directory),
         pools=pool_views(directory, app.sampler),
-        sessions=session_views(directory, app.sampler),
+        sessions=sessions_now(directory, app.sampler),
         transfers=transfers_view(shown_pools, NUM_OLDEST),
         asked=asked,
         tier=tier_view(directory),
@@ -100,7 +97,7 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
 def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
     return PoolReadings(
         stats=pool.facade.stats(),
-        ranks=rank_views(app.directory, pool),
+        ranks=live_ranks(app.directory, pool),
         curves=app.sampler.curves_of(pool.name),
     )
 

@@ -5,27 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
+from fastapi import Body, Header, HTTPException, Path, Query
 from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import BypassStatus, DrainStatus, TransferStatus
+from kvstow.stats import EngineStats
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, TransferStatus
+from kvstow_api.answers import RanksView, ReadinessView, TransfersView
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
 from kvstow_api.directory import Switches
-from kvstow_api.hostreadiness import host_readiness, rank_views
+from kvstow_api.hostreadiness import host_readiness, live_ranks
 from kvstow_api.openapi import changing, reading
 from kvstow_api.poolchoice import choose_pool, find_pool
-from kvstow_api.queries import ReadinessQuery, SessionsQuery, StatsQuery, SwitchQuery, TransfersQuery
-from kvstow_api.strictroute import StrictRoute
-from kvstow_api.transferviews import transfers_view
-from kvstow_api.views.ranks import RanksView, RankView
-from kvstow_api.views.server import ReadinessView, StatsView
-from kvstow_api.views.transfers import TransfersView
+from kvstow_api.queries import (
+    PoolQuery,
+    ReadinessQuery,
+    SessionsQuery,
+    StrictRouter,
+    SwitchQuery,
+    TransfersQuery,
+)
+from kvstow_api.readings import transfers_view
 
-router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1", tags=["engine"])
 
 RankNumber = Annotated[int, Path(ge=0, description="Its number, from 0")]
 Clock = Annotated[
@@ -55,12 +60,9 @@ async def get_readiness(app: App, query: Annotated[ReadinessQuery, Query()]) -> 
 
 
 @router.get("/stats", responses=reading(404, 409))
-async def get_stats(app: App, query: Annotated[StatsQuery, Query()]) -> StatsView:
+async def get_stats(app: App, query: Annotated[PoolQuery, Query()]) -> EngineStats:
     """One consistent snapshot of a pool's counters."""
-    pool = choose_pool(app.directory, query.pool)
-    stats = pool.facade.stats()
-    sections = {name: getattr(stats, name) for name in query.sections}
-    return StatsView(pool_name=pool.name, model=pool.model, state=stats.state, **sections)
+    return choose_pool(app.directory, query.pool).facade.stats()
 
 
 @router.get("/ranks", responses=reading(404))
@@ -70,7 +72,7 @@ async def list_ranks(app: App, query: RanksChoice) -> RanksView:
 
 
 @router.get("/ranks/{rank}", responses=reading(404, 409))
-async def get_rank(app: App, rank: RankNumber, query: RanksChoice) -> RankView:
+async def get_rank(app: App, rank: RankNumber, query: RanksChoice) -> RankStatus:
     """One rank. 409 if several engines have a rank of this number: `session` says which is meant."""
     ranks = _ranks(app, query)
     found = [one for one in ranks if one.rank == rank]
@@ -84,9 +86,9 @@ async def get_rank(app: App, rank: RankNumber, query: RanksChoice) -> RankView:
     return found[0]
 
 
-def _ranks(app: AppState, query: SessionsQuery) -> tuple[RankView, ...]:
+def _ranks(app: AppState, query: SessionsQuery) -> tuple[RankStatus, ...]:
     pool = None if query.pool is None else find_pool(app.directory, query.pool)
-    return rank_views(app.directory, pool, query.session)
+    return live_ranks(app.directory, pool, query.session)
 
 
 @router.post("/ranks/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi import HTTPException, Path, Query, Request, Response
 from pydantic import TypeAdapter
 
 from kvstow.errors import ConflictError
+from kvstow_api.answers import OperationsView, OperationView
 from kvstow_api.appstate import App
 from kvstow_api.openapi import Responses, changing, reading
 from kvstow_api.operations import Operation
-from kvstow_api.queries import OperationQuery, OperationsQuery, token_of
+from kvstow_api.queries import OperationQuery, OperationsQuery, StrictRouter, token_of
 from kvstow_api.requests import CHANGED_NOTHING
-from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views.operations import OperationsView, OperationView
 
-router = APIRouter(prefix="/v1/operations", tags=["operations"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1/operations", tags=["operations"])
 
 OperationId = Annotated[str, Path(description="As in the list, or in a `Location`")]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import Depends, Path, Query, Request, Response
 
 from kvstow.control.administration import Sweep
 from kvstow.control.engine import PoolFacade
@@ -15,20 +15,27 @@ from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
 from kvstow_api import livesettings
+from kvstow_api.answers import (
+    POOL_NAME,
+    BlocksView,
+    OperationKind,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RemovedView,
+)
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
 from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.poolchoice import choose_pool, find_pool
-from kvstow_api.poolview import pool_view, pool_views
-from kvstow_api.queries import BlocksQuery, PoolQuery, WorkQuery, token_of
+from kvstow_api.queries import BlocksQuery, PoolQuery, StrictRouter, WorkQuery, token_of
+from kvstow_api.readings import pool_view, pool_views
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
-from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views.operations import OperationKind
-from kvstow_api.views.pools import POOL_NAME, BlocksView, PinningView, PlanView, PoolsView, PoolView, RemovedView
 
-router = APIRouter(prefix="/v1", tags=["pools"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1", tags=["pools"])
 
 
 async def _named_pool(app: App, pool: Annotated[str, Path(description="Its name", examples=[POOL_NAME])]) -> HostedPool:

@@ -9,23 +9,18 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-from kvstow_api import livesettings, loglevels
+from kvstow_api import loglevels
+from kvstow_api.answers import BLOCK_EVENTS, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
 from kvstow_api.appstate import App
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView
-from kvstow_api.openapi import ETAG, Description, changing, reading
+from kvstow_api.openapi import Description, changing, reading
 from kvstow_api.page.live import StatusPage
 from kvstow_api.poolchoice import choose_pool, pool_if_any
-from kvstow_api.poolview import settings_etag
-from kvstow_api.queries import EventsQuery, PoolQuery
+from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter
 from kvstow_api.streamlimit import LimitedStream
-from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.events import BLOCK_EVENTS, EventView
-from kvstow_api.views.server import InfoView
-from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
 
-router = APIRouter(tags=["server"], route_class=StrictRoute)
+router = StrictRouter(tags=["server"])
 
 
 # -- for people and for generators of clients ----------------------------------------------------------------------
@@ -84,18 +79,6 @@ async def get_info(app: App) -> InfoView:
         build=dict(host.build),
         settings=dict(host.settings),
     )
-
-
-@router.get("/v1/config", responses={**ETAG, **reading(404)})
-async def get_config(app: App, response: Response, query: Annotated[PoolQuery, Query()]) -> ConfigView:
-    """The settings that a PATCH of the pool changes, and those that need a restart. The ETag names the former."""
-    pool = pool_if_any(app.directory, query.pool)
-    startup = dict(app.host.settings)
-    if pool is None:
-        return ConfigView(pool=None, etag=None, runtime=None, startup=startup)
-    etag = settings_etag(pool)
-    response.headers["ETag"] = etag
-    return ConfigView(pool=pool.name, etag=etag, runtime=livesettings.current(pool), startup=startup)
 
 
 @router.get("/v1/loglevel", responses=reading())

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import NotFoundError
+from kvstow_api.answers import DetachView, NamespacesView, SessionsView
 from kvstow_api.appstate import App
 from kvstow_api.openapi import changing, reading
-from kvstow_api.poolview import session_views
-from kvstow_api.queries import DetachQuery
-from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views.sessions import DetachView, NamespacesView, SessionsView
+from kvstow_api.queries import DetachQuery, StrictRouter
+from kvstow_api.readings import sessions_now
 
-router = APIRouter(prefix="/v1", tags=["sessions"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1", tags=["sessions"])
 
 SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0a9b2d3c58"])]
 
@@ -23,7 +22,7 @@ SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0
 @router.get("/sessions", responses=reading())
 async def list_sessions(app: App) -> SessionsView:
     """All sessions, the oldest first, lost ones included."""
-    return SessionsView(items=session_views(app.directory, app.sampler), rejected=dict(app.directory.rejected))
+    return SessionsView(items=sessions_now(app.directory, app.sampler), rejected=dict(app.directory.rejected))
 
 
 @router.delete("/sessions/{session_id}", status_code=202, responses=changing(404, 409, body=False))

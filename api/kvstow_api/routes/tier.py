@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
+from kvstow_api.answers import TierView
 from kvstow_api.appstate import App
 from kvstow_api.openapi import reading
-from kvstow_api.strictroute import StrictRoute
-from kvstow_api.tierview import tier_view
-from kvstow_api.views.tier import TierView
+from kvstow_api.queries import StrictRouter
+from kvstow_api.readings import tier_view
 
-router = APIRouter(prefix="/v1/tier", tags=["tier"], route_class=StrictRoute)
+router = StrictRouter(prefix="/v1/tier", tags=["tier"])
 
 
 @router.get("", responses=reading())

@@ -35,7 +35,7 @@ class AttachedSession(Session):
         super().__init__(pool, namespace)
         self.session_id = session_id
         self.engine = engine
-        self.label = f"session {session_id} ({engine}): "
+        self.name, self.label = str(session_id), f"session {session_id} ({engine}): "
         self.processes: set[Hashable] = set()
         self._held: list[tuple[int, ...]] = []
         """The slots of each lease and load of a lost session."""
@@ -183,8 +183,9 @@ class AttachedSession(Session):
         now = self.pool.clock()
         oldest = self.ops.oldest_copy()
         return SessionStatus(
-            session_id=self.session_id,
+            id=self.name,
             engine=self.engine,
+            pool=self.pool.name,
             namespace=self.namespace.name,
             state=self._state(),
             in_flight=len(self.ops),
@@ -194,7 +195,7 @@ class AttachedSession(Session):
             registered_slots=self.ranks.usable_slots(),
             quarantined_slots=len(self.quarantined_slots),
             processes=len(self.processes),
-            ranks=self.ranks.statuses(now),
+            ranks=self.rank_statuses(now),
         )
 
     def _state(self) -> SessionState:

@@ -88,6 +88,7 @@ class PoolFacade:
         with pool.lock:
             now = pool.clock()
             pool_stats = PoolStats(
+                name=pool.name,
                 capacity_slots=pool.capacity,
                 usable_slots=pool.slots.in_service,
                 slot_bytes=config.slot_bytes,
@@ -104,7 +105,7 @@ class PoolFacade:
             now = pool.clock()
             name, reason = _state_of(pool, now)
             engines = [session for session in sessions_of(pool) if session.is_engine and not session.is_lost]
-            ranks = [status for session in engines for status in session.ranks.statuses(now)]
+            ranks = [status for session in engines for status in session.rank_statuses(now)]
             return Readiness(name, reason, pool.slots.in_service, pool.capacity, tuple(ranks))
 
     def transfers(self, limit: int = 1000) -> list[TransferStatus]:
@@ -308,6 +309,7 @@ def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
         phase = "running"
     return TransferStatus(
         op_id=op.op_id,
+        pool=session.pool.name,
         session=session.name,
         direction=op.direction,
         state=phase,

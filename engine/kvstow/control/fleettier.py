@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from math import inf
 from typing import Literal, NamedTuple
@@ -431,6 +431,7 @@ class FleetTier:
         even, last, is_on = self.break_even, self._last, self._is_on
         return TierStatus(
             store=self._name,
+            fingerprint=self.fingerprint,
             state="off" if not is_on else "on" if self._breaker.is_closed else "down",
             reason=self._breaker.reason if is_on else self._off_reason,
             breaker=self._breaker.state,
@@ -441,9 +442,9 @@ class FleetTier:
             putting_blocks=self._puts.num_blocks,
             fetching_blocks=self._fetches.num_blocks,
             waiting_blocks=len(self._puts.queue),
-            dropped_blocks=self._puts.queue.dropped,
-            opened=self._breaker.opened,
-            counters=self.counters.copy(),
+            counters=replace(
+                self.counters, dropped_blocks=self._puts.queue.dropped, breaker_opened=self._breaker.opened
+            ),
         )
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.results import Lease
 from kvstow.stats import Counters
-from kvstow.status import BypassStatus, DrainMode, Refusal
+from kvstow.status import HOST_NAME, BypassStatus, DrainMode, Refusal
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
@@ -230,6 +230,9 @@ class Pool:
 
     The memory is that of the ranks of the only session; in a `SharedPool` it belongs to the host.
     """
+
+    name = HOST_NAME
+    """What its host calls it."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float], *, slice_slots: int = SLICE_SLOTS) -> None:
         self.config = config

@@ -134,8 +134,8 @@ class RankTable:
     def records(self) -> list[RankRecord]:
         return self._ranks
 
-    def statuses(self, now: float) -> tuple[RankStatus, ...]:
-        return tuple(_status(record, now) for record in self._ranks)
+    def statuses(self, now: float, pool: str, session: str) -> tuple[RankStatus, ...]:
+        return tuple(_status(record, now, pool, session) for record in self._ranks)
 
     def _get(self, rank: int) -> RankRecord:
         if not 0 <= rank < len(self._ranks):
@@ -147,10 +147,11 @@ _WITHOUT_COPIES = ("failed", "stopped")
 """States of a rank without a copy thread."""
 
 
-def _status(record: RankRecord, now: float) -> RankStatus:
+def _status(record: RankRecord, now: float, pool: str, session: str) -> RankStatus:
     age = None if record.reported_at is None else now - record.reported_at
     # Without __init__, which takes 5 us for the fields of a frozen dataclass: /readyz reads every rank four times.
     status = object.__new__(RankStatus)
     figures = figures_of(RankFigures, record.report)
-    vars(status).update(figures, boot_id=record.report.boot_id or None, last_report_age_seconds=age)
+    boot_id = record.report.boot_id or None
+    vars(status).update(figures, boot_id=boot_id, last_report_age_seconds=age, pool=pool, session=session)
     return status

@@ -15,7 +15,7 @@ from kvstow.control.ranktable import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
-from kvstow.status import LoadRefusal
+from kvstow.status import LoadRefusal, RankStatus
 
 _NOTHING = Lease(0, (), ())
 """The lease of a miss; it holds nothing."""
@@ -70,6 +70,10 @@ class Session:
     def join_namespace(self, name: str) -> Namespace:
         """Count as a session of this namespace. The caller holds the lock."""
         return self.pool.join_namespace(name)
+
+    def rank_statuses(self, now: float) -> tuple[RankStatus, ...]:
+        """The caller holds the lock."""
+        return self.ranks.statuses(now, self.pool.name, self.name)
 
     # -- lookup and load -----------------------------------------------------------------------------------
 

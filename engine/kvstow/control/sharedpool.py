@@ -111,7 +111,13 @@ class SharedPool(Pool):
     def namespaces(self) -> list[NamespaceStatus]:
         with self.lock:
             return [
-                NamespaceStatus(one.name, one.num_sessions, len(one.keys), one.is_dropped)
+                NamespaceStatus(
+                    name=one.name,
+                    pool=self.name,
+                    sessions=one.num_sessions,
+                    blocks=len(one.keys),
+                    dropped=one.is_dropped,
+                )
                 for one in self.index.namespaces
             ]
 

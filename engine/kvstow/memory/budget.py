@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
@@ -50,7 +50,8 @@ class TakeBack(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Give the spare extent's memory back to the machine, wherever this service or its keeper has it."""
+    """Give the spare extent's memory back to the machine, wherever this service or its keeper has it. One that is among
+    those `closed` counts until `free` says that it is."""
 
     extent: int
 
@@ -67,8 +68,9 @@ class MemoryBudget:
 
     Guarantees: the extents that exist never exceed the total, unless a restart or a lower total made it so, and then
     nothing is created. An extent belongs to one row of one pool. It changes hands only after its pool has lost it and
-    each client that mapped it has said so, or has died. No extent that one owner has used is given to another. The
-    rows of a pool lie end to end: see `BookedPool`.
+    each client that mapped it has said so, or has died. No extent that one owner has used is given to another: it is
+    closed, and counts until the caller says that its memory is free (`free`). So a client that keeps what it said it
+    has let go of makes the node smaller, never larger. The rows of a pool lie end to end: see `BookedPool`.
 
     `plan` decides; the caller carries out its steps in their order, before it calls anything else. Not locked.
     """
@@ -80,8 +82,6 @@ class MemoryBudget:
         _require_units("memory", total_bytes)
         _require_units("extent size", extent_bytes)
         self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
-        self.given_up_bytes = 0
-        """Of extents that are in no book any more, and that processes still map. They count as allocated."""
         self._book = ExtentBook(tuple(numa_nodes) or (None,))
         self._pools: dict[str, BookedPool] = {}
         self._moments = count(1)  # of sessions' ends, in their order
@@ -132,9 +132,10 @@ class MemoryBudget:
         known = tuple(rank if node is None else replace(rank, numa_node=node) for rank, node in ranks)
         pool.layout = replace(pool.layout, ranks=known)
 
-    def record_mapping(self, client: str, extent: int) -> None:
-        """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it."""
-        self._book.record_mapping(client, extent)
+    def record_mapping(self, client: str, extent: int, *, is_process: bool = True) -> None:
+        """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it. A
+        client that is no process gets none."""
+        self._book.record_mapping(client, extent, is_process=is_process)
 
     def record_unmapping(self, client: str, extent: int) -> None:
         """The client has said that it let go of the extent. Raises `InvalidRequestError` if it had none."""
@@ -168,9 +169,21 @@ class MemoryBudget:
             raise ConflictError(f"extent {number} is restored twice")
         self._book.restore(number, extent)
 
+    def restore_closed(self, num_bytes: int) -> int:
+        """Memory that an earlier service has left, and that nobody uses again. The number of the closed extent."""
+        return self._book.restore_closed(num_bytes)
+
     def give_up(self, extent: int) -> None:
         """The extent cannot be handed out any more: take back its row, and those above it, and close it."""
         self._book.find(extent).is_given_up = True
+
+    def keep(self, extent: int) -> None:
+        """Some process still has the memory of a closed extent: do not wait for it."""
+        self._book.closed[extent].is_kept = True
+
+    def free(self, extent: int) -> None:
+        """The kernel has the memory of a closed extent back: it can be taken for others."""
+        self._book.free(extent)
 
     # What there is.
 
@@ -192,10 +205,19 @@ class MemoryBudget:
         """All extents by number."""
         return self._book.extents
 
+    def closed(self) -> Mapping[int, BookedExtent]:
+        """The closed extents whose memory is not free yet."""
+        return self._book.closed
+
     @property
     def allocated_bytes(self) -> int:
-        """Of all extents that exist."""
-        return self._book.allocated_bytes + self.given_up_bytes
+        """Of all extents that exist, or whose memory is not free yet."""
+        return self._book.allocated_bytes
+
+    @property
+    def closed_bytes(self) -> int:
+        """Of those that were closed."""
+        return sum(extent.num_bytes for extent in self._book.closed.values())
 
     @property
     def spare_bytes(self) -> int:
@@ -210,13 +232,30 @@ class MemoryBudget:
         return self._pool(name).held_bytes()
 
     def fair_shares(self) -> dict[str, int]:
-        """Bytes that each pool with sessions may have at least, if it wants them."""
+        """Bytes that each pool with sessions may have at least, if it wants them. What processes keep of an owner's
+        memory is taken off the shares of that owner's pools, and only what is more than these have off everybody's."""
         demands = {}
         for name, pool in self._pools.items():
             if pool.asks:
                 slots = pool.demand_slots()
                 demands[name] = self.total_bytes if slots is None else pool.layout.bytes_of(slots)
-        return fair_shares(self.total_bytes, demands)
+        shares = fair_shares(self.total_bytes, demands)
+        if left := self._take_off_kept(shares):
+            shares = fair_shares(max(0, self.total_bytes - left), demands)
+            self._take_off_kept(shares)
+        return shares
+
+    def _take_off_kept(self, shares: dict[str, int]) -> int:
+        """The bytes that no share is left for."""
+        kept: Counter[int | None] = Counter()
+        for extent in self._book.closed.values():
+            kept[extent.owner] += extent.num_bytes if extent.is_kept else 0
+        for name in sorted(shares, key=lambda name: -shares[name]) if kept else ():
+            owner = self._pools[name].layout.owner
+            less = min(shares[name], kept[owner])
+            shares[name] -= less
+            kept[owner] -= less
+        return kept.total()
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` where rows and extents contradict each other."""
@@ -248,7 +287,8 @@ class MemoryBudget:
             self._give_rows(steps, shares, whole=True)
         if not self._book.recalled_bytes:
             self._give_rows(steps, shares, whole=False)
-        self._create_spares(steps)
+        if not self._book.closing_bytes:  # a row may wait for it, and would find the rest taken
+            self._create_spares(steps)
         return steps
 
     def _recall_lost(self, steps: list[Step]) -> None:
@@ -280,7 +320,7 @@ class MemoryBudget:
             del self._pools[name]
 
     def _close_surplus(self, steps: list[Step]) -> None:
-        while self.allocated_bytes > self.total_bytes and self.spare_bytes:
+        while self._remaining_bytes > self.total_bytes and self.spare_bytes:
             self._close_spare(steps, owner=None)
 
     def _give_rows(self, steps: list[Step], shares: dict[str, int], *, whole: bool) -> None:
@@ -289,38 +329,53 @@ class MemoryBudget:
             available = self._available()
             for name in sorted(shares, key=lambda name: (self._pools[name].held_bytes(), name)):
                 if slots := self._pools[name].next_row_slots(shares[name], available, whole=whole):
-                    self._give_row(steps, name, slots)
+                    if not self._give_row(steps, name, slots):
+                        return
                     break
             else:
                 return
 
-    def _available(self) -> int:
-        """Bytes that can be given at once: spare, or not yet taken."""
-        return self.total_bytes - self.allocated_bytes + self.spare_bytes
+    @property
+    def _remaining_bytes(self) -> int:
+        """What is allocated once the extents that are being closed are free."""
+        return self.allocated_bytes - self._book.closing_bytes
 
-    def _give_row(self, steps: list[Step], name: str, num_slots: int) -> None:
+    def _available(self) -> int:
+        """Bytes that can be given soon: spare, being closed, or not yet taken."""
+        return self.total_bytes - self._remaining_bytes + self.spare_bytes
+
+    def _give_row(self, steps: list[Step], name: str, num_slots: int) -> bool:
+        """Returns False, and gives nothing, if memory that is being closed has to be free first."""
         pool = self._pools[name]
         number, first_slot = len(pool.rows), pool.held_slots()
+        sizes, spares = pool.layout.sizes(num_slots), list[int | None]()
+        for size, place in zip(sizes, pool.layout.ranks, strict=True):
+            spares.append(self._book.find_spare(size, place.numa_node, pool.layout.owner, spares))
+        missing = sum(size for size, spare in zip(sizes, spares, strict=True) if spare is None)
+        if not self._make_room(steps, missing, pool.layout.owner, spares):
+            return False
         extents = []
-        for rank, size in enumerate(pool.layout.sizes(num_slots)):
-            node = pool.layout.ranks[rank].numa_node
-            extent = self._book.find_spare(size, node, pool.layout.owner)
+        for rank, (size, extent) in enumerate(zip(sizes, spares, strict=True)):
             if extent is None:
-                extent = self._create_in_place_of_spares(steps, size, node, pool.layout.owner)
+                node = pool.layout.ranks[rank].numa_node
+                extent = self._create(steps, size, self._book.emptiest_node() if node is None else node)
             found = self._book.extents[extent]
             found.owner, found.pool, found.row = pool.layout.owner, name, number
             steps.append(Give(extent, name, rank, number, first_slot, num_slots))
             extents.append(extent)
         num_bytes = sum(self._book.extents[extent].num_bytes for extent in extents)
         pool.rows[number] = Row(first_slot, num_slots, tuple(extents), num_bytes)
+        return True
 
-    def _create_in_place_of_spares(self, steps: list[Step], size: int, node: int | None, owner: int) -> int:
-        while self.total_bytes - self.allocated_bytes < size:
-            self._close_spare(steps, owner)
-        return self._create(steps, size, self._book.emptiest_node() if node is None else node)
+    def _make_room(self, steps: list[Step], num_bytes: int, owner: int, taken: Container[int | None]) -> bool:
+        """Close spare extents, but for those that are taken, until so many bytes can be taken for new ones. Returns
+        whether they can be taken at once."""
+        while self.total_bytes - self._remaining_bytes < num_bytes:
+            self._close_spare(steps, owner, taken)
+        return self.total_bytes - self.allocated_bytes >= num_bytes
 
-    def _close_spare(self, steps: list[Step], owner: int | None) -> None:
-        number = self._book.newest_spare(owner)
+    def _close_spare(self, steps: list[Step], owner: int | None, taken: Container[int | None] = ()) -> None:
+        number = self._book.newest_spare(owner, taken)
         self._book.close(number)
         steps.append(Close(number))
 
@@ -335,7 +390,7 @@ class MemoryBudget:
 
     def _recall_for(self, steps: list[Step], shares: dict[str, int]) -> bool:
         """Recall rows for pools that have less than their share, and whether there were any."""
-        surplus = max(0, self.allocated_bytes - self.total_bytes)
+        surplus = max(0, self._remaining_bytes - self.total_bytes)
         needed = sum(self._pools[name].missing_bytes(share) for name, share in shares.items())
         short = surplus + needed - max(0, self._available()) - self._book.recalled_bytes
         before = len(steps)

@@ -27,9 +27,9 @@ from kvstow.memfd import (
     create_memfd,
     identify_memfd,
     is_unsealed,
+    open_for_client,
     populated_prefix,
     require_memfd,
-    seal_writes,
 )
 from kvstow.memory.limits import Allowance, MemoryLimits
 from kvstow.memory.pinning import PinProgress
@@ -120,16 +120,9 @@ class Extent:
         """Whether clients can map it. One that has its descriptor can seal it."""
         return is_unsealed(self.fd)
 
-    def close_if_unused(self) -> bool:
-        """Give the memory back if no process maps it, and return whether that was so. Memory of which the kernel does
-        not tell, because a client has sealed the seals, is given back as soon as that client lets go of it."""
-        try:
-            is_unused = seal_writes(self.fd)
-        except OSError:
-            is_unused = True
-        if is_unused:
-            self.close()
-        return is_unused
+    def open_for_client(self) -> int:
+        """A descriptor to send, which the caller closes. Raises `OSError`."""
+        return open_for_client(self.fd)
 
     @property
     def is_closed(self) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvstow.config import HugePages
 from kvstow.errors import PinError
+from kvstow.memfd import MemfdEnds, is_open_elsewhere, seal_writes
 from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
 from kvstow.memory.extents import Extent, Populator
+
+_MOST_PINNED = 3
+"""How many extents that are pinned are looked at in one call: the kernel takes 0.2 s for each."""
 
 logger = logging.getLogger("kvstow.extents")
 
@@ -20,8 +24,11 @@ class NodeMemory:
     `apply` after each change of the budget, and handle the steps that it returns before any client is served. Not
     locked: calls come one at a time, like those of the budget; `populator` has a thread of its own.
 
-    Extents that are to be closed may still be mapped by a process that no book knows. So they are given up: they count
-    as allocated, and are closed once the kernel says that no process maps them (`free_given_up`).
+    An extent that was handed out, and is to be closed, may still be mapped, pinned or open in a process that no book
+    knows, as its client may have said too early that it has let go. So it is given up: it counts as allocated until the
+    kernel says that its memory is free. First no process may have it open any more, and no page of it be pinned; it is
+    sealed and closed then, which `close_given_up` does. Then its file has to end, which `settle` notices, once the
+    keeper has let go of it too. `kvstow.memfd` says why each of these is needed.
     """
 
     def __init__(self, budget: MemoryBudget, populator: Populator, *, huge_pages: HugePages = "advised") -> None:
@@ -31,8 +38,9 @@ class NodeMemory:
         self.huge_pages = huge_pages
         self.error: PinError | None = None
         """Why an extent could not be created, until it was."""
-        self.given_up: list[Extent] = []
-        """Extents that are not used any more, and that a process may still map."""
+        self.given_up: dict[int, Extent] = {}
+        """Extents that are not used any more, and that a process may still have."""
+        self._ends: MemfdEnds | None = None
         self._extents: dict[int, Extent] = {}
         self._missing: dict[int, Create] = {}
         self._rows: dict[int, int] = {}
@@ -44,8 +52,7 @@ class NodeMemory:
         for step in steps:
             self._carry_out(step)
         self._create_missing()
-        if any(isinstance(step, Close) for step in steps):
-            self.free_given_up()
+        self.close_given_up([step.extent for step in steps if isinstance(step, Close)])
         return steps
 
     def restore(self, number: int, extent: Extent, row: int | None) -> None:
@@ -56,16 +63,63 @@ class NodeMemory:
         self.populator.add(extent)
 
     def give_up(self, fd: int) -> None:
-        """Memory of an earlier service that is not used any more. Takes over the descriptor. `free_given_up` then
-        counts it."""
-        self.given_up.append(Extent(fd, os.fstat(fd).st_size, self.huge_pages, None))
+        """Memory of an earlier service that is not used any more. Takes over the descriptor."""
+        num_bytes = os.fstat(fd).st_size
+        self.given_up[self.budget.restore_closed(num_bytes)] = Extent(fd, num_bytes, self.huge_pages, None)
 
-    def free_given_up(self) -> bool:
-        """Close what no process maps any more. Returns whether that was anything: the budget can decide anew."""
-        left = [extent for extent in self.given_up if not extent.close_if_unused()]
-        is_less, self.given_up = len(left) < len(self.given_up), left
-        self.budget.given_up_bytes = sum(extent.num_bytes for extent in left)
-        return is_less
+    @property
+    def waits(self) -> bool:
+        """Whether memory that was given up is not free yet."""
+        return bool(self.budget.closed())
+
+    def close_given_up(self, numbers: Iterable[int] | None = None) -> None:
+        """Close what no process uses any more, of these extents or of all. The keeper must let go of it then, before
+        `settle`."""
+        pinned = 0
+        for number in [one for one in (self.given_up if numbers is None else numbers) if one in self.given_up]:
+            extent = self.given_up[number]
+            try:
+                is_unused = not is_open_elsewhere(extent.fd)
+                if is_unused and not self._seal(number, extent):
+                    is_unused = False
+                    pinned += 1
+                if is_unused:
+                    if self._ends is None:
+                        self._ends = MemfdEnds()
+                    self._ends.watch(extent.fd, number)
+            except OSError as error:
+                logger.warning("memory cannot be given back yet: %s", error.strerror)
+                is_unused = False
+            del self.given_up[number]
+            if is_unused:
+                extent.close()
+            else:
+                self.given_up[number] = extent  # the last one to be looked at again
+                self.budget.keep(number)
+            if pinned == _MOST_PINNED:
+                break
+
+    def _seal(self, number: int, extent: Extent) -> bool:
+        """Whether no page is pinned. Where a client has sealed the seals the kernel does not tell, and those that had
+        the extent have to end."""
+        try:
+            return seal_writes(extent.fd)
+        except PermissionError:
+            return not self.budget.closed()[number].had
+
+    def settle(self) -> bool:
+        """Notice what is free by now; the rest is kept by some process. Returns whether the budget has to decide
+        anew."""
+        there = {*self.given_up, *(() if self._ends is None else self._ends.remaining())}
+        has_news = False
+        for number, extent in list(self.budget.closed().items()):
+            if number not in there:
+                self.budget.free(number)
+                has_news = True
+            elif not extent.is_kept:
+                self.budget.keep(number)
+                has_news = True
+        return has_news
 
     def retry(self) -> None:
         """Try again what memory was refused for."""
@@ -83,10 +137,12 @@ class NodeMemory:
     def close(self) -> None:
         """Stop populating and let go of all extents; idempotent. A keeper has them still."""
         self.populator.close()
-        for extent in (*self._extents.values(), *self.given_up):
+        for extent in (*self._extents.values(), *self.given_up.values()):
             extent.close()
         self._extents.clear()
         self.given_up.clear()
+        if self._ends is not None:
+            self._ends.close()
 
     def _carry_out(self, step: Step) -> None:
         match step:
@@ -131,4 +187,7 @@ class NodeMemory:
         extent = self._extents.pop(number, None)
         if extent is not None:
             self.populator.discard(extent)
-            self.given_up.append(extent)
+            if number in self.budget.closed():
+                self.given_up[number] = extent
+            else:  # it was never handed out
+                extent.close()

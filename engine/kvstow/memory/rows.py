@@ -6,7 +6,7 @@ A pool's slots lie in rows of extents. Row `i` is one extent for each rank, with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
@@ -96,7 +96,8 @@ def fair_shares(total: int, demands: Mapping[str, int]) -> dict[str, int]:
 class BookedExtent:
     """`owner`: the last one that had it; `pool` and `row`: where it is, if it is not spare; `recalled`: its pool has
     lost it; `is_given_up`: it cannot be handed out again; `maps`: by client, how often it was handed out and not
-    given back."""
+    given back; `had`: the clients that it was ever handed out to, and that live; `is_kept`: it was closed, and some
+    process has it still."""
 
     num_bytes: int
     numa_node: int | None
@@ -106,6 +107,8 @@ class BookedExtent:
     recalled: bool = False
     is_given_up: bool = False
     maps: Counter[str] = field(default_factory=Counter)
+    had: set[str] = field(default_factory=set)
+    is_kept: bool = False
 
     @property
     def is_spare(self) -> bool:
@@ -122,7 +125,10 @@ class ExtentBook:
 
     def __init__(self, numa_nodes: Sequence[int | None]) -> None:
         self.extents: dict[int, BookedExtent] = {}
+        self.closed: dict[int, BookedExtent] = {}
+        """Those that were handed out, and whose memory the kernel has not taken back yet."""
         self.allocated_bytes = 0
+        """Of all that exist, those among them that were closed."""
         self._numa_nodes = numa_nodes
         self._last_number = 0
 
@@ -151,35 +157,63 @@ class ExtentBook:
         self.allocated_bytes += extent.num_bytes
         self._last_number = max(self._last_number, number)
 
-    def close(self, number: int) -> None:
-        self.allocated_bytes -= self.extents.pop(number).num_bytes
+    @property
+    def closing_bytes(self) -> int:
+        """Of those that were closed, and that nobody is known to have."""
+        return sum(extent.num_bytes for extent in self.closed.values() if not extent.is_kept)
 
-    def find_spare(self, num_bytes: int, node: int | None, owner: int) -> int | None:
+    def close(self, number: int) -> None:
+        """One that was handed out counts until the kernel has its memory back."""
+        extent = self.extents.pop(number)
+        if extent.owner is None:
+            self.allocated_bytes -= extent.num_bytes
+        else:
+            self.closed[number] = extent
+
+    def restore_closed(self, num_bytes: int) -> int:
+        """Memory of an earlier service. The number is one that no other extent has."""
+        number = min((0, *self.closed)) - 1
+        self.closed[number] = BookedExtent(num_bytes, None, is_kept=True)
+        self.allocated_bytes += num_bytes
+        return number
+
+    def free(self, number: int) -> None:
+        """The kernel has the memory of a closed one back."""
+        self.allocated_bytes -= self.closed.pop(number).num_bytes
+
+    def find_spare(self, num_bytes: int, node: int | None, owner: int, taken: Container[int | None] = ()) -> int | None:
         """One of this size that the owner may have: on the node, else on the one with the most spare memory; the oldest
         of them, as it is populated first."""
         by_node = self._bytes_by_node(spare_only=True)
         fitting = [
             (extent.numa_node != node, -by_node[extent.numa_node], number)
             for number, extent in self.extents.items()
-            if extent.is_spare and extent.num_bytes == num_bytes and extent.owner in (None, owner)
+            if extent.is_spare
+            and extent.num_bytes == num_bytes
+            and extent.owner in (None, owner)
+            and number not in taken
         ]
         return min(fitting)[-1] if fitting else None
 
-    def newest_spare(self, owner: int | None) -> int:
+    def newest_spare(self, owner: int | None, taken: Container[int | None] = ()) -> int:
         """Of those that this owner may not have, else of all: the newest, as it is populated last."""
-        spares = ((number, extent.owner) for number, extent in self.extents.items() if extent.is_spare)
+        spares = (
+            (number, extent.owner) for number, extent in self.extents.items() if extent.is_spare and number not in taken
+        )
         return max(spares, key=lambda spare: (spare[1] not in (None, owner), spare[0]))[0]
 
     def emptiest_node(self) -> int | None:
         by_node = self._bytes_by_node(spare_only=False)
         return min(self._numa_nodes, key=lambda node: by_node[node])
 
-    def record_mapping(self, client: str, number: int) -> None:
+    def record_mapping(self, client: str, number: int, *, is_process: bool) -> None:
         """Raises `ConflictError` if it may not be mapped."""
         extent = self.find(number)
         if extent.is_spare or extent.recalled:
             raise ConflictError(f"extent {number} is not in use, or was recalled: it may not be mapped")
         extent.maps[client] += 1
+        if is_process:
+            extent.had.add(client)
 
     def record_unmapping(self, client: str, number: int) -> None:
         """Raises `InvalidRequestError` if the client has no mapping."""
@@ -191,8 +225,9 @@ class ExtentBook:
             del maps[client]
 
     def record_death(self, client: str) -> None:
-        for extent in self.extents.values():
+        for extent in (*self.extents.values(), *self.closed.values()):
             extent.maps.pop(client, None)
+            extent.had.discard(client)
 
     def _bytes_by_node(self, *, spare_only: bool) -> Counter[int | None]:
         by_node: Counter[int | None] = Counter()

@@ -1,48 +1,165 @@
-"""What a host process tells the admin API about itself: a node, or an engine that embeds the server."""
+"""What every host of the admin server has, embedded or in the node service: its options, its periodic work, and what it
+tells the API about itself.
+
+Importing this module imports neither FastAPI nor uvicorn nor prometheus_client: an engine that embeds the server does
+that late, on a thread.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from typing import TYPE_CHECKING, Any, Protocol
 
 import kvstow
+from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
-from kvstow_api.app import create_app
-from kvstow_api.directory import Directory
-from kvstow_api.host import ApiHost, HealthCheck
-from kvstow_api.hostsettings import is_loopback
-from kvstow_api.measurements import HostMemory, OrphanedMemory
-from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.server import AdminServer
+from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, is_loopback, parse_host_names, require_token
+from kvstow_api.tokens import TokenFile
 from kvstow_service.admin.sockets import AdminSockets
-from kvstow_service.admin.ticker import Ticker
-from kvstow_service.admin.tls import ServerTls
-from kvstow_service.process.logwriter import LogWriter
+from kvstow_service.admin.tls import ServerTls, TlsFiles
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from kvstow_api.host import ApiHost, HealthCheck
+
+logger = logging.getLogger("kvstow.ticker")
+
+_OVERDUE_SECONDS = 10.0
+_JOIN_SECONDS = 1.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CHOSEN = re.compile(r"\[(\w+)\]")
 
 
-def make_server(
-    host: ApiHost,
-    sockets: AdminSockets,
-    tls: ServerTls | None,
-    on_failure: Callable[[str], None],
-    log: LogWriter | None = None,
-) -> AdminServer:
-    """The server of `host` on `sockets`."""
-    return AdminServer(
-        create_app(host),
-        sockets.sockets,
-        on_failure,
-        tls=None if tls is None else tls.context,
-        log=log,
-    )
+@dataclass(frozen=True, slots=True)
+class AdminOptions:
+    """Where the server listens and which credentials it accepts. Reads the files, but does not touch the network.
+
+    `port`: 0 takes any free one. `token_file`: tokens for requests over TCP that change anything; without it or client
+    certificates such requests are refused, and `host` must be a loopback address. `viewer_token_file`:
+    tokens for reading; without it reading is open. `tls`: TCP connections use TLS. `readiness_require`: the
+    informational checks that fail `/readyz`. `allowed_hosts`: host names, besides those of loopback, that a server on
+    loopback accepts.
+
+    Raises `ConfigError`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 9595
+    token_file: Path | None = None
+    viewer_token_file: Path | None = None
+    tls: TlsFiles | None = None
+    readiness_require: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.port) is not int or not 0 <= self.port < 1 << 16:
+            raise ConfigError("port", self.port, "0 (any free port) to 65535")
+        if not set(self.readiness_require) <= set(INFORMATIONAL_CHECKS):
+            raise ConfigError("readiness_require", self.readiness_require, " and ".join(INFORMATIONAL_CHECKS))
+        parse_host_names("allowed_hosts", self.allowed_hosts)
+        require_token(self.host, self.token_file, certificates=self.has_certificates)
+        for path in (self.token_file, self.viewer_token_file):
+            if path is not None:
+                TokenFile(path)
+        if self.viewer_token_file is not None and self.token_file is None and not self.has_certificates:
+            raise SettingError("viewer_token_file", self.viewer_token_file, "needs token_file or tls_client_ca")
+        if self.tls is not None:
+            self.tls.read()
+
+    @property
+    def has_certificates(self) -> bool:
+        """Whether a client's certificate counts as an admin's token."""
+        return self.tls is not None and self.tls.client_ca is not None
+
+
+class Ticked(Protocol):
+    """An engine, or a node of many."""
+
+    def tick(self) -> object: ...
+
+
+class Ticker:
+    """Ticks the host every `interval` seconds until `stop`, which is idempotent. No exception ends the thread.
+
+    `renew_tls` is called as often, on a separate thread: it reads files, and a file system may block.
+    """
+
+    def __init__(
+        self,
+        host: Ticked,
+        *,
+        interval: float = 1.0,
+        renew_tls: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stopping = threading.Event()
+        self._threads = [_Repeating("the ticker", host.tick, interval, self._stopping, clock)]
+        if renew_tls is not None:
+            self._threads.append(_Repeating("the check of the TLS files", renew_tls, interval, self._stopping, clock))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def check(self) -> str | None:
+        """Health check: which periodic work has stopped."""
+        return next(filter(None, (thread.failure() for thread in self._threads)), None)
+
+
+class _Repeating:
+    """A thread that repeats a call, whatever it raises, and knows when the call last returned."""
+
+    def __init__(
+        self,
+        name: str,
+        act: Callable[[], object],
+        interval: float,
+        stopping: threading.Event,
+        clock: Callable[[], float],
+    ) -> None:
+        self._name, self._act, self._interval = name, act, interval
+        self._stopping = stopping
+        self._clock = clock
+        self._last = clock()
+        self._thread = threading.Thread(target=self._run, name="kvstow-ticker", daemon=True)
+
+    def start(self) -> None:
+        self._last = self._clock()
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for a second at most; the thread is a daemon."""
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def failure(self) -> str | None:
+        """How the work has stopped, or None."""
+        if not self._thread.is_alive():
+            return f"{self._name} has stopped"
+        age = self._clock() - self._last
+        return f"{self._name} has not run for {age:.0f} s" if age > _OVERDUE_SECONDS + self._interval else None
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval):
+            try:
+                self._act()
+            except Exception:
+                logger.exception("%s failed", self._name)
+            self._last = self._clock()
 
 
 def make_api_host(
@@ -66,6 +183,8 @@ def make_api_host(
 
     Host names are restricted on loopback only: elsewhere any name may lead to the server.
     """
+    from kvstow_api.host import ApiHost
+
     settings = settings or {}
     return ApiHost(
         directory=directory,
@@ -115,6 +234,8 @@ def _chosen(path: Path) -> str:
 
 def _registry() -> CollectorRegistry:
     """Metrics of this process; the API adds the engine's."""
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)

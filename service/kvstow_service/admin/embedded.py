@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, KvstowError
 from kvstow_api.hostsettings import is_loopback
-from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
+from kvstow_service.admin.agent import AdminAddress, Rendezvous
 from kvstow_service.admin.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
 from kvstow_service.process.logwriter import LogWriter
 from kvstow_service.process.switchinterval import short_switch_interval
@@ -166,8 +164,9 @@ class EmbeddedAdmin:
 
     def _make_server(self) -> AdminServer:
         # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
+        from kvstow_api.app import create_app
         from kvstow_api.embeddeddirectory import EmbeddedDirectory
-        from kvstow_service.admin.adminhost import make_api_host, make_server
+        from kvstow_service.admin.server import AdminServer
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
         self._listen()  # clients that connect now are answered soon
@@ -187,7 +186,7 @@ class EmbeddedAdmin:
             **self._description,
         )
         log = LogWriter(partial(self._engine.count_error, "log_line_dropped"))
-        return make_server(host, self._sockets, self._tls, self._fail, log)
+        return AdminServer(create_app(host), self._sockets.sockets, self._fail, tls=self._tls, log=log)
 
     def _renew_tls(self) -> None:
         if self._tls is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import ssl
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import NamedTuple
 
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.regularfile import FileStamp, RegularFile
-from kvstow_service.admin.certificate import certificates_in, end_of
 from kvstow_service.pemfile import in_memory
 
 logger = logging.getLogger("kvstow.tls")
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for
 
 
 class TlsContent(NamedTuple):
@@ -97,9 +100,12 @@ class ServerTls:
         self._files = files
         self._stamps = files.stamps()  # before reading: a change meanwhile is read by the next `renew`
         self._content = files.read()
-        self.context = self._content.context
-        """For listening sockets. Each handshake uses the latest content."""
-        self.context.sni_callback = self._choose
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For the next handshake. A new one each time: a context cannot forget an authority, and reloading it may fail
+        halfway."""
+        return self._content.context
 
     @property
     def certificates(self) -> str:
@@ -127,9 +133,40 @@ class ServerTls:
             self._stamps, self._content = stamps, content
             logger.info("loaded new TLS files; the certificate ends %s", _date(self.ends()))
 
-    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        # A new context each time: a context cannot forget an authority, and reloading it may fail halfway.
-        connection.context = self._content.context
+
+def certificates_in(text: str) -> list[str]:
+    """The certificates of a PEM file, which may also hold a key."""
+    return _PEM.findall(text)
+
+
+def end_of(server: ssl.SSLContext, pem: str) -> float:
+    """When the certificate `pem`, which `server` presents, ends: in seconds since the epoch. Raises `ssl.SSLError` if
+    no client would accept it as a server's.
+
+    `ssl` tells the date of a peer's certificate only, so this connects to the server in memory (1 ms), as a client
+    that trusts this certificate alone and ignores its dates.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(cadata=pem)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    connection = client.wrap_bio(to_client, to_server)
+    peer = server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (connection, peer, connection):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    certificate = connection.getpeercert()
+    assert certificate is not None
+    return float(ssl.cert_time_to_seconds(str(certificate["notAfter"])))
+
+
+def subject_of(certificate: dict[str, object]) -> str:
+    """The common name of a verified certificate, or else its whole subject: ASCII, without blanks."""
+    names = [pair for part in certificate.get("subject", ()) for pair in part]  # type: ignore[attr-defined]
+    common = [value for name, value in names if name == "commonName"]
+    text = str(common[0]) if common else ",".join(f"{name}={value}" for name, value in names)
+    return ascii(text)[1:-1].replace(" ", "_")[:100]
 
 
 def _stamp(path: Path) -> FileStamp | None:

@@ -20,9 +20,8 @@ from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
     from kvstow.status import ProtectionResult
+    from kvstow_api.answers import OperationView, RemovedView
     from kvstow_api.client import Call, Client
-    from kvstow_api.views.operations import OperationView
-    from kvstow_api.views.pools import RemovedView
 
 _KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
 

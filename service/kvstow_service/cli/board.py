@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstow.stats import SLOT_STATES
+from kvstow_api.answers import ConditionView
 from kvstow_api.overview import MemoryBar, Overview
 from kvstow_api.pooloverview import NOT_PINNED, Chart, PoolOverview
 from kvstow_api.poolrows import POOL_COLUMNS
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.tierrows import TIER_COLUMNS
-from kvstow_api.views.doctor import ConditionView
 from kvstow_service.cli.output import STATE_STYLES
 from kvstow_service.cli.rowtable import row_table
 from kvstow_service.cli.sparkline import sparkline

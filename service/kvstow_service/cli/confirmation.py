@@ -12,7 +12,7 @@ from kvstow_api.numberformat import counted
 from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
-    from kvstow_api.views.pools import PlanView, RemovedView
+    from kvstow_api.answers import PlanView, RemovedView
     from kvstow_service.cli.connection import Connection
 
 yes_flag = click.option("--yes", "-y", is_flag=True, help="Proceed without a prompt.")

@@ -9,14 +9,15 @@ from typing import Any
 
 import click
 
-from kvstow.stats import Histogram
+from kvstow.stats import EngineStats, Histogram
 from kvstow.status import Readiness
 from kvstow_api.numberformat import duration, field_text
-from kvstow_api.views.server import StatsView
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, pairs, table
 from kvstow_service.cli.poolflag import chosen_pool, find_session, pool_flag
+
+_SECTIONS = tuple(one.name for one in fields(EngineStats))
 
 
 @click.group()
@@ -45,13 +46,15 @@ def server(connection: Connection, style: Format) -> None:
 
 
 @_noun("stats")
-@click.option("--section", multiple=True, help="Only this one: pool, transfers, lookups, stores, evictions or faults.")
+@click.option("--section", help=f"Only this one: {', '.join(_SECTIONS)}.", type=click.Choice(_SECTIONS))
 @pool_flag
-def stats(connection: Connection, style: Format, section: tuple[Any, ...], pool: str | None) -> None:
+def stats(connection: Connection, style: Format, section: str | None, pool: str | None) -> None:
     """Counters of a pool since it was made."""
     from kvstow_api.client import calls
 
-    _show(connection, style, stats=calls.stats(*section, pool=pool))
+    with connection.client() as client:
+        found = client.send(calls.stats(pool=pool))
+    _emit({"stats": _sections(found, *_SECTIONS) if section is None else _sections(found, section)}, style)
 
 
 @_noun("pool")
@@ -62,8 +65,8 @@ def pool(connection: Connection, style: Format, name: str | None) -> None:
 
     with connection.client() as client:
         name = chosen_pool(client, name)
-    counters = calls.stats("stores", "evictions", "lookups", pool=name)
-    _show(connection, style, pool=calls.pool(name), blocks=counters)
+        found, stats = client.send(calls.pool(name)), client.send(calls.stats(pool=name))
+    _emit({"pool": found, "blocks": _sections(stats, "stores", "evictions", "lookups")}, style)
 
 
 @_noun("session")
@@ -124,9 +127,16 @@ def operation(connection: Connection, style: Format, operation_id: str) -> None:
 def _show(connection: Connection, style: Format, **sections: Any) -> None:
     """Prints nothing unless every section could be read."""
     with connection.client() as client:
-        views = {title: client.send(call) for title, call in sections.items()}
-    (first, *more) = views.values()
-    emit(views if more else first, style, lambda _: "\n\n".join(_section(*each) for each in views.items()))
+        _emit({title: client.send(call) for title, call in sections.items()}, style)
+
+
+def _emit(found: Mapping[str, Any], style: Format) -> None:
+    (first, *more) = found.values()
+    emit(found if more else first, style, lambda _: "\n\n".join(_section(*each) for each in found.items()))
+
+
+def _sections(stats: EngineStats, *names: str) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in names}
 
 
 def _section(title: str, view: Any) -> str:
@@ -135,7 +145,7 @@ def _section(title: str, view: Any) -> str:
 
         summary = {name: value for name, value in _fields(view) if name != "ranks"}
         return f"{pairs(_entry(title, summary))}\n\n{table(view.ranks, RANKS)}"
-    return pairs(_entry(title, getattr(view, "items", view)))
+    return pairs(_entry(title, view if isinstance(view, Mapping) else getattr(view, "items", view)))
 
 
 def details(view: Any) -> str:
@@ -176,9 +186,7 @@ def _fields(view: Any) -> Iterator[tuple[str, Any]]:
         yield from view.items()
         return
     for one in fields(view):
-        value = getattr(view, one.name)
-        if value is not None or not isinstance(view, StatsView):  # a section that was not requested
-            yield one.name, value
+        yield one.name, getattr(view, one.name)
 
 
 def _summary(name: str, histogram: Histogram) -> str:

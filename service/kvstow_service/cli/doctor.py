@@ -13,7 +13,7 @@ from kvstow_service.cli.failures import ExitCode
 from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, wide_format_flag
 
 if TYPE_CHECKING:
-    from kvstow_api.views.doctor import DoctorView
+    from kvstow_api.answers import DoctorView
 
 
 @click.command()

@@ -16,8 +16,8 @@ from kvstow_service.cli.output import Format, text_of, wide_format_flag
 from kvstow_service.cli.poolflag import pool_flag
 
 if TYPE_CHECKING:
+    from kvstow_api.answers import EventView
     from kvstow_api.client.eventstream import Subscription
-    from kvstow_api.views.events import EventView
 
 _RETRY_SECONDS = 1.0
 

@@ -12,8 +12,8 @@ from kvstow_service.cli.failures import CommandError
 from kvstow_service.cli.output import Format, emit, format_flag, table
 
 if TYPE_CHECKING:
+    from kvstow_api.answers import OperationView
     from kvstow_api.client import Call, Client
-    from kvstow_api.views.operations import OperationView
 
 V = TypeVar("V")
 
@@ -33,7 +33,7 @@ def follow(client: Client, call: Call[V | OperationView], *, no_wait: bool = Fal
 
     Returns the answer or the operation. Raises `CommandError` if the operation failed or was cancelled.
     """
-    from kvstow_api.views.operations import OperationView
+    from kvstow_api.answers import OperationView
 
     answer = client.send(call)
     if not isinstance(answer, OperationView) or no_wait:

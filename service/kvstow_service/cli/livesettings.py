@@ -20,7 +20,7 @@ from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE
 
 if TYPE_CHECKING:
-    from kvstow_api.views.pools import PlanView, PoolView
+    from kvstow_api.answers import PlanView, PoolView
 
 
 @click.command()
@@ -87,6 +87,14 @@ def _resized(before: int, slots: int, answer: Any) -> str:
     return f"the pool has {counted(slots, 'slot')}{grown}"
 
 
+_SETTINGS = ("capacity_slots", "policy", "pinning_paused")
+"""Of a pool: those that a `PATCH` changes."""
+
+
+def _settings_of(pool: PoolView) -> dict[str, Any]:
+    return {name: getattr(pool, name) for name in _SETTINGS}
+
+
 @click.group()
 def config() -> None:
     """Show and change the server's settings."""
@@ -97,11 +105,14 @@ def config() -> None:
 @pool_flag
 @remote
 def view(connection: Connection, style: Format, pool: str | None) -> None:
-    """Show the settings: those that can change now, and those of the start."""
+    """Show the settings: those of the pool, which can change now, and those of the start."""
     from kvstow_api.client import calls
 
     with connection.client() as client:
-        emit(client.send(calls.config(pool=pool)), style, details)
+        startup = client.send(calls.info()).settings
+        pools = [one for one in client.send(calls.pools()).items if pool in (None, one.name)]
+    found = {"pools": {one.name: _settings_of(one) for one in pools}, "startup": startup}
+    emit(found, style, details)
 
 
 @config.command("set")
@@ -122,13 +133,13 @@ def set_values(
     pool: str | None,
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
+    from kvstow_api.answers import OperationView
     from kvstow_api.client import calls
-    from kvstow_api.views.operations import OperationView
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-        etag = client.send(calls.config(pool=pool)).etag
+        etag = client.send(calls.pool(pool)).etag
         plan = client.send(calls.plan_pool(runtime, pool=pool))
         if dry_run:
             emit(plan, style, details)
@@ -137,8 +148,7 @@ def set_values(
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
         change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait), pool=pool)
         answer = follow(client, change, no_wait=no_wait)
-        changed = answer if isinstance(answer, OperationView) else client.send(calls.config(pool=pool))
-        emit(changed, style, lambda view: details(getattr(view, "runtime", view)))
+        emit(answer if isinstance(answer, OperationView) else _settings_of(answer), style, details)
 
 
 @config.command("log-level")
@@ -158,13 +168,11 @@ def log_level(connection: Connection, level: str, logger: str, style: Format) ->
 
 def _parse(setting: str) -> tuple[str, Any]:
     """A value that is not JSON is a string."""
-    from kvstow_api.views.settings import RuntimeConfig
-
     key, equals, text = setting.partition("=")
     if not key or not equals:
         raise click.UsageError(f"{setting!r} is not KEY=VALUE")
-    if key not in (names := RuntimeConfig.__dataclass_fields__):
-        raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(names)}")
+    if key not in _SETTINGS:
+        raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(_SETTINGS)}")
     try:
         return key, json.loads(text)
     except ValueError:

@@ -15,8 +15,8 @@ from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.poolflag import find_session
 
 if TYPE_CHECKING:
-    from kvstow_api.views.pools import PoolView
-    from kvstow_api.views.sessions import DetachView, SessionView
+    from kvstow.status import SessionStatus
+    from kvstow_api.answers import DetachView, PoolView
 
 
 @click.command()
@@ -44,12 +44,12 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
         emit(client.send(calls.detach(session_id, kill=kill)), style, _detached)
 
 
-def _words(session: SessionView, kill: bool) -> str:
+def _words(session: SessionStatus, kill: bool) -> str:
     name = f"session {session.id} ({session.engine}, pool {session.pool})"
     return f"detach {name}" + (" and kill its processes" if kill else "")
 
 
-def _would_detach(kill: bool, session: SessionView) -> str:
+def _would_detach(kill: bool, session: SessionStatus) -> str:
     held = session.leased_slots + session.quarantined_slots
     return f"would {_words(session, kill)}; it has {counted(session.in_flight, 'transfer')} in flight and holds " + (
         f"{counted(held, 'slot')}"

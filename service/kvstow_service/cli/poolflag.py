@@ -9,8 +9,8 @@ import click
 from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
+    from kvstow.status import SessionStatus
     from kvstow_api.client import Client
-    from kvstow_api.views.sessions import SessionView
 
 pool_flag = click.option("--pool", metavar="NAME", help="The pool; needed only where the server has several.")
 
@@ -33,7 +33,7 @@ def chosen_pool(client: Client, name: str | None) -> str:
     return names[0]
 
 
-def find_session(client: Client, session_id: str) -> SessionView:
+def find_session(client: Client, session_id: str) -> SessionStatus:
     """Raises `CommandError` if there is none with this id."""
     from kvstow_api.client import calls
 

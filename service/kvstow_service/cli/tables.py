@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from kvstow.bytesize import format_size
 from kvstow.status import BlockStatus, RankStatus
+from kvstow.tier.tierstatus import TierClient
+from kvstow_api.answers import OperationView, PoolView
 from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_text, moment, percent, rate
 from kvstow_api.overview import waits_for
 from kvstow_api.rankrows import rank_state
-from kvstow_api.views.operations import OperationView
-from kvstow_api.views.pools import PoolView
-from kvstow_api.views.tier import TierClientView
 from kvstow_service.cli.output import Column
 
 
@@ -86,8 +85,8 @@ SESSIONS = (
     _field("PID", "pid"),
     Column("RANKS", lambda item: f"{len(item.ranks)}"),
     _field("REGISTERED", "registered_slots"),
-    Column("LOADS", lambda item: rate(item.now.load_bytes_per_second), wide=True),
-    Column("STORES", lambda item: rate(item.now.store_bytes_per_second), wide=True),
+    Column("LOADS", lambda item: rate(item.load_bytes_per_second), wide=True),
+    Column("STORES", lambda item: rate(item.store_bytes_per_second), wide=True),
     Column("IN FLIGHT", lambda item: f"{item.in_flight:,}"),
     Column("OLDEST", lambda item: duration(item.oldest_seconds) if item.in_flight else ABSENT),
     Column("HOLDS", lambda item: f"{item.leased_slots + item.quarantined_slots:,}"),
@@ -195,8 +194,9 @@ TIERS = (
 )
 
 
-def _client(client: TierClientView) -> str:
-    return f"{client.purpose} {client.state}" + (f" ({client.reason})" if client.reason else "")
+def _client(client: TierClient) -> str:
+    health = client.health
+    return f"{client.purpose} {health.state}" + (f" ({health.reason})" if health.reason else "")
 
 
 LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"))

@@ -15,8 +15,8 @@ from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
+    from kvstow_api.answers import ReadinessView
     from kvstow_api.client import ApiError, Client
-    from kvstow_api.views.server import ReadinessView
 
 Condition = Literal["ready", "pinned", "drained"]
 

@@ -25,7 +25,7 @@ from kvstow.memory.extents import STEP_BYTES, Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
-from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
+from kvstow.status import KeptMemory, MemoryStatus, MemoryWait, NamespaceStatus, SessionStatus
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import REASONS
@@ -332,13 +332,13 @@ class NodeDirectory:
     def delete_pool(self, name: str) -> None:
         self._node.host.delete_pool(name)
 
-    def sessions(self) -> list[HostedSession]:
+    def sessions(self) -> list[SessionStatus]:
         return self._node.host.sessions()
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
         return self._node.detach(session_id, kill=kill)
 
-    def namespaces(self) -> list[HostedNamespace]:
+    def namespaces(self) -> list[NamespaceStatus]:
         return self._node.host.namespaces()
 
     @property
@@ -347,7 +347,7 @@ class NodeDirectory:
 
     def memory(self) -> MemoryStatus:
         node, memory, records = self._node, self._node.memory, self._node.records
-        pools = self.pools()
+        pools, now = self.pools(), time.monotonic()
         return MemoryStatus(
             target_bytes=memory.total_bytes,
             populated_bytes=node.populator.status().populated_bytes,
@@ -355,7 +355,10 @@ class NodeDirectory:
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=memory.figures.recalled_bytes,
-            waits=memory.figures.waits,
+            waits=tuple(
+                MemoryWait(one.pool, one.session, one.num_bytes, now - one.since) for one in memory.figures.waits
+            ),
+            kept=tuple(KeptMemory(one.sessions, one.num_bytes, now - one.since) for one in memory.figures.kept),
             notices=memory.figures.notices,
             keeper=None if records is None else "connected" if records.notice is None else "gone",
             keeper_restarts=0 if records is None else max(0, records.joins - 1),

@@ -35,7 +35,7 @@ from kvstow.attach.wire import Message
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import HostedNamespace, HostedSession
+from kvstow.status import NamespaceStatus, SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
@@ -134,13 +134,13 @@ class NodeHost:
     def _sessions_of(self, pool: NodePool) -> list[str]:
         return [one.session_id for one in self._sessions.values() if one.pool is pool]
 
-    def sessions(self) -> list[HostedSession]:
+    def sessions(self) -> list[SessionStatus]:
         """The sessions, the oldest first, including lost ones."""
         with self._lock:
             sessions = list(self._sessions.values())
-        return [session.view() for session in sessions]
+        return [session.status() for session in sessions]
 
-    def namespaces(self) -> list[HostedNamespace]:
+    def namespaces(self) -> list[NamespaceStatus]:
         return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
 
     def tick(self) -> None:

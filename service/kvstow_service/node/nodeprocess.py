@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,12 +16,11 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
-from kvstow_api.directory import Directory
-from kvstow_api.measurements import OrphanedMemory
-from kvstow_service.admin.adminhost import make_api_host, make_server
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_api.app import create_app
+from kvstow_api.directory import Directory, OrphanedMemory
+from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
+from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
-from kvstow_service.admin.ticker import Ticker
 from kvstow_service.admin.tls import ServerTls
 from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
 from kvstow_service.node.pools.nodepool import PoolSettings
@@ -81,7 +81,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             orphaned_memory=_orphaned_memory,
             attach=f"unix:{plan.node.attach_socket}",
         )
-        server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
+        server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
         server.start()  # first, so that it answers while the node recovers what an earlier service has left
         running.callback(server.stop)
         start.run()
@@ -91,7 +91,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
 
         stop = stops.wait()
         logger.info("stopping: %s", stop.reason)
-        _drain(directory, settings)
+        _drain(directory, settings, stops.hurried)
         if not stop.status and not settings.keep_on_stop:  # otherwise the next service finds everything
             node.give_back()
     logger.info("stopped")
@@ -224,12 +224,13 @@ def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
     logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)
 
 
-def _drain(node: Directory, settings: Settings) -> None:
-    """Fail readiness, then let transfers finish while both servers still answer."""
+def _drain(node: Directory, settings: Settings, hurried: threading.Event) -> None:
+    """Fail readiness, then let transfers finish while both servers still answer. Ends early once `hurried` is set."""
     node.switches.drain("all", settings.drain_deadline)
-    time.sleep(settings.shutdown_delay)
+    hurried.wait(settings.shutdown_delay)
     deadline = time.monotonic() + settings.drain_deadline
     while not (status := node.switches.drain_status).drained and time.monotonic() < deadline:
-        time.sleep(_DRAIN_POLL_SECONDS)
+        if hurried.wait(_DRAIN_POLL_SECONDS):
+            break
     if not status.drained:
-        logger.warning("%d transfers did not end in %g s", status.pending_transfers, settings.drain_deadline)
+        logger.warning("%d transfers have not ended", status.pending_transfers)

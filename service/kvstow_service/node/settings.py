@@ -19,7 +19,7 @@ from kvstow.config import POLICIES, HugePages
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.sockets import runtime_folder
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -29,9 +28,9 @@ class Stop(NamedTuple):
 class StopRequests:
     """A context manager, for the main thread, that turns SIGTERM, SIGINT and SIGQUIT into requests with status 0.
 
-    The first request counts. A second such signal ends the process at once, with status 128 + its number. SIGHUP calls
-    `on_reload`, on a thread; SIGUSR1 and SIGUSR2 do nothing. A signal that is ignored, as SIGHUP is under nohup, stays
-    ignored.
+    The first request counts. A second such signal sets `hurried`, which cuts the waits before the clean-up short; the
+    clean-up itself is never skipped. SIGHUP calls `on_reload`, on a thread; SIGUSR1 and SIGUSR2 do nothing. A signal
+    that is ignored, as SIGHUP is under nohup, stays ignored.
 
     No signal is lost or delayed while the main thread waits. A Python handler cannot guarantee that: a signal that
     arrives just before the main thread blocks on a lock is handled only after that wait. So the C handler writes the
@@ -42,6 +41,8 @@ class StopRequests:
         self.on_reload: Callable[[], object] = lambda: None
         self.requested = threading.Event()
         """Set by the first request, but never in a signal handler, which could interrupt a holder of the lock."""
+        self.hurried = threading.Event()
+        """Set by a second signal."""
         self._requests: SimpleQueue[Stop] = SimpleQueue()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)  # required by set_wakeup_fd
@@ -85,7 +86,7 @@ class StopRequests:
                 if number not in _STOPPING:
                     continue
                 if signalled:
-                    os._exit(128 + number)
+                    self.hurried.set()
                 signalled = True
                 self.request(signal.Signals(number).name, 0)
 

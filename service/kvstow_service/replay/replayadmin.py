@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 
-from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.adminhost import AdminOptions
+from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.replay.session import Session
 
 

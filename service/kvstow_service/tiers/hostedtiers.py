@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvstow.control.fleettier import FleetTier
 from kvstow.tier.store import TierStore
-from kvstow_api.hostedtier import HostedTier, TierClient, TierLabels, TierMeasurements, TierTotals
+from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
+from kvstow_api.directory import TierLabels, TierMeasurements
 from kvstow_service.tiers.storeaddress import measure_store, shown_url
 from kvstow_service.tiers.stores import open_store
 
@@ -26,7 +28,7 @@ class TierChoice(NamedTuple):
 
 
 class HostedTiers:
-    """A `kvstow_api.hostedtier.HostTier`. Safe from any thread; only `measure` waits. The host makes, steps and closes
+    """A `kvstow_api.directory.HostTier`. Safe from any thread; only `measure` waits. The host makes, steps and closes
     its `FleetTier`s; this object only knows them, from `add` to `remove`."""
 
     def __init__(self, choice: TierChoice) -> None:
@@ -35,7 +37,7 @@ class HostedTiers:
         self._lock = threading.Lock()
         """Held for moments."""
         self._tiers: list[_Tier] = []
-        self._ended: dict[TierLabels, TierTotals] = {}
+        self._ended: dict[TierLabels, TierCounters] = {}
         """What tiers had counted when they were removed."""
 
     def add(
@@ -65,23 +67,22 @@ class HostedTiers:
         with self._lock:
             self._ended = {labels: one for labels, one in self._ended.items() if labels[1] != pool}
 
-    def tiers(self) -> list[HostedTier]:
+    def tiers(self) -> list[TierStatus]:
         with self._lock:
             known = list(self._tiers)
         shown: set[tuple[str, str]] = set()
         return [
-            HostedTier(
+            replace(
+                one.tier.status(),
                 pool=one.pool,
                 namespace=one.namespace,
                 model=one.model,
-                fingerprint=one.tier.fingerprint,
-                status=one.tier.status(),
                 clients=tuple(_news(one, shown)),
             )
             for one in known
         ]
 
-    def totals(self) -> dict[TierLabels, TierTotals]:
+    def totals(self) -> dict[TierLabels, TierCounters]:
         with self._lock:  # at once, or a tier that is removed meanwhile would count twice or not at all
             known, ended = list(self._tiers), self._ended
         shown = {one.labels for one in known}
@@ -100,11 +101,11 @@ def _news(one: _Tier, shown: set[tuple[str, str]]) -> Iterator[TierClient]:
             yield client
 
 
-def _summed(totals: Mapping[TierLabels, TierTotals], tiers: Iterable[_Tier]) -> dict[TierLabels, TierTotals]:
+def _summed(totals: Mapping[TierLabels, TierCounters], tiers: Iterable[_Tier]) -> dict[TierLabels, TierCounters]:
     """`totals`, and what `tiers` have counted."""
     sums = dict(totals)
     for one in tiers:
-        counted = TierTotals.of(one.tier.status())
+        counted = one.tier.status().counters
         sums[one.labels] = sums[one.labels] + counted if one.labels in sums else counted
     return sums
 

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from kvstow_api.hostedtier import TierMeasurements
+from kvstow_api.directory import TierMeasurements
 from kvstow_service.tiers import redislocation
 from kvstow_service.tiers.mooncake import location as mooncake
 

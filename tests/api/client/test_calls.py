@@ -15,21 +15,33 @@ import pytest
 from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
+from kvstow.stats import EngineStats
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
 from kvstow_api import client
+from kvstow_api.answers import (
+    BlocksView,
+    DoctorView,
+    InfoView,
+    LogLevelsView,
+    LogLevelView,
+    NamespacesView,
+    OperationsView,
+    OperationView,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RanksView,
+    ReadinessView,
+    RemovedView,
+    SessionsView,
+    TierView,
+    TransfersView,
+)
 from kvstow_api.client import ApiError, Call, Client, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
 from kvstow_api.figures import CurvesView
 from kvstow_api.routes import ROUTERS
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.operations import OperationsView, OperationView
-from kvstow_api.views.pools import BlocksView, PinningView, PlanView, PoolsView, PoolView, RemovedView
-from kvstow_api.views.ranks import RanksView
-from kvstow_api.views.server import InfoView, ReadinessView, StatsView
-from kvstow_api.views.sessions import NamespacesView, SessionsView
-from kvstow_api.views.settings import ConfigView, LogLevelsView, LogLevelView
-from kvstow_api.views.tier import TierView
-from kvstow_api.views.transfers import TransfersView
 
 KEY = "000000000000"
 
@@ -61,8 +73,7 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.readiness(pool="host"), ReadinessView),
     (calls.sessions(), SessionsView),
     (calls.namespaces(), NamespacesView),
-    (calls.stats(), StatsView),
-    (calls.stats("pool", "stores"), StatsView),
+    (calls.stats(), EngineStats),
     (calls.curves(), CurvesView),
     (calls.doctor(), DoctorView),
     (calls.pools(), PoolsView),
@@ -99,7 +110,6 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.bypass_status(), BypassStatus),
     (calls.bypass(load=True, store=False, ttl_seconds=1), BypassStatus),
     (calls.operations(kind="evict", state="succeeded", page_size=5), OperationsView),
-    (calls.config(), ConfigView),
     (calls.log_levels(), LogLevelsView),
     (calls.set_log_level("info", logger="kvstow.api"), LogLevelView),
     (calls.probe("livez"), calls.ProbeResult),

@@ -10,9 +10,9 @@ import pytest
 from tests.api.fakenode import MODEL, RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
-from kvstow.status import MemoryStatus, MemoryWait
+from kvstow.status import KeptMemory, MemoryStatus, MemoryWait
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.directory import OrphanedMemory
 from kvstow_api.sampler import REJECTED_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -101,11 +101,28 @@ async def test_stores_that_are_dropped_are_told(launch: Any, node: FakeNode) -> 
 
 async def test_a_pool_that_waits_for_memory_names_who_holds_it(client: httpx.AsyncClient, node: FakeNode) -> None:
     node.attach(NAMES[0])
-    node.memory_status = MemoryStatus(4, 4, waits=(MemoryWait("b", "s1", 2 << 30),))
-    (one,) = (await get(client, "/v1/doctor"))["conditions"]
-    assert (one["name"], one["severity"], one["pool"], one["session"]) == ("memory_wait", "warning", "b", "s1")
+    for seconds, severity in ((3.0, "info"), (11.0, "warning")):
+        node.memory_status = MemoryStatus(4, 4, waits=(MemoryWait("b", "s1", 2 << 30, seconds),))
+        (one,) = (await get(client, "/v1/doctor"))["conditions"]
+        assert (one["name"], one["severity"], one["pool"], one["session"]) == ("memory_wait", severity, "b", "s1")
     assert one["what"] == f"pool b waits for 2 GiB that session s1 (fake, pool {NAMES[0]}) holds"
     assert "`kvstow detach s1 --kill`" in one["fix"]
+
+
+async def test_memory_that_was_given_back_and_that_somebody_has_still_names_the_session(
+    client: httpx.AsyncClient, node: FakeNode
+) -> None:
+    node.attach(NAMES[0])
+    for seconds, severity in ((3.0, "info"), (11.0, "warning")):
+        node.memory_status = MemoryStatus(
+            4, 4, kept=(KeptMemory(("s1",), 2 << 30, seconds), KeptMemory((), 1 << 30, seconds))
+        )
+        one, other = (await get(client, "/v1/doctor"))["conditions"]
+        assert (one["name"], one["severity"], one["session"]) == ("memory_kept", severity, "s1")
+        assert (other["name"], other["severity"], other["session"]) == ("memory_kept", severity, None)
+    assert one["what"] == f"some process still has 2 GiB that session s1 (fake, pool {NAMES[0]}) has given back"
+    assert one["fix"] == "`kvstow detach s1 --kill` ends what had it"
+    assert other["what"] == "some process still has 1 GiB that an engine that is gone has given back"
 
 
 async def test_a_pool_of_a_node_grows_with_its_memory(client: httpx.AsyncClient, node: FakeNode) -> None:

@@ -12,7 +12,7 @@ from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
 from kvstow.status import MemoryStatus
-from kvstow_api.measurements import OrphanedMemory
+from kvstow_api.directory import OrphanedMemory
 
 pytestmark = pytest.mark.anyio
 

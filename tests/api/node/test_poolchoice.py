@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 ONE_POOL = ["/v1/stats", "/v1/lookup"]
 """Routes about one pool that have nothing to say without one."""
-LISTS = ["/v1/curves", "/v1/config"]
+LISTS = ["/v1/curves"]
 """Routes about one pool that answer without one."""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 import pytest
 from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
@@ -53,13 +51,6 @@ async def test_the_node_sets_the_size_of_its_pools(client: httpx.AsyncClient, no
         answer = await client.patch(f"/v1/pools/{NAMES[0]}", json=body)
         assert answer.status_code == 409
         assert "the host sets the size" in answer.json()["detail"]
-
-
-async def test_without_a_pool_the_settings_are_those_of_the_start(launch: Any, node: FakeNode) -> None:
-    client = await launch(directory=node, settings={"memory": 1 << 20})
-    answer = await client.get("/v1/config")
-    assert answer.json() == {"pool": None, "etag": None, "runtime": None, "startup": {"memory": 1 << 20}}
-    assert "etag" not in answer.headers
 
 
 async def test_a_rank_that_two_engines_have_is_told_apart_by_its_session(
@@ -120,21 +111,6 @@ async def test_ranks_of_lost_sessions_are_not_listed(client: httpx.AsyncClient, 
     assert {one["session"] for one in (await get(client, f"/v1/readiness?pool={NAMES[0]}"))["ranks"]} == {"s2"}
 
 
-async def test_readiness_has_the_state_of_each_pool(client: httpx.AsyncClient, node: FakeNode) -> None:
-    for name in NAMES[:2]:
-        node.attach(name)
-    node.engines[1].report(state="degraded", error="no memory")
-    body = await get(client, "/v1/readiness")
-    assert [(one["pool"], one["model"], one["state"]) for one in body["pools"]] == [
-        (NAMES[0], "org/model", "ready"),
-        (NAMES[1], "org/model", "degraded"),
-    ]
-    assert body["pools"][1]["reason"] in body["reason"]
-    assert body["usable_slots"] == sum(one["usable_slots"] for one in body["pools"])
-    (one,) = (await get(client, f"/v1/readiness?pool={NAMES[1]}"))["pools"]
-    assert one == body["pools"][1]
-
-
 async def test_a_pool_has_its_memory_its_sessions_and_its_switches(
     client: httpx.AsyncClient, node: FakeNode, clock: FakeClock
 ) -> None:
@@ -163,9 +139,8 @@ async def test_what_names_one_pool_says_which(client: httpx.AsyncClient, node: F
         node.attach(name).store(KEYS[:1])
     name = NAMES[1]
     stats = await get(client, f"/v1/stats?pool={name}")
-    assert (stats["pool_name"], stats["model"]) == (name, "org/model")
-    for path in ("/v1/curves", "/v1/config"):
-        assert (await get(client, f"{path}?pool={name}"))["pool"] == name
+    assert stats["pool"]["name"] == name
+    assert (await get(client, f"/v1/curves?pool={name}"))["pool"] == name
     (block,) = (await get(client, f"/v1/pools/{name}/blocks"))["items"]
     assert block["namespace"] == f"{name}-keys"
 

@@ -11,11 +11,26 @@ from tests.api.conftest import AGENT
 from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
-from kvstow.status import MemoryStatus
+from kvstow.status import MemoryStatus, SessionStatus
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.figures import SessionNowView, SessionSample, session_now_of
+from kvstow_api.figures import SessionSample, session_now
 
 pytestmark = pytest.mark.anyio
+SESSION = SessionStatus(
+    id="s1",
+    engine="",
+    pool="a",
+    namespace="a",
+    state="attached",
+    in_flight=0,
+    oldest_seconds=0.0,
+    leases=0,
+    leased_slots=0,
+    registered_slots=0,
+    quarantined_slots=0,
+    processes=0,
+    ranks=(),
+)
 
 
 async def test_rejected_engines_are_counted_by_reason(client: httpx.AsyncClient, node: FakeNode) -> None:
@@ -60,13 +75,13 @@ async def test_the_life_of_a_session_is_told(launch: Any, node: FakeNode, clock:
 
 
 async def test_what_a_session_copies_now_is_a_rate() -> None:
-    sample = SessionSample
-    assert session_now_of([]) == SessionNowView()
-    assert session_now_of([sample(0, 0, 0)]).load_bytes_per_second is None
-    now = session_now_of([sample(0, 0, 0), sample(5, 900, 50), sample(15, 1000, 250)])
-    assert now == SessionNowView(seconds=10.0, load_bytes_per_second=10.0, store_bytes_per_second=20.0)
-    restarted = session_now_of([sample(0, 1000, 0), sample(5, 0, 100)])
-    assert (restarted.load_bytes_per_second, restarted.store_bytes_per_second) == (None, 20.0)
+    def rates(*samples: tuple[float, int, int]) -> tuple[float | None, float | None]:
+        session = session_now(SESSION, [SessionSample(*one) for one in samples])
+        return session.load_bytes_per_second, session.store_bytes_per_second
+
+    assert rates() == rates((0, 0, 0)) == (None, None)
+    assert rates((0, 0, 0), (5, 900, 50), (15, 1000, 250)) == (10.0, 20.0)
+    assert rates((0, 1000, 0), (5, 0, 100)) == (None, 20.0)
 
 
 async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: FakeNode) -> None:
@@ -78,11 +93,11 @@ async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: F
     engine.report(load_bytes_total=1 << 20, store_bytes_total=1 << 10)
     sampler.tick()
     (session,) = (await get(client, "/v1/sessions"))["items"]
-    now = session["now"]
-    assert now["load_bytes_per_second"] == 1024 * now["store_bytes_per_second"] > 0
+    assert session["load_bytes_per_second"] == 1024 * session["store_bytes_per_second"] > 0
+    (last,) = node.sessions()
     node.end(engine)
     sampler.tick()
-    assert sampler.now_of_session("s1") == SessionNowView()
+    assert sampler.now_of_session(last) is last
 
 
 async def test_what_was_copied_before_the_server_started_is_no_rate(launch: Any, node: FakeNode) -> None:
@@ -99,13 +114,13 @@ async def test_what_was_copied_before_the_server_started_is_no_rate(launch: Any,
     sampler.tick()
     sampler.tick()
     (session,) = (await get(client, "/v1/sessions"))["items"]
-    assert session["now"]["load_bytes_per_second"] == 0
+    assert session["load_bytes_per_second"] == 0
     busy = [rank.load_busy_seconds for rank in sampler.rank_counters.of_pool(node.pools()[0])]
     assert busy == [0.0] * RANKS
     engine.report(load_bytes_total=(12 << 30) + 4096, load_busy_seconds=501.0)
     sampler.tick()
     (session,) = (await get(client, "/v1/sessions"))["items"]
-    assert session["now"]["load_bytes_per_second"] > 0
+    assert session["load_bytes_per_second"] > 0
     assert sampler.rank_counters.of_pool(node.pools()[0])[0].load_busy_seconds == 1.0
 
 
@@ -154,12 +169,13 @@ async def test_sessions_have_these_fields(client: httpx.AsyncClient, node: FakeN
         "registered_slots": SLOTS,
         "quarantined_slots": 0,
         "processes": 1,
-        "ranks": [
-            {"rank": rank, "pid": 1001 + rank, "device": f"cuda:{rank}", "registered_slots": SLOTS}
-            for rank in range(RANKS)
-        ],
-        "now": {"seconds": 0.0, "load_bytes_per_second": None, "store_bytes_per_second": None},
+        "load_bytes_per_second": None,
+        "store_bytes_per_second": None,
+        "ranks": (await get(client, "/v1/ranks"))["items"],
     }
+    assert [(one["pid"], one["device"], one["pinned_slots"]) for one in session["ranks"]] == [
+        (1001 + rank, f"cuda:{rank}", SLOTS) for rank in range(RANKS)
+    ]
 
 
 @pytest.mark.parametrize(("query", "killed"), [("", False), ("?kill=false", False), ("?kill=true", True)])
@@ -221,8 +237,8 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
     (session,) = (await get(client, "/v1/sessions"))["items"]
     assert (session["id"], session["pool"], session["namespace"]) == (engine.engine_id, "host", "host")
     assert (session["state"], session["in_flight"], session["processes"]) == ("attached", 1, 2)
-    assert session["ranks"] == [
-        {"rank": rank, "pid": 1000 + rank, "device": f"cuda:{rank}", "registered_slots": 16} for rank in range(2)
+    assert [(one["rank"], one["pid"], one["device"], one["pinned_slots"]) for one in session["ranks"]] == [
+        (rank, 1000 + rank, f"cuda:{rank}", 16) for rank in range(2)
     ]
     (namespace,) = (await get(client, "/v1/namespaces"))["items"]
     assert (namespace["pool"], namespace["sessions"], namespace["blocks"]) == ("host", 1, 4)
@@ -238,6 +254,7 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "recalled_bytes": 0,
         "orphaned_bytes": None,
         "waits": [],
+        "kept": [],
         "notices": [],
         "keeper": None,
         "keeper_restarts": 0,

@@ -7,47 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstow.control.engine import OffloadEngine
-
 pytestmark = pytest.mark.anyio
-
-CONFIG = "/v1/config"
-SETTINGS = {"ranks": 2, "policy": "lru", "transfer_timeout": 30.0}
-
-
-@pytest.fixture
-async def configured(launch: Any, ranks: Any) -> httpx.AsyncClient:
-    client: httpx.AsyncClient = await launch(settings=SETTINGS)
-    return client
-
-
-async def test_the_configuration_is_shown_with_its_etag(configured: httpx.AsyncClient) -> None:
-    answer = await configured.get(CONFIG)
-    assert answer.json() == {
-        "pool": "host",
-        "etag": answer.headers["etag"],
-        "runtime": {"capacity_slots": 16, "policy": "lru", "pinning_paused": False},
-        "startup": SETTINGS,
-    }
-
-
-async def test_the_configuration_follows_a_patch_of_the_pool(
-    configured: httpx.AsyncClient, engine: OffloadEngine
-) -> None:
-    before = (await configured.get(CONFIG)).json()
-    changed = await configured.patch("/v1/pools/host", json={"policy": "arc", "pinning_paused": True})
-    after = (await configured.get(CONFIG)).json()
-    assert after["runtime"] == {"capacity_slots": 16, "policy": "arc", "pinning_paused": True}
-    assert after["etag"] == changed.headers["etag"] != before["etag"]
-    assert engine.desired().paused
-
-
-async def test_the_configuration_itself_takes_no_patch(configured: httpx.AsyncClient) -> None:
-    answer = await configured.patch(CONFIG, json={"runtime": {"policy": "arc"}})
-    assert (answer.status_code, answer.json()["code"]) == (405, "method_not_allowed")
-
-
-# -- levels of the log ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -90,9 +90,9 @@ def test_sessions_are_found_until_nothing_of_them_is_left(host: Host) -> None:
     first, second = host.attach(), host.attach()
     first.begin_store([A])
     first.session.lose("closed")
-    assert [(one.session_id, one.state, one.processes) for one in host.pool.session_statuses()] == [
-        (1, "lost", 1),
-        (2, "attached", 1),
+    assert [(one.id, one.state, one.processes) for one in host.pool.session_statuses()] == [
+        ("1", "lost", 1),
+        ("2", "attached", 1),
     ]
     assert host.pool.find_session(2) is second.session
     host.kill(first)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from tests.seeds import few_and_many
@@ -188,6 +188,8 @@ def test_a_new_pool_gets_something_also_where_a_row_is_more_than_a_share() -> No
     budget.add_pool("new", layout(2 * MIB))
     budget.attach("new", "n")
     settle(budget)
+    budget.free(1)  # it has the wrong size
+    settle(budget)
     assert held(budget, "new") == 512 * MIB
     assert held(budget, "a") == 512 * MIB
 
@@ -229,8 +231,28 @@ def test_memory_that_one_owner_has_used_is_closed_before_another_gets_memory() -
     budget.detach("a", "s")
     budget.add_pool("b", layout(2 * MIB, owner=2))
     budget.attach("b", "t")
-    steps = settle(budget)
-    assert steps == [Recall("a", 0, (1,)), TakeBack(1, "a"), Close(1), Create(2, GIB, None), Give(2, "b", 0, 0, 0, 512)]
+    assert settle(budget) == [Recall("a", 0, (1,)), TakeBack(1, "a"), Close(1)]
+    assert budget.allocated_bytes == GIB, "it is not free yet"
+    budget.free(1)
+    assert settle(budget) == [Create(2, GIB, None), Give(2, "b", 0, 0, 0, 512)]
+
+
+def test_for_memory_that_a_process_keeps_others_give_up_theirs() -> None:
+    budget = MemoryBudget(4 * GIB)
+    budget.add_pool("a", layout(2 * MIB, owner=1))
+    budget.attach("a", "s")
+    settle(budget)
+    budget.add_pool("b", layout(2 * MIB, owner=2))
+    budget.attach("b", "t", 512)
+    assert settle(budget)[-1] == Close(4)
+    budget.keep(4)
+    assert budget.fair_shares() == {"a": 2 * GIB, "b": GIB}
+    assert settle(budget) == [Recall("a", 2, (3,)), TakeBack(3, "a"), Close(3)]
+    budget.free(3)
+    assert settle(budget) == [Create(5, GIB, None), Give(5, "b", 0, 0, 0, 512)]
+    assert budget.allocated_bytes == 4 * GIB
+    budget.attach("b", "more")
+    assert budget.fair_shares() == {"a": GIB, "b": 2 * GIB}, "the owner of what is kept pays for it"
 
 
 def test_a_removed_pool_is_gone_once_clients_have_let_go() -> None:
@@ -258,6 +280,9 @@ def test_a_lower_total_takes_memory_from_pools_and_closes_it() -> None:
     assert settle(budget) == [Recall("a", 3, (4,)), Recall("a", 2, (3,)), TakeBack(3, "a"), Close(3)]
     budget.record_death("worker")
     assert settle(budget) == [TakeBack(4, "a"), Close(4)]
+    for extent in (3, 4):
+        budget.free(extent)
+    assert settle(budget) == []
     assert budget.allocated_bytes == 2 * GIB
 
 
@@ -300,16 +325,20 @@ def test_the_row_of_an_extent_that_is_given_up_is_taken_back_with_those_above_it
     budget.record_death("engine")
     steps = settle(budget)
     assert steps[:2] == [TakeBack(2, "a"), Close(2)], "nobody gets it again"
+    budget.free(2)
+    steps += settle(budget)
     assert [step.row for step in steps if isinstance(step, Give)] == [1, 2, 3]
     budget.check_integrity()
 
 
 def test_memory_that_is_given_up_counts_until_it_is_closed() -> None:
     budget = MemoryBudget(4 * GIB)
-    budget.given_up_bytes = 3 * GIB
+    numbers = [budget.restore_closed(GIB) for _ in range(3)]
+    assert numbers == [-1, -2, -3]
     assert settle(budget) == [Create(1, GIB, None)]
     assert budget.allocated_bytes == 4 * GIB
-    budget.given_up_bytes = 0
+    for number in numbers:
+        budget.free(number)
     assert len(settle(budget)) == 3
 
 
@@ -357,6 +386,8 @@ class Node:
     def __init__(self, budget: MemoryBudget, chance: random.Random) -> None:
         self.budget, self.chance = budget, chance
         self.extents: dict[int, int] = {}
+        """The bytes of all that take memory."""
+        self.closed: set[int] = set()
         self.places: dict[int, tuple[str, int, int]] = {}
         self.used_by: dict[int, int] = {}
         self.recalled: set[int] = set()
@@ -365,6 +396,30 @@ class Node:
         self.sessions: set[tuple[str, str]] = set()
         self.slots: dict[tuple[str, int], tuple[int, int]] = {}
         self.names = iter(range(10_000))
+
+    def follow(self, is_kept: Callable[[], bool]) -> None:
+        """`is_kept`: whether a process keeps an extent that it has said to have let go of."""
+        while True:
+            self.carry_out(self.budget.plan())
+            if self.budget.plan():
+                raise Violation("planning twice decides more")
+            self._require(self.closed == self.budget.closed().keys())
+            closing = [extent for extent, one in self.budget.closed().items() if not one.is_kept]
+            for extent in closing:
+                if is_kept():
+                    self.budget.keep(extent)
+                else:
+                    self.free(extent)
+            if not closing:
+                return
+
+    def free(self, extent: int) -> None:
+        self.take(extent)
+        self.budget.free(extent)
+
+    def take(self, extent: int) -> None:
+        self.closed.discard(extent)
+        del self.extents[extent]
 
     def carry_out(self, steps: list[Step]) -> None:
         for step in steps:
@@ -400,7 +455,9 @@ class Node:
                 self.slots.pop((pool, row), None)
             case Close(extent):
                 self._require(extent not in self.places and not self._is_mapped(extent))
-                del self.extents[extent]
+                self.closed.add(extent)
+                if extent not in self.used_by:
+                    self.take(extent)
 
     @staticmethod
     def _require(condition: bool) -> None:
@@ -413,7 +470,9 @@ class Node:
     def act(self) -> None:
         """One thing that may happen on a node."""
         chance = self.chance
-        what = chance.choice(("pool", "attach", "attach", "detach", "want", "map", "map", "unmap", "death", "remove"))
+        what = chance.choice(
+            ("pool", "attach", "attach", "detach", "want", "map", "map", "unmap", "death", "remove", "free")
+        )
         pools = sorted(self.budget._pools)
         if what == "pool" and len(pools) < 5:
             name, owner = f"p{next(self.names)}", chance.choice((1, 2))
@@ -445,6 +504,8 @@ class Node:
             self.budget.record_unmapping(client, extent)
         elif what == "death":
             self.die(chance.choice("uvwx"))
+        elif what == "free" and self.closed:
+            self.free(chance.choice(sorted(self.closed)))
 
     def detach(self, session: tuple[str, str]) -> None:
         self.sessions.discard(session)
@@ -477,16 +538,16 @@ def run(seed: int) -> None:
     for _ in range(60):
         for _ in range(chance.choice((1, 1, 3))):
             node.act()
-        node.carry_out(budget.plan())
-        if budget.plan():
-            raise Violation("planning twice decides more")
+        node.follow(lambda: chance.random() < 0.1)
         if sum(node.extents.values()) != budget.allocated_bytes:
             raise Violation("books")
         if budget.allocated_bytes <= total - UNIT_BYTES:
             raise Violation("memory is left that no extent has")
     for client in "uvwx":
         node.die(client)
-    node.carry_out(budget.plan())
+    for extent in sorted(node.closed):
+        node.free(extent)
+    node.follow(lambda: False)
     if node.recalled or budget.plan():
         raise Violation("an extent does not come back")
     node.require_fairness()
@@ -514,16 +575,15 @@ def believes_a_death_of_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_owners(patch: pytest.MonkeyPatch) -> None:
-    def find_spare(book: ExtentBook, size: int, node: int | None, owner: int) -> int | None:
-        return min(
-            (number for number, one in book.extents.items() if one.is_spare and one.num_bytes == size), default=None
-        )
+    def find_spare(book: ExtentBook, size: int, node: int | None, owner: int, taken: Sequence[int]) -> int | None:
+        spares = (number for number, one in book.extents.items() if one.is_spare and number not in taken)
+        return min((number for number in spares if book.extents[number].num_bytes == size), default=None)
 
     patch.setattr(ExtentBook, "find_spare", find_spare)
 
 
 def gives_an_extent_twice(patch: pytest.MonkeyPatch) -> None:
-    def find_spare(book: ExtentBook, size: int, node: int | None, owner: int) -> int | None:
+    def find_spare(book: ExtentBook, size: int, node: int | None, owner: int, taken: Sequence[int]) -> int | None:
         return min((number for number, one in book.extents.items() if one.num_bytes == size), default=None)
 
     patch.setattr(ExtentBook, "find_spare", find_spare)
@@ -533,11 +593,13 @@ def spends_recalled_memory(patch: pytest.MonkeyPatch) -> None:
     def available(budget: MemoryBudget) -> int:
         return budget.total_bytes - budget.allocated_bytes + budget.spare_bytes + budget._book.recalled_bytes
 
-    def create(budget: MemoryBudget, steps: list[Step], size: int, node: int | None, owner: int) -> int:
-        return budget._create(steps, size, node)
-
     patch.setattr(MemoryBudget, "_available", available)
-    patch.setattr(MemoryBudget, "_create_in_place_of_spares", create)
+    patch.setattr(MemoryBudget, "_make_room", lambda *_: True)
+
+
+def spends_memory_that_is_not_free_yet(patch: pytest.MonkeyPatch) -> None:
+    make_room = MemoryBudget._make_room
+    patch.setattr(MemoryBudget, "_make_room", lambda *given: make_room(*given) or True)
 
 
 def gives_rows_beside_recalled_ones(patch: pytest.MonkeyPatch) -> None:
@@ -558,6 +620,7 @@ def recalls_the_first_row_first(patch: pytest.MonkeyPatch) -> None:
         forgets_a_count,
         believes_a_death_of_others,
         spends_recalled_memory,
+        spends_memory_that_is_not_free_yet,
         ignores_owners,
         gives_an_extent_twice,
         gives_rows_beside_recalled_ones,

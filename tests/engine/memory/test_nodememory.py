@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import socket
+import struct
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,7 +56,15 @@ def number_of(node: NodeMemory, extent: int) -> tuple[int, int]:
 
 
 def resident_bytes(node: NodeMemory) -> int:
-    return sum(os.fstat(extent.fd).st_blocks * 512 for extent in (*node.extents().values(), *node.given_up))
+    there = (*node.extents().values(), *node.given_up.values())
+    return sum(os.fstat(extent.fd).st_blocks * 512 for extent in there)
+
+
+def follow(node: NodeMemory) -> None:
+    """Decide until nothing changes, as the memory thread does."""
+    node.apply()
+    while node.settle():
+        node.apply()
 
 
 def test_memory_is_populated_before_there_is_a_pool_and_then_given(make: MakeNode, eventually: Eventually) -> None:
@@ -116,7 +128,7 @@ def test_memory_goes_to_another_owner_only_as_fresh_memory(make: MakeNode, event
     os.pwrite(first.fd, b"secret", 0)
     node.budget.detach("a", "s")
     add_pool(node, "b", owner=2)
-    node.apply()
+    follow(node)
     now = node.budget.rows("b")[0].extents
     assert not before & {number_of(node, extent) for extent in now}
     eventually(lambda: node.populator.status().state == "ready")
@@ -133,40 +145,209 @@ def test_memory_that_is_given_up_counts_while_a_process_maps_it_and_is_then_clos
     with mmap.mmap(fds[0], EXTENT) as mapped:
         for fd in fds:
             node.give_up(fd)
-        node.free_given_up()
-        node.apply()
-        assert (node.budget.allocated_bytes, len(node.extents())) == (4 * EXTENT, 3)
-        assert not node.free_given_up()
+        node.close_given_up()
+        follow(node)
+        assert (node.budget.allocated_bytes, node.budget.closed_bytes) == (4 * EXTENT, EXTENT)
+        assert len(node.extents()) == 3
         mapped[0] = 1
         assert os.pread(fds[0], 1, 0) == b"\1", "no hole is punched"
-    assert node.free_given_up()
-    node.apply()
+    node.close_given_up()
+    follow(node)
     assert len(node.extents()) == 4
 
 
-def test_an_extent_that_is_closed_while_a_process_maps_it_still_counts(make: MakeNode) -> None:
+Keeper = Callable[[Extent], AbstractContextManager[object]]
+"""What a client keeps although it says that it has let go."""
+
+
+@contextmanager
+def descriptor(extent: Extent) -> Iterator[None]:
+    fd = extent.open_for_client()
+    yield
+    os.close(fd)
+
+
+@contextmanager
+def mapping(extent: Extent) -> Iterator[None]:
+    fd = extent.open_for_client()
+    with mmap.mmap(fd, EXTENT):
+        os.close(fd)
+        yield
+
+
+@contextmanager
+def private_mapping(extent: Extent) -> Iterator[None]:
+    fd = extent.open_for_client()
+    with mmap.mmap(fd, EXTENT, mmap.MAP_PRIVATE, mmap.PROT_READ):
+        os.close(fd)
+        yield
+
+
+@contextmanager
+def message(extent: Extent) -> Iterator[None]:
+    fd = extent.open_for_client()
+    near, far = socket.socketpair()
+    socket.send_fds(near, [b"x"], [fd])
+    os.close(fd)
+    yield
+    near.close()
+    far.close()
+
+
+@contextmanager
+def path_alone(extent: Extent) -> Iterator[None]:
+    """A descriptor that can neither read nor write, and keeps the file all the same."""
+    fd = os.open(f"/proc/self/fd/{extent.fd}", os.O_PATH)
+    yield
+    os.close(fd)
+
+
+@contextmanager
+def pinned_page(extent: Extent) -> Iterator[None]:
+    """A page in a pipe, and no mapping any more."""
+    fd = extent.open_for_client()
+    reader, writer = os.pipe()
+    with mmap.mmap(fd, EXTENT) as mapped:
+        os.close(fd)
+        mapped[0] = 1
+        vmsplice(mapped, writer)
+    yield
+    os.close(reader)
+    os.close(writer)
+
+
+def vmsplice(mapped: mmap.mmap, pipe: int) -> None:
+    byte = ctypes.c_char.from_buffer(mapped)
+    piece = struct.pack("PN", ctypes.addressof(byte), 1)
+    assert ctypes.CDLL(None).vmsplice(pipe, piece, 1, 0) == 1
+
+
+@pytest.mark.parametrize(
+    "keeper", [descriptor, mapping, private_mapping, message, path_alone, pinned_page], ids=lambda found: found.__name__
+)
+def test_memory_goes_to_another_owner_only_when_no_process_has_it(make: MakeNode, keeper: Keeper) -> None:
     node = make(2)
     add_pool(node, owner=1)
-    node.apply()
-    node.budget.detach("a", "s")
-    first = node.extent(1)
-    assert first is not None
-    with mmap.mmap(first.fd, EXTENT):  # a process that has said that it has let go
+    follow(node)
+    client, extent = "session/0", node.budget.rows("a")[0].extents[0]
+    found = node.extent(extent)
+    assert found is not None
+    node.budget.record_mapping(client, extent)
+    node.budget.record_mapping("gone/0", extent)
+    with keeper(found):
+        for one in (client, "gone/0"):
+            node.budget.record_unmapping(one, extent)
+        node.budget.record_death("gone/0")
+        node.budget.detach("a", "s")
         add_pool(node, "b", owner=2)
-        node.apply()
-        assert (node.given_up, node.budget.given_up_bytes) == ([first], EXTENT)
-    node.free_given_up()
-    assert (node.given_up, node.budget.given_up_bytes, first.is_closed) == ([], 0, True)
+        follow(node)
+        (kept,) = node.budget.closed().values()
+        assert (kept.num_bytes, kept.had) == (EXTENT, {client})
+        assert sum(one.num_bytes for one in node.extents().values()) == EXTENT, "nothing takes its place"
+        assert node.budget.allocated_bytes == 2 * EXTENT
+        assert sum(node.budget.layout("b").sizes(node.budget.rows("b")[0].num_slots)) <= EXTENT, (
+            "the pool gets the rest"
+        )
+        node.close_given_up()
+        assert not node.settle()
+    node.close_given_up()
+    follow(node)
+    assert (node.budget.closed(), node.given_up) == ({}, {})
+    assert sum(one.num_bytes for one in node.extents().values()) == 2 * EXTENT
 
 
-def test_memory_of_which_the_kernel_does_not_tell_is_closed(make: MakeNode) -> None:
-    """A client has sealed its seals."""
+def test_memory_that_is_pinned_while_it_is_given_up_is_not_free(make: MakeNode) -> None:
+    """A page that is only read can be pinned after the seal, by who has a descriptor still."""
     node = make(1)
-    sealed = Extent.create(EXTENT)
-    fcntl.fcntl(sealed.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
-    node.give_up(sealed.fd)
-    assert node.free_given_up()
-    assert node.given_up == []
+    extent = Extent.create(EXTENT)
+    os.pwrite(extent.fd, b"x", 0)
+    client = extent.open_for_client()
+    node.give_up(extent.fd)
+    node.close_given_up()
+    reader, writer = os.pipe()
+    assert os.splice(client, writer, 1, offset_src=0) == 1
+    os.close(client)
+    node.close_given_up()
+    node.settle()
+    assert node.budget.closed_bytes == EXTENT
+    os.close(reader)
+    os.close(writer)
+    node.close_given_up()
+    node.settle()
+    assert node.budget.closed_bytes == 0
+
+
+def test_memory_is_made_anew_for_another_owner_before_the_next_decision(make: MakeNode) -> None:
+    """And for the same owner it is the same memory."""
+    node = make(2)
+    add_pool(node, owner=1)
+    follow(node)
+    before = {number_of(node, extent) for extent in node.extents()}
+    node.budget.detach("a", "s")
+    add_pool(node, "same", owner=1, session="same")
+    follow(node)
+    assert {number_of(node, extent) for extent in node.extents()} == before
+    node.budget.detach("same", "same")
+    add_pool(node, "other", owner=2, session="other")
+    follow(node)
+    assert not {number_of(node, extent) for extent in node.extents()} & before
+
+
+def test_what_the_keeper_still_has_is_not_free(make: MakeNode) -> None:
+    node = make(2)
+    add_pool(node, owner=1)
+    follow(node)
+    kept = [os.dup(extent.fd) for extent in node.extents().values()]
+    node.budget.detach("a", "s")
+    add_pool(node, "b", owner=2)
+    node.apply()
+    assert node.budget.rows("b") == {}
+    for fd in kept:
+        os.close(fd)
+    assert node.settle()
+    node.apply()
+    assert len(node.budget.rows("b")) == 1
+
+
+def test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended(make: MakeNode) -> None:
+    node = make(2)
+    add_pool(node, owner=1)
+    follow(node)
+    extent = node.budget.rows("a")[0].extents[0]
+    found = node.extent(extent)
+    assert found is not None
+    node.budget.record_mapping("session/0", extent)
+    fcntl.fcntl(found.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    node.budget.record_unmapping("session/0", extent)
+    node.budget.detach("a", "s")
+    node.budget.remove_pool("a")
+    add_pool(node, "b", owner=2)
+    follow(node)
+    assert node.budget.closed_bytes == EXTENT
+    node.budget.record_death("session/0")
+    node.close_given_up()
+    follow(node)
+    assert node.budget.closed_bytes == 0
+
+
+def test_pinned_memory_does_not_hold_up_the_rest(make: MakeNode) -> None:
+    """The kernel takes its time for each extent that is pinned."""
+    node = make(12)
+    extents = [Extent.create(EXTENT) for _ in range(8)]
+    with ExitStack() as pinned:
+        for extent in extents[:6]:
+            pinned.enter_context(pinned_page(extent))
+        for extent in extents:
+            node.give_up(os.dup(extent.fd))
+            extent.close()
+        for _ in range(3):
+            node.close_given_up()
+        node.settle()
+        assert node.budget.closed_bytes == 6 * EXTENT
+    for _ in range(3):
+        node.close_given_up()
+    node.settle()
+    assert node.budget.closed_bytes == 0
 
 
 def test_an_extent_that_cannot_be_created_is_told_and_made_later(

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow_service.admin.adminhost import make_api_host, measure_memory
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions, make_api_host, measure_memory
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trustme
 
-from kvstow_service.admin.certificate import certificates_in, end_of, subject_of
+from kvstow_service.admin.tls import certificates_in, end_of, subject_of
 
 PAST = datetime(2019, 1, 1, tzinfo=UTC)
 

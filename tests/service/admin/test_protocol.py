@@ -7,6 +7,7 @@ import errno
 import socket
 import ssl
 import threading
+from asyncio import constants
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,14 +24,10 @@ from starlette.routing import Route
 
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.auth import ACTOR
-from kvstow_service.admin import acceptor as acceptor_module
 from kvstow_service.admin import server as server_module
-from kvstow_service.admin.connections import Wait
-from kvstow_service.admin.protocol import MAX_HEAD_BYTES, MAX_HEADERS, AdminProtocol
-from kvstow_service.admin.requestqueue import RequestQueue
-from kvstow_service.admin.server import AdminServer
+from kvstow_service.admin.server import MAX_HEAD_BYTES, MAX_HEADERS, AdminProtocol, AdminServer, RequestQueue, Wait
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
-from kvstow_service.admin.tls import TlsFiles
+from kvstow_service.admin.tls import ServerTls, TlsFiles
 
 _SOCKET_SECONDS = 60.0
 _LARGE = 32 << 20  # more than the buffers of both sockets hold
@@ -105,11 +102,11 @@ class Served(NamedTuple):
 
     @property
     def open(self) -> int:
-        return len(self.server.connections)
+        return len(self.server.admitted.open)
 
     @property
     def waits(self) -> list[Wait | None]:
-        return [connection.wait for connection in list(self.server.connections._open)]
+        return [connection.wait for connection in list(self.server.admitted.open)]
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.listeners.port), _SOCKET_SECONDS)
@@ -120,8 +117,7 @@ class Served(NamedTuple):
 
 @pytest.fixture
 def served(serving: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """A server whose clock stands still, and which looks at it all the time; at most 8 connections."""
-    monkeypatch.setattr(server_module, "_TICK_SECONDS", 0.01)
+    """A server whose clock stands still; at most 8 connections."""
     monkeypatch.setattr(server_module, "connection_limit", lambda: 8)
     clock = FakeClock(0.0)
     server, listeners = serving(APP, clock=clock)
@@ -238,7 +234,7 @@ def test_a_request_of_a_client_that_has_left_is_not_started(
         eventually(lambda: held.waiting == 1)
     eventually(lambda: served.open == 0)
     held.release()
-    eventually(lambda: not served.server._server.server_state.tasks)
+    eventually(lambda: not served.server.server_state.tasks)
     assert _begun == begun
     assert caplog.records == []
 
@@ -299,7 +295,7 @@ def test_a_client_that_sends_no_head_is_dropped(
             assert read_answer(client).startswith(b"HTTP/1.1 200 OK")
         client.sendall(begun)
         eventually(lambda: served.waits == [Wait.HEAD])
-        served.clock.advance(Wait.HEAD.seconds + 1)
+        served.clock.advance(Wait.HEAD.value + 1)
         assert read_to_end(client) == b""
     assert served.open == 0
 
@@ -310,7 +306,7 @@ def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head(served: Serve
         read_answer(client)
         eventually(lambda: served.waits == [Wait.HEAD])
         for byte in b"GET / HTTP":
-            served.clock.advance(Wait.HEAD.seconds / 9)
+            served.clock.advance(Wait.HEAD.value / 9)
             try:
                 client.sendall(bytes([byte]))
             except ConnectionError:
@@ -322,7 +318,7 @@ def test_each_request_of_a_connection_has_its_own_deadline(served: Served, event
     with served.connect() as client:
         for _ in range(5):
             eventually(lambda: served.waits == [Wait.HEAD])
-            served.clock.advance(Wait.HEAD.seconds - 1)
+            served.clock.advance(Wait.HEAD.value - 1)
             client.sendall(_GET)
             assert read_answer(client).startswith(b"HTTP/1.1 200 OK")
 
@@ -335,7 +331,7 @@ def test_a_client_that_never_reads_is_dropped(served: Served, path: str, eventua
         client.connect(("127.0.0.1", served.listeners.port))
         client.sendall(f"GET {path} HTTP/1.1\r\nHost: kvstow\r\n\r\n".encode())
         eventually(lambda: served.waits == [Wait.READER if path == "/large" else Wait.CLOSE])
-        served.clock.advance(Wait.READER.seconds + 1)
+        served.clock.advance(Wait.READER.value + 1)
         eventually(lambda: served.open == 0)
     assert served.get().is_success
 
@@ -459,12 +455,11 @@ class Secured(NamedTuple):
 @pytest.fixture
 def secured(serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Secured:
     """The same with TLS, and at most 4 connections; `context` is for clients."""
-    monkeypatch.setattr(server_module, "_TICK_SECONDS", 0.01)
     monkeypatch.setattr(server_module, "connection_limit", lambda: 4)
     authority = trustme.CA()
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
     clock = FakeClock(0.0)
-    server, listeners = serving(APP, tls=TlsFiles(tmp_path / "server.pem").read().context, clock=clock)
+    server, listeners = serving(APP, tls=ServerTls(TlsFiles(tmp_path / "server.pem")), clock=clock)
     context = ssl.create_default_context()
     authority.configure_trust(context)
     return Secured(Served(server, listeners, clock), context)
@@ -479,7 +474,7 @@ def test_a_tls_handshake_that_stalls_counts_and_ends(
             stack.enter_context(served.connect())
         eventually(lambda: served.open == 4)
         assert httpx.get(served.listeners.url, verify=secured.context).is_success
-        served.clock.advance(Wait.HANDSHAKE.seconds + 20)
+        served.clock.advance(Wait.HEAD.value + 20)
         eventually(lambda: served.open == 0)
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
@@ -526,7 +521,7 @@ class _Exhausted(socket.socket):
 def test_the_server_recovers_when_descriptors_are_free_again(
     serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(acceptor_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(constants, "ACCEPT_RETRY_DELAY", 0.01)
     plain = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     first = plain.sockets[0]
     listener = _Exhausted(first.family, first.type, first.proto, fileno=first.detach())
@@ -559,4 +554,4 @@ def test_the_event_loop_reports_once_a_minute(serving: Any, eventually: Any, cap
     assert failed == 5
     eventually(lambda: caplog.records, "the line of a thread that writes the log")
     assert len(caplog.records) == 1
-    assert len(server.connections) == 0
+    assert len(server.admitted.open) == 0

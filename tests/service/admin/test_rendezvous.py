@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ConflictError
-from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.admin.agent import AdminAddress, Rendezvous
 from kvstow_service.admin.sockets import AdminSockets
 
 FOLDER = f"kvstow-{os.geteuid()}"
@@ -106,7 +105,7 @@ _HOST = """
 import os, sys, time
 from pathlib import Path
 from kvstow_service.admin.sockets import AdminSockets
-from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.admin.agent import Rendezvous
 Rendezvous(sys.argv[1], {"XDG_RUNTIME_DIR": sys.argv[2]}).publish(AdminSockets(), "of the dead")
 print("published", flush=True)
 time.sleep(600)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvstow_service.admin.requestqueue import RequestQueue
+from kvstow_service.admin.server import RequestQueue
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.admin import ticker as ticker_module
-from kvstow_service.admin.ticker import Ticker
+from kvstow_service.admin import adminhost as ticker_module
+from kvstow_service.admin.adminhost import Ticker
 
 FAST = 0.001
 

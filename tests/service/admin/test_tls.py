@@ -64,7 +64,7 @@ def test_tcp_uses_tls_and_the_unix_socket_does_not(
     serving: Any, authority: trustme.CA, files: TlsFiles, tmp_path: Path
 ) -> None:
     uds = tmp_path / "admin.sock"
-    _, listeners = serving(APP, uds=uds, tls=files.read().context)
+    _, listeners = serving(APP, uds=uds, tls=ServerTls(files))
     assert listeners.url.startswith("https://")
     assert httpx.get(listeners.url, verify=client_context(authority)).json() == [None, "https"]
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as client:
@@ -76,13 +76,13 @@ def test_tcp_uses_tls_and_the_unix_socket_does_not(
 
 
 def test_a_client_certificate_identifies_the_actor(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
-    _, listeners = serving(APP, tls=files.read().context)
+    _, listeners = serving(APP, tls=ServerTls(files))
     known = client_context(authority, authority)
     assert httpx.get(listeners.url, verify=known).json() == ["ops_team", "https"]
 
 
 def test_a_certificate_of_another_authority_is_refused(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
-    _, listeners = serving(APP, tls=files.read().context)
+    _, listeners = serving(APP, tls=ServerTls(files))
     stranger = client_context(authority, trustme.CA())
     with pytest.raises(httpx.HTTPError):
         httpx.get(listeners.url, verify=stranger)
@@ -91,7 +91,7 @@ def test_a_certificate_of_another_authority_is_refused(serving: Any, authority: 
 def test_the_client_verifies_the_server_and_presents_its_certificate(
     serving: Any, authority: trustme.CA, files: TlsFiles
 ) -> None:
-    _, listeners = serving(APP, tls=files.read().context)
+    _, listeners = serving(APP, tls=ServerTls(files))
     with Client(listeners.url) as nobody, pytest.raises(ApiError, match="cannot be reached"):
         nobody.send(calls.metrics())
     endpoint = Endpoint.parse(listeners.url, tls=client_context(authority, authority))
@@ -115,7 +115,7 @@ def test_new_connections_get_a_renewed_certificate(
 ) -> None:
     caplog.set_level("INFO")
     tls = ServerTls(files)
-    _, listeners = serving(APP, tls=tls.context)
+    _, listeners = serving(APP, tls=tls)
     with httpx.Client(verify=client_context(authority)) as earlier:
         assert earlier.get(listeners.url).is_success
         successor = trustme.CA()
@@ -141,7 +141,7 @@ def test_a_certificate_is_not_used_before_its_key_is_there(
     first.cert_chain_pems[0].write_to_path(str(cert))
     first.private_key_pem.write_to_path(str(key))
     tls = ServerTls(TlsFiles(cert, key))
-    _, listeners = serving(APP, tls=tls.context)
+    _, listeners = serving(APP, tls=tls)
     issued = successor.issue_cert("127.0.0.1")
     replace(cert, issued.cert_chain_pems[0])
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_files_that_change_during_reading_are_read_again(serving: Any, authority
 
     changes: list[trustme.CA] = []
     tls = ServerTls(Changing(files.cert, client_ca=files.client_ca))
-    _, listeners = serving(APP, tls=tls.context)
+    _, listeners = serving(APP, tls=tls)
     write(successors[0])
     changes.append(successors[1])
     tls.renew()
@@ -184,7 +184,7 @@ def test_a_removed_authority_is_no_longer_trusted(
     serving: Any, authority: trustme.CA, files: TlsFiles, version: ssl.TLSVersion
 ) -> None:
     tls = ServerTls(files)
-    _, listeners = serving(APP, tls=tls.context)
+    _, listeners = serving(APP, tls=tls)
     former, present = client_context(authority, authority), trustme.CA()
     former.maximum_version = version
     said, session = ask(listeners, former)
@@ -200,7 +200,7 @@ def test_a_removed_authority_is_no_longer_trusted(
 
 
 def test_a_resumed_session_keeps_its_client_identity(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
-    _, listeners = serving(APP, tls=files.read().context)
+    _, listeners = serving(APP, tls=ServerTls(files))
     known = client_context(authority, authority)
     _, session = ask(listeners, known)
     assert ask(listeners, known, session)[0].endswith('["ops_team","https"]')

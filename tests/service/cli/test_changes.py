@@ -188,7 +188,7 @@ def test_pinning_pauses_resumes_and_retries(kvstow: Any, host: Any) -> None:
 
 
 def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
-    assert json.loads(kvstow("config", "view", "-o", "json").stdout)["runtime"]["policy"] == "lru"
+    assert json.loads(kvstow("config", "view", "-o", "json").stdout)["pools"]["host"]["policy"] == "lru"
     changed = kvstow("config", "set", "policy=arc", "pinning_paused=true").stdout
     assert changed.split() == ["capacity", "slots", "16", "policy", "arc", "pinning", "paused", "yes"]
     assert (host.engine.stats().pool.policy, host.engine.desired().paused) == ("arc", True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trustme
 
+from kvstow_api.answers import ProblemView
 from kvstow_api.client import ApiError
-from kvstow_api.views.problems import ProblemView
-from kvstow_service.admin.tls import TlsFiles
+from kvstow_service.admin.tls import ServerTls, TlsFiles
 from kvstow_service.cli import localserver
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.failures import exit_code_of
@@ -111,7 +111,7 @@ def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path
     for certificate, kind in ((authority.issue_cert("127.0.0.1"), ""), (authority.issue_cert("me"), "client-")):
         certificate.cert_chain_pems[0].write_to_path(files[f"{kind}cert"])
         certificate.private_key_pem.write_to_path(files[f"{kind}key"])
-    tls = TlsFiles(files["cert"], files["key"], files["ca"]).read().context
+    tls = ServerTls(TlsFiles(files["cert"], files["key"], files["ca"]))
     url = make_host(tls=tls, client_certificates=True).url
     assert url.startswith("https:")
     client = ["--cert-file", str(files["client-cert"]), "--key-file", str(files["client-key"])]

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from tests.service.cli.terminal import Terminal
 
+from kvstow_api.answers import ProblemView
 from kvstow_api.client import ApiError
-from kvstow_api.views.problems import ProblemView
 from kvstow_service.cli.get import _watch
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]

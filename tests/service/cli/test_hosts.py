@@ -18,7 +18,7 @@ from tests.service.cli.terminal import Terminal
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.replay.generate import TraceShape, generate_trace
 

@@ -8,10 +8,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from kvstow_api.answers import PoolView
 from kvstow_api.client.decoding import decode
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.poolrows import POOL_COLUMNS, PoolRow, pool_row
-from kvstow_api.views.pools import PoolView
 from kvstow_service.cli.rowtable import row_table
 
 POOL = decode(PoolView, EXAMPLES["PoolView"])

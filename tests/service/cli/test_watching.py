@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.views.doctor import ConditionView, DoctorView
+from kvstow_api.answers import ConditionView, DoctorView
 from kvstow_service.cli.sparkline import sparkline
 
 

@@ -72,7 +72,9 @@ class Engine:
         self.populated: dict[int, int] = {}
         self.revoked: dict[int, list[int]] = {}
         self.settled: dict[int, list[str]] = {}
-        self.refuses_fds = False
+        self.refuses_fds = self.keeps_fds = False
+        self.kept: list[int] = []
+        """Copies of what it was sent, if `keeps_fds`. The test closes them."""
         self.reports = 0
         self.answer: SessionGrant = bench.host.open_session(session_id, hello, self.peer(), self)
 
@@ -105,6 +107,8 @@ class Engine:
                 assert self.client(rank) in self.bench.budget.mappers(grant.extent_id), "sent before it was recorded"
             session = next(one for one in self.pool.attached() if one.label.startswith(f"session {self.session_id} "))
             assert not fds or self.client(rank) in session.processes, "sent before the pool knows the process"
+        if self.keeps_fds:
+            self.kept += map(os.dup, fds)
         inodes = tuple(os.fstat(fd).st_ino for fd in fds)
         self.bench.posted.append(lambda: self._receive(Pushed(rank, message, inodes)))
 

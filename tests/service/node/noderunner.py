@@ -21,7 +21,7 @@ from typing import Any
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.memorystore import MemoryStore, MemoryTransfers
 from kvstow.tier.store import GetStatus, SlotObject
-from kvstow_api.hostedtier import HostedTier
+from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.roster import WorkerRecord
@@ -73,7 +73,7 @@ def shown(node: Node) -> dict[str, Any]:
         }
         for pool in node.host.pools()
     }
-    sessions = {one.session_id: [one.status.state, one.pool] for one in node.host.sessions()}
+    sessions = {one.id: [one.state, one.pool] for one in node.host.sessions()}
     for pool in node.host.pools():
         pool.facade.check_integrity()
     return {
@@ -81,7 +81,7 @@ def shown(node: Node) -> dict[str, Any]:
         "sessions": sessions,
         "shares": shares_of(node),
         "allocated": node.memory.figures.allocated_bytes,
-        "given_up": node.memory.memory.budget.given_up_bytes,
+        "given_up": node.memory.memory.budget.closed_bytes,
         "problems": node.memory.figures.failures,
         "faults": node.memory.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -89,19 +89,19 @@ def shown(node: Node) -> dict[str, Any]:
     }
 
 
-def tiers_of(node: Node) -> list[HostedTier]:
+def tiers_of(node: Node) -> list[TierStatus]:
     return [] if node.tier is None else node.tier.view.tiers()
 
 
 def put_blocks(node: Node) -> int:
-    return sum(one.status.counters.put_blocks for one in tiers_of(node))
+    return sum(one.counters.put_blocks for one in tiers_of(node))
 
 
 def is_connected(node: Node) -> bool:
     """Whether an engine has attached, and its blocks can be put from now on."""
     tiers = tiers_of(node)
     states = [client.health.state for one in tiers for client in one.clients]
-    return states == ["connected"] * 2 and all(one.status.state == "on" for one in tiers)
+    return states == ["connected"] * 2 and all(one.state == "on" for one in tiers)
 
 
 def shown_tier(node: Node) -> dict[str, Any]:

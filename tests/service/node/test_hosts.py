@@ -346,7 +346,7 @@ def test_an_engine_that_lost_its_session_finds_its_blocks_in_the_next(nodes: Nod
     stack.callback(host.close)
     host.store(range(10))
     sessions = host.engine.num_sessions
-    nodes.node.detach(nodes.node.host.sessions()[0].session_id)
+    nodes.node.detach(nodes.node.host.sessions()[0].id)
     host.until(lambda: host.engine.num_sessions > sessions and host.engine.is_attached)
     host.until_usable()
     host.check(range(10))
@@ -360,7 +360,7 @@ def test_an_engine_goes_on_with_another_service_that_has_nothing(nodes: Nodes, s
     lease, _ = host.find(keys_of(range(10)))
     load = host.begin_load(lease, range(10))
     assert load is not None
-    nodes.node.detach(nodes.node.host.sessions()[0].session_id)
+    nodes.node.detach(nodes.node.host.sessions()[0].id)
     host.until(lambda: not host.engine.is_attached)
     host.kv[:] = 0
     assert host.run(load).mark == "done", "its bytes and slots are fixed"
@@ -382,7 +382,7 @@ def test_an_engine_that_was_reset_does_not_come_back_to_its_old_blocks(nodes: No
     answer = host.engine.reset()
     host.until(lambda: answer.done)
     assert host.find(keys_of(range(5)))[1] == []
-    nodes.node.detach(nodes.node.host.sessions()[0].session_id)
+    nodes.node.detach(nodes.node.host.sessions()[0].id)
     host.until(lambda: host.engine.num_sessions == 2 and host.engine.is_attached)
     host.until_usable()
     assert host.find(keys_of(range(5)))[1] == []

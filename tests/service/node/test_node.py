@@ -137,7 +137,7 @@ def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     directory = NodeDirectory(node)
     killed = process(node, 20)
     (session,) = directory.sessions()
-    assert (session.pid, session.status.state, session.status.in_flight) == (killed.pid, "attached", 1)
+    assert (session.pid, session.state, session.in_flight) == (killed.pid, "attached", 1)
     killed.kill()
     eventually(lambda: not directory.sessions())
     (hosted,) = directory.pools()
@@ -156,7 +156,7 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
     (pool,) = node.host.pools()
     engine.store_all([key_of(0)])
     for rows in (2, 3, 4):  # stores do not wait for memory, so each row is waited for
-        engine.wait_for(lambda rows=rows: node.host.sessions()[0].status.registered_slots == rows * ROW_SLOTS)  # type: ignore[misc]
+        engine.wait_for(lambda rows=rows: node.host.sessions()[0].registered_slots == rows * ROW_SLOTS)  # type: ignore[misc]
         engine.store_all([key_of(number) for number in range((rows - 1) * ROW_SLOTS + 1)])
     engine.store_all([key_of(number) for number in range(3 * ROW_SLOTS + 1, 6 * ROW_SLOTS)])
     assert len(pool.extents) == 4, "two ranks"
@@ -244,7 +244,7 @@ def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engin
     engine = engines(node)
     assert engine.lookup([key_of(0)]).runs == ()
     (session,) = directory.sessions()
-    assert session.status.state == "attaching"
+    assert session.state == "attaching"
     assert directory.memory().target_bytes == 8 * EXTENT
     node.populator.set_paused(False)
     engine.store_all([key_of(0)])
@@ -265,8 +265,8 @@ def test_an_operator_ends_a_session(
     running = process(node, 1)
     (session,) = directory.sessions()
     assert not directory.detach("unknown", kill=True)
-    assert directory.detach(session.session_id, kill=False)
-    eventually(lambda: [one.status.state for one in directory.sessions()] == ["lost"])
+    assert directory.detach(session.id, kill=False)
+    eventually(lambda: [one.state for one in directory.sessions()] == ["lost"])
     (pool,) = directory.pools()
     assert pool.facade.stats().pool.slots.quarantined == 1
     with pytest.raises(ConflictError, match="detach them first"):

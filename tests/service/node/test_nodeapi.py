@@ -86,7 +86,7 @@ async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
         "in_flight": 0,
     }
     assert (session["pool"], session["namespace"]) == (engine.welcome.pool, engine.welcome.namespace)
-    assert [rank["registered_slots"] > 0 for rank in session["ranks"]] == [True, True]
+    assert [rank["pinned_slots"] > 0 for rank in session["ranks"]] == [True, True]
     (pool,) = (await client.get("/v1/pools")).json()["items"]
     assert (pool["name"], pool["slot_bytes"], pool["slots"]["cached"]) == (engine.welcome.pool, SLOT_BYTES, len(KEYS))
     (namespace,) = (await client.get("/v1/namespaces")).json()["items"]
@@ -95,7 +95,7 @@ async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
     assert (await client.delete(path)).status_code == 409
     assert (await client.patch(path, json={"capacity_slots": 1})).status_code == 409
     assert (await client.delete(f"/v1/sessions/{session['id']}")).status_code == 202
-    eventually(lambda: node.host.sessions()[0].status.state == "lost")
+    eventually(lambda: node.host.sessions()[0].state == "lost")
     (lost,) = (await client.get("/v1/sessions")).json()["items"]
     assert (lost["state"], lost["processes"]) == ("lost", 2), "this process lives, and has the memory mapped"
     assert (await client.delete(path)).status_code == 409

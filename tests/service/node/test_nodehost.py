@@ -25,7 +25,7 @@ def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBe
     bench.run()
     assert bench.memory.figures.failures == ()
     engine.register()
-    assert bench.host.sessions()[0].status.registered_slots == ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == ROW_SLOTS
 
 
 def test_a_session_that_is_lost_before_its_memory_is_sent_leaves_nothing(bench: HostBench) -> None:
@@ -107,7 +107,7 @@ def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> Non
         bench.host.extents_released(engine.session_id, 0, [mine])
     bench.run()
     assert engine.client(0) in bench.budget.mappers(mine)
-    assert bench.host.sessions()[0].status.registered_slots == ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == ROW_SLOTS
 
 
 def test_slots_of_a_lost_session_are_free_when_its_last_worker_has_let_go(bench: HostBench) -> None:
@@ -122,7 +122,7 @@ def test_slots_of_a_lost_session_are_free_when_its_last_worker_has_let_go(bench:
     slots = engine.pool.facade.stats().pool.slots
     assert (slots.quarantined, slots.leased) == (1, 1), "the other rank may still write"
     (session,) = bench.host.sessions()
-    assert (session.status.state, session.status.processes) == ("lost", 1)
+    assert (session.state, session.processes) == ("lost", 1)
     engine.let_go(1)
     engine.over()
     slots = engine.pool.facade.stats().pool.slots
@@ -141,7 +141,7 @@ def test_stuck_transfers_are_shown_and_nothing_is_freed_by_time(make_bench: Make
     bench.host.send_settled()
     bench.run()
     assert engine.settled == {op.op_id: ["failed"]}
-    states = {session.session_id: session.status.state for session in bench.host.sessions()}
+    states = {session.id: session.state for session in bench.host.sessions()}
     assert states == {engine.session_id: "stuck", other.session_id: "attached"}
     assert engine.pool.facade.stats().pool.slots.quarantined == 1
     assert other.store(2).op_id

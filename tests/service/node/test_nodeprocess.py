@@ -23,7 +23,7 @@ from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow_service.admin.server import _EmbeddedUvicorn
+from kvstow_service.admin.server import AdminServer
 from kvstow_service.node import nodeprocess
 from kvstow_service.node.node import Node
 from kvstow_service.node.nodeprocess import node_settings, public_settings, require_memory, run_service
@@ -88,6 +88,18 @@ def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], eve
     if watcher.error is not None:
         raise watcher.error
     return status
+
+
+def test_a_second_signal_skips_the_waits_and_not_the_clean_up(
+    base: dict[str, Any], tmp_path: Path, eventually: Any
+) -> None:
+    def visit(client: httpx.Client) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: "drain" in client.get("/readyz").text, "the drain")
+
+    assert run_and_visit(Settings(**{**base, "shutdown_delay": "3600s"}), visit, eventually) == 0
+    assert not (tmp_path / "admin.sock").exists()
+    assert not base["attach_socket"].exists()
 
 
 def memory_of(client: httpx.Client) -> dict[str, int]:
@@ -214,14 +226,16 @@ def test_a_signal_drains_while_both_servers_answer(base: dict[str, Any], eventua
 
 
 class _Draining:
-    """Stands for time, and for the switches of a node whose two transfers end at a time."""
+    """Stands for time, for a second signal that never comes, and for the switches of a node whose two transfers end at
+    a time."""
 
     def __init__(self, end: float) -> None:
         self._end, self.now = end, 0.0
         self.orders: list[tuple[str, float]] = []
 
-    def sleep(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> bool:
         self.now += seconds
+        return False
 
     def monotonic(self) -> float:
         return self.now
@@ -234,7 +248,7 @@ class _Draining:
         return SimpleNamespace(drained=self.now >= self._end, pending_transfers=2)
 
 
-@pytest.mark.parametrize(("end", "seconds", "said"), [(3.0, 3.0, []), (100.0, 7.0, ["2 transfers did not end in 5 s"])])
+@pytest.mark.parametrize(("end", "seconds", "said"), [(3.0, 3.0, []), (100.0, 7.0, ["2 transfers have not ended"])])
 def test_a_drain_ends_with_the_last_transfer_or_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -246,7 +260,7 @@ def test_a_drain_ends_with_the_last_transfer_or_at_its_deadline(
     settings = Settings(**{**base, "shutdown_delay": "2s", "drain_deadline": "5s"})
     draining = _Draining(end)
     monkeypatch.setattr(nodeprocess, "time", draining)
-    nodeprocess._drain(cast("Any", SimpleNamespace(switches=draining)), settings)
+    nodeprocess._drain(cast("Any", SimpleNamespace(switches=draining)), settings, cast("Any", draining))
     assert draining.orders == [("all", 5.0)]
     assert draining.now == pytest.approx(seconds, abs=0.2)
     assert [record.getMessage() for record in caplog.records] == said
@@ -269,10 +283,10 @@ class _Visitor(Watcher):
 def test_a_server_that_ends_by_itself_ends_the_service(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def broken_tick(self: _EmbeddedUvicorn, counter: int) -> bool:
+    async def broken_tick(self: AdminServer, counter: int) -> bool:
         raise RuntimeError("the loop broke")
 
-    monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", broken_tick)
+    monkeypatch.setattr(AdminServer, "on_tick", broken_tick)
     state = tmp_path / "state"
     assert run_service(Settings(**base, state=state)) == 1
     assert "stopping: the admin server ended: RuntimeError" in capfd.readouterr().err

@@ -253,7 +253,7 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     engine.wait_for(is_fetched)
     assert calls[-1].is_pending
     assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
-    engine.wait_for(lambda: [totals.counters.fetched_blocks for totals in shown(node).totals().values()] == [9])
+    engine.wait_for(lambda: [totals.fetched_blocks for totals in shown(node).totals().values()] == [9])
     if len(calls) == 1:  # otherwise the memory was registered late, and an earlier look-up has fetched some
         assert calls[0].answer(Found).fetched == calls[0].answer(Found).runs
     lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
@@ -329,7 +329,7 @@ def test_after_a_reset_nothing_is_put_or_fetched(make_node: MakeNode, engines: E
 
 def put_blocks(node: Node) -> list[int]:
     """What each pool has counted."""
-    return [totals.counters.put_blocks for totals in shown(node).totals().values()]
+    return [totals.put_blocks for totals in shown(node).totals().values()]
 
 
 def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
@@ -373,8 +373,8 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     engine.store_until_found(keys_of(0, 4))
     engine.wait_for(lambda: shown(node).tiers())
     (one,) = shown(node).tiers()
-    assert one.status.state == "off"
-    assert reason in one.status.reason
+    assert one.state == "off"
+    assert reason in one.reason
     call = engine.scheduler.call(Lookup(keys_of(50, 2)))
     engine.wait_for(lambda: call.done)
     assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
@@ -397,8 +397,8 @@ def test_a_defect_switches_the_tier_of_its_namespace_off(
     call = engine.scheduler.call(Lookup(keys_of(50, 4)))
     engine.wait_for(lambda: call.done)
     assert call.answer(Found).leading == 0
-    engine.wait_for(lambda: shown(node).tiers()[0].status.state == "off")
-    assert shown(node).tiers()[0].status.reason == TIER_FAILED
+    engine.wait_for(lambda: shown(node).tiers()[0].state == "off")
+    assert shown(node).tiers()[0].reason == TIER_FAILED
     engine.store_until_found(keys_of(0, 4))
     assert tier_of(node)._early is None, "what is stored is kept for nobody"
 

@@ -49,13 +49,12 @@ def test_the_first_request_of_any_thread_counts(stops: StopRequests) -> None:
     assert stops.wait() == Stop("the server ended", 1)
 
 
-def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    with StopRequests():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.raise_signal(number)
-    assert statuses == [130]
+def test_a_second_signal_is_no_second_request_but_hurries(stops: StopRequests) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    assert stops.wait() == Stop("SIGTERM", 0)
+    assert not stops.hurried.is_set()
+    signal.raise_signal(signal.SIGINT)
+    assert stops.hurried.wait(30.0)
 
 
 def test_other_signals_do_not_end_the_process(stops: StopRequests) -> None:

@@ -57,7 +57,7 @@ class Service:
     def tier_status(self) -> TierStatus:
         assert self.node.tier is not None
         (tier,) = self.node.tier.view.tiers()
-        return tier.status
+        return tier
 
     @property
     def used_slots(self) -> int:
@@ -67,13 +67,13 @@ class Service:
         """Whether the engine with this process id is attached, and its ranks have registered all memory of its pool."""
         capacity = {pool.name: pool.facade.desired().capacity_slots for pool in self.node.host.pools()}
         return any(
-            one.pid == pid and one.status.state == "attached" and one.status.registered_slots >= capacity[one.pool]
+            one.pid == pid and one.state == "attached" and one.registered_slots >= capacity[one.pool]
             for one in self.node.host.sessions()
         )
 
     def pid_of_rank(self, engine: int, rank: int) -> int:
         (session,) = [one for one in self.node.host.sessions() if one.pid == engine]
-        pid = session.status.ranks[rank].pid
+        pid = session.ranks[rank].pid
         assert pid is not None
         return pid
 

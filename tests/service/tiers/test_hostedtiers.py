@@ -11,7 +11,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow_api.hostedtier import TierClient
+from kvstow.tier.tierstatus import TierClient
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 from kvstow_service.tiers.storeaddress import measure_store, shown_url
 
@@ -41,7 +41,7 @@ def test_a_tier_is_shown_until_it_is_removed(host: HostedTiers, make_tier: MakeT
     assert (host.store, host.url, host.tiers()) == ("memory", "rediss://cache:6379", [])
     host.add(made := make_tier(), pool="a", namespace="a1", model="m")
     (tier,) = host.tiers()
-    assert (tier.pool, tier.namespace, tier.model, tier.fingerprint, tier.status.state) == ("a", "a1", "m", "f", "on")
+    assert (tier.pool, tier.namespace, tier.model, tier.fingerprint, tier.state) == ("a", "a1", "m", "f", "on")
     host.remove(made)
     assert host.tiers() == []
 
@@ -61,7 +61,7 @@ def test_a_client_of_several_namespaces_is_shown_with_the_first_that_is_there(
 
 def requests(host: HostedTiers) -> dict[str, int]:
     """How many each pool has counted."""
-    return {pool: totals.counters.requests for (_, pool, _), totals in host.totals().items()}
+    return {pool: totals.requests for (_, pool, _), totals in host.totals().items()}
 
 
 def test_what_a_tier_has_counted_stays_in_the_totals_of_its_pool(host: HostedTiers, make_tier: MakeTier) -> None:

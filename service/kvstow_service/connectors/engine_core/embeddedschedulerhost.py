@@ -12,7 +12,7 @@ from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, KvstowError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.tls import TlsFiles

@@ -15,8 +15,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.layout import KVLayout
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import RankReport
-from kvstow_service.admin.agent import RankAgent
-from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions

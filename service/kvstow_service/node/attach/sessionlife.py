@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
 
 SessionState = Literal["attached", "lost", "over"]
@@ -161,6 +162,8 @@ def _view(session: WireSession) -> SessionView:
 
 logger = logging.getLogger("kvstow.attach")
 
+_LINES_A_MINUTE = 60
+
 
 class Processes(Protocol):
     """Where the ends of processes are watched: the attach server's epoll."""
@@ -206,6 +209,8 @@ class SessionLife:
         self._trusted: list[tuple[float, int, Member]] = []
         """A heap of the times at which members without a pidfd count as ended."""
         self._num_trusted = 0
+        # A client may attach and leave a thousand times a second.
+        self._begun, self._lost, self._over = (LimitedLog(logger, clock, burst=_LINES_A_MINUTE) for _ in range(3))
 
     @property
     def needs_pidfd(self) -> bool:
@@ -226,7 +231,8 @@ class SessionLife:
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
         self.table.add(session)
         member = self._add_member(session, hello, peer)
-        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
+        text = "session %s: %r on %r attached"
+        self._begun.log(logging.INFO, text, session.session_id, hello.engine, hello.host)
         return member, Welcome(
             session_id=session.session_id,
             service=self._service,
@@ -303,7 +309,8 @@ class SessionLife:
         if session.state != "attached":
             return
         session.state = "lost"
-        logger.log(logging.INFO if expected else logging.WARNING, "session %s ends: %s", session.session_id, reason)
+        level = logging.INFO if expected else logging.WARNING
+        self._lost.log(level, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
                 self._processes.disconnect(member)
@@ -355,7 +362,8 @@ class SessionLife:
         if session.state != "lost" or session.is_awaited:
             return
         self.table.remove(session)
-        logger.info("session %s is over: none of its processes can reach memory", session.session_id)
+        text = "session %s is over: none of its processes can reach memory"
+        self._over.log(logging.INFO, text, session.session_id)
         self._tell("session_over", session.session_id)
 
     def _forget(self, member: Member) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,6 @@ from kvstow.bytesize import format_size
 from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
-from kvstow.status import MemoryWait
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.nodesession import NodeSession
@@ -25,15 +25,36 @@ from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
 _ROUNDS = 1000
+_LOOK_SECONDS = 1.0  # between two looks at whether processes have memory still that was given up
 
 logger = logging.getLogger("kvstow.node")
 
 
-class MemoryFigures(NamedTuple):
-    """`waits`: which sessions hold memory that pools should get. `notices` say why else memory that pools should get or
-    give back must wait, and `failures` why workers lack memory of their pools; both are sentences."""
+class Wait(NamedTuple):
+    """A pool waits for memory that the processes of a session can still reach. `since`: in seconds of the monotonic
+    clock."""
 
-    waits: tuple[MemoryWait, ...] = ()
+    pool: str
+    session: str
+    num_bytes: int
+    since: float
+
+
+class Kept(NamedTuple):
+    """Memory that was given back, and that some process has still. The sessions had it, and are not over."""
+
+    sessions: tuple[str, ...]
+    num_bytes: int
+    since: float
+
+
+class MemoryFigures(NamedTuple):
+    """`waits`: which sessions hold memory that pools should get. `kept`: which ones may still have memory that they
+    have given back. `notices` say why else memory that pools should get or give back must wait, and `failures` why
+    workers lack memory of their pools; both are sentences."""
+
+    waits: tuple[Wait, ...] = ()
+    kept: tuple[Kept, ...] = ()
     notices: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     allocated_bytes: int = 0
@@ -63,6 +84,9 @@ class PoolMemories:
         self._post, self._on_smaller, self._on_empty = post, on_smaller, on_empty
         self._pools: dict[str, PoolMemory] = {}
         self._has_revoked_all = False
+        self._look_at = 0.0
+        self._since: dict[tuple[object, ...], float] = {}
+        """When what the figures show as waiting or kept began to be so."""
         self.records: NodeRecords | None = None
         """What the next service has to know. Set before the first pool; None if memory ends with the service."""
         self._claims: dict[str, set[str]] = {}
@@ -84,7 +108,7 @@ class PoolMemories:
         """Take over the memory, whose pools are restored next, before anything is decided."""
         for fd in survivors.given_up:
             self.memory.give_up(fd)
-        self.memory.free_given_up()
+        self.memory.close_given_up()
         in_rows = {extent for pool in survivors.pools for row in pool.rows for extent in row.extents}
         for number, (extent, owner) in survivors.extents.items():
             if number not in in_rows:
@@ -182,12 +206,9 @@ class PoolMemories:
         """Call it about once a second."""
         if self.records is not None:
             self.guarded(partial(self.records.check, self.memory))
-        if self.memory.given_up:
-            self.guarded(self._free_given_up)
-
-    def _free_given_up(self) -> None:
-        if self.memory.free_given_up():
-            self.must_decide = True
+        if self.memory.waits and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self.guarded(self._look_at_given_up)
 
     def follow(self) -> None:
         """Let the budget decide if it must, record that, and let pools and workers follow."""
@@ -197,11 +218,23 @@ class PoolMemories:
                 self.guarded(self.memory.apply)
                 if self.records is not None:
                     self.guarded(partial(self.records.save, self.memory))
+                self.guarded(self._settle)
             for pool in list(self._pools.values()):
                 self.guarded(partial(self._follow, pool))
             if not self.must_decide:
                 break
         self._show_figures()
+
+    def _look_at_given_up(self) -> None:
+        before = len(self.memory.given_up)
+        self.memory.close_given_up()
+        if len(self.memory.given_up) < before:
+            self.must_decide = True  # what was closed leaves the roster and the keeper
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.memory.settle():
+            self.must_decide = True
 
     def guarded(self, action: Callable[[], object]) -> None:
         """Run `action`. A defect is counted and logged, and the thread continues."""
@@ -219,7 +252,7 @@ class PoolMemories:
         if found.is_empty:
             self._on_empty(found.pool)
 
-    def _waits(self, due: Mapping[str, int]) -> Iterator[MemoryWait]:
+    def _waits(self, due: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
         """Sessions whose workers have yet to let go of memory. O(extents recalled, and their clients)."""
         if not self._budget.recalled_bytes:
             return
@@ -233,7 +266,15 @@ class PoolMemories:
                     held.update(dict.fromkeys(sessions, self._budget.extent_size(extent)))
         for pool, share in due.items():
             if self._budget.granted_bytes(pool) < share:
-                yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
+                yield from ((pool, session, num_bytes) for session, num_bytes in held.items())
+
+    def _kept(self) -> Mapping[tuple[str, ...], int]:
+        """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
+        by_sessions: Counter[tuple[str, ...]] = Counter()
+        for extent in self._budget.closed().values():
+            sessions = sorted({client.rpartition("/")[0] for client in extent.had})
+            by_sessions[tuple(sessions)] += extent.num_bytes
+        return by_sessions
 
     def _show_figures(self) -> None:
         notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
@@ -243,8 +284,14 @@ class PoolMemories:
             failures += [self.records.notice] if self.records.notice else []
         budget = self._budget
         due = budget.fair_shares()
+        before, self._since, now = self._since, {}, time.monotonic()
+
+        def since(*what: object) -> float:
+            return self._since.setdefault(what, before.get(what, now))
+
         self.figures = MemoryFigures(
-            tuple(self._waits(due)),
+            tuple(Wait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
+            tuple(Kept(sessions, num_bytes, since(sessions)) for sessions, num_bytes in self._kept().items()),
             notices,
             tuple(failures),
             budget.allocated_bytes,
@@ -425,7 +472,7 @@ class MemoryThread:
     def _patience(self) -> float | None:
         if self.pools.waits:
             return _RETRY_SECONDS
-        return _CHECK_SECONDS if self.pools.records is not None or self.memory.given_up else None
+        return _CHECK_SECONDS if self.pools.records is not None or self.memory.waits else None
 
     def run_pending(self) -> None:
         """Run the queued actions, then let pools and workers follow."""

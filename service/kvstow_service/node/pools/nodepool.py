@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,7 +16,7 @@ from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.namespaces import NamespaceLabel
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
-from kvstow.status import HostedNamespace
+from kvstow.status import NamespaceStatus
 from kvstow_service.node.survival.roster import PoolRecord
 
 _DIGITS = 6
@@ -44,7 +44,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class KnownNamespace:
-    """A namespace and its name in the pool. `sharing_off`: see `HostedNamespace`."""
+    """A namespace and its name in the pool. `sharing_off`: see `NamespaceStatus`."""
 
     name: str
     identity: NamespaceIdentity
@@ -139,24 +139,20 @@ class NodePool(SharedPool):
         self.known = {name: one for name, one in self.known.items() if name in alive}
         return alive
 
-    def hosted_namespaces(self) -> list[HostedNamespace]:
-        found = []
-        for one in self.namespaces():
-            known = self.known.get(one.name)
-            found.append(
-                HostedNamespace(
-                    name=one.name,
-                    pool=self.name,
-                    model=known.identity.model if known else self.model,
-                    weights_id=known.identity.weights_id if known else None,
-                    weights_source=known.identity.weights_source if known else None,
-                    sessions=one.sessions,
-                    blocks=one.blocks,
-                    dropped=one.dropped,
-                    sharing_off=known.sharing_off if known else (),
-                )
-            )
-        return found
+    def hosted_namespaces(self) -> list[NamespaceStatus]:
+        return [self._hosted(one) for one in self.namespaces()]
+
+    def _hosted(self, namespace: NamespaceStatus) -> NamespaceStatus:
+        known = self.known.get(namespace.name)
+        if known is None:
+            return replace(namespace, model=self.model)
+        return replace(
+            namespace,
+            model=known.identity.model,
+            weights_id=known.identity.weights_id,
+            weights_source=known.identity.weights_source,
+            sharing_off=known.sharing_off,
+        )
 
     def check_size(self, capacity_slots: int) -> None:
         raise ConflictError(

@@ -218,7 +218,7 @@ class NodeRecords:
         """All that must survive, by label. A label never stands for two things."""
         return {
             **{f"{EXTENT_PREFIX}{number}": extent.fd for number, extent in memory.extents().items()},
-            **{f"{LOST_PREFIX}{extent.identity.inode}": extent.fd for extent in memory.given_up},
+            **{f"{LOST_PREFIX}{extent.identity.inode}": extent.fd for extent in memory.given_up.values()},
             **{journal_label(journal): journal.fd for _, journal in self._pools.values()},
             **{worker_label(client): pidfd for client, (_, pidfd) in self._workers.items() if pidfd >= 0},
         }

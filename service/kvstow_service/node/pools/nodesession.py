@@ -32,7 +32,7 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import HostedSession
+from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.survival.roster import WorkerRecord
@@ -478,18 +478,14 @@ class NodeSession:
 
     # -- status ---------------------------------------------------------------------------------------------
 
-    def view(self) -> HostedSession:
+    def status(self) -> SessionStatus:
         """From any thread."""
-        status = self.control.status()
         hello = self.hello
-        return HostedSession(
-            session_id=self.session_id,
+        return replace(
+            self.control.status(),
             engine=hello.engine,
             model=hello.namespace.model if hello.namespace else "",
-            pool=self.pool.name,
-            namespace=status.namespace,
             host=hello.host,
             pid=self.pid,
             age_seconds=self.pool.clock() - self._began,
-            status=status,
         )

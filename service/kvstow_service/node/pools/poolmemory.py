@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvstow.attach.calls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.attach.channel import close_fds
 from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import ConflictError, PinError
+from kvstow.memory.extents import Extent
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import Row
 from kvstow_service.node.pools.nodepool import NodePool
@@ -127,7 +129,7 @@ class PoolMemory:
         for number in range(len(self._held), active):
             self._held[number] = rows[number].extents
             for extent in rows[number].extents:
-                self._budget.record_mapping(self.holder, extent)
+                self._budget.record_mapping(self.holder, extent, is_process=False)
         try:
             while len(self.pool.extents) < active:
                 row = rows[len(self.pool.extents)]
@@ -188,7 +190,7 @@ class PoolMemory:
         if worker.has_all and len(worker.rows) == len(self.pool.extents):
             return False
         given_up = False
-        grants, fds = list[ExtentGrant](), list[int]()
+        grants, extents = list[ExtentGrant](), list[Extent]()
         for number in range(len(self.pool.extents)):
             if number in worker.rows or rows[number].recalled:
                 continue
@@ -203,15 +205,15 @@ class PoolMemory:
             if extent is not None:
                 slots = (row.first_slot, row.num_slots)
                 grants.append(ExtentGrant(extent_id, number, *slots, extent.num_bytes, extent.populated_bytes))
-                fds.append(extent.fd)
+                extents.append(extent)
         for start in range(0, len(grants) if worker.has_all else max(1, len(grants)), MAX_FDS):
             end = start + MAX_FDS
-            if not self._send(worker, grants[start:end], fds[start:end], is_all=end >= len(grants)):
+            if not self._send(worker, grants[start:end], extents[start:end], is_all=end >= len(grants)):
                 return given_up
         worker.has_all = True
         return given_up
 
-    def _send(self, worker: PoolWorker, grants: list[ExtentGrant], fds: list[int], *, is_all: bool) -> bool:
+    def _send(self, worker: PoolWorker, grants: list[ExtentGrant], extents: list[Extent], *, is_all: bool) -> bool:
         """Send the extents. Returns False if nothing was sent."""
         session = worker.session
         if grants:
@@ -222,7 +224,10 @@ class PoolMemory:
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
         stride = self._budget.layout(self.pool.name).ranks[worker.place].slot_stride
+        fds = list[int]()
         try:
+            for extent in extents:
+                fds.append(extent.open_for_client())
             # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
             self._post(lambda: session.granted(worker.rank, grants))
             session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
@@ -232,6 +237,8 @@ class PoolMemory:
             self.failure = f"worker {worker.client} cannot be sent its memory: {error.strerror or error}"
             self.waits = True
             return False
+        finally:
+            close_fds(fds)
         worker.rows.update((grant.number, grant.extent_id) for grant in grants)
         return True
 

@@ -18,7 +18,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow_api.hostedtier import TierClient
+from kvstow.tier.tierstatus import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession

@@ -50,7 +50,7 @@ def test_a_lookup_without_an_answer_opens_the_breaker(node: TieredNode) -> None:
     node.store_of_names.error = TierUnavailableError("no master")
     assert not node.fetch_all(KEYS[:3])
     status = node.fleet.status()
-    assert (status.breaker, status.reason, status.opened) == ("open", "no master", 1)
+    assert (status.breaker, status.reason, status.counters.breaker_opened) == ("open", "no master", 1)
 
 
 @pytest.mark.parametrize("block_seconds", [0.01, 1.0], ids=["a fetch pays", "it would only measure"])

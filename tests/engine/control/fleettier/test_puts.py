@@ -38,7 +38,7 @@ def test_a_full_store_gets_nothing_for_a_while(node: TieredNode, clock: FakeCloc
     node.store(KEYS[4:6])
     node.fleet.step()
     assert [one.keys for one in node.ops("put")] == [tuple(KEYS[4:6])]
-    assert node.fleet.status().dropped_blocks == 2
+    assert node.fleet.status().counters.dropped_blocks == 2
 
 
 def test_no_more_is_put_at_once_than_a_share_of_the_pool(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:

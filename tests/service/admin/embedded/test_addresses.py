@@ -11,7 +11,7 @@ import pytest
 from tests.service.admin.embedded.conftest import free_ports
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 
 # httpcore leaks the socket of a Unix connection that is refused
 pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>")

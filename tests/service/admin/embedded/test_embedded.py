@@ -25,11 +25,11 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow_api import app
-from kvstow_service.admin import adminhost
+from kvstow_api import app as app_module
 from kvstow_service.admin import embedded as embedded_module
-from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.admin.rendezvous import Rendezvous
-from kvstow_service.admin.server import AdminServer, _EmbeddedUvicorn
+from kvstow_service.admin.adminhost import AdminOptions
+from kvstow_service.admin.agent import Rendezvous
+from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
 # httpcore leaks the socket of a Unix connection that is refused
@@ -64,7 +64,7 @@ def test_the_switch_interval_is_short_while_the_server_is_made(launch: Any, monk
         seen.append(sys.getswitchinterval())
         return create_app(context)
 
-    monkeypatch.setattr(adminhost, "create_app", create)
+    monkeypatch.setattr(app_module, "create_app", create)
     launch()
     assert seen == [pytest.approx(0.0005)]
     assert sys.getswitchinterval() == usual
@@ -81,7 +81,7 @@ def test_start_returns_while_the_server_is_still_imported(
         assert release.wait(30)
         return create_app(context)
 
-    monkeypatch.setattr(adminhost, "create_app", create_slowly)
+    monkeypatch.setattr(app_module, "create_app", create_slowly)
     admin = make()
     admin.start()
     assert entered.wait(30)
@@ -129,7 +129,7 @@ def test_a_rank_in_another_process_reports(
     code = """
 import sys
 from kvstow_service.admin.agent import RankAgent
-from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.admin.agent import Rendezvous
 from kvstow_service.replay.simulated import SimulatedWorker
 class Rank(SimulatedWorker):
     def add_listener(self, callback): pass
@@ -178,7 +178,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     def fail(context: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(adminhost, "create_app", fail)
+    monkeypatch.setattr(app_module, "create_app", fail)
     admin = make()
     admin.start()
     eventually(lambda: admin.failure, "the failure")
@@ -195,7 +195,7 @@ def test_a_server_that_does_not_start_is_logged_once(
         await receive()
         await send({"type": "lifespan.startup.failed", "message": "no"})
 
-    monkeypatch.setattr(adminhost, "create_app", lambda context: broken)
+    monkeypatch.setattr(app_module, "create_app", lambda context: broken)
     admin = make()
     admin.start()
     eventually(lambda: admin.failure, "the failure")
@@ -215,12 +215,12 @@ def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
 ) -> None:
     dying = threading.Event()
 
-    async def tick(self: _EmbeddedUvicorn, counter: int) -> bool:
+    async def tick(self: AdminServer, counter: int) -> bool:
         if dying.is_set():
             raise RuntimeError("the loop broke")
         return self.should_exit
 
-    monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", tick)
+    monkeypatch.setattr(AdminServer, "on_tick", tick)
     admin = launch()
     port = int(admin.addresses[0].rpartition(":")[2])
     agent = report()
@@ -302,7 +302,7 @@ import os
 from pathlib import Path
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.embedded import EmbeddedAdmin
 options = AdminOptions(port=0)
 engine = OffloadEngine(EngineConfig(4096, 8))

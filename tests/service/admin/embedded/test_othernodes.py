@@ -16,7 +16,7 @@ from tests.service.admin.embedded.conftest import CAPACITY, PinnedRank
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow_api.client import ApiError, calls
-from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.tls import TlsFiles
 

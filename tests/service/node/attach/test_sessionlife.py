@@ -17,7 +17,8 @@ from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, Rel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
-from kvstow_service.node.attach import clientcalls
+from kvstow_api import limitedlog
+from kvstow_service.node.attach import clientcalls, sessionlife
 from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.attach.sessionlife import SessionLife
 
@@ -60,6 +61,10 @@ def quiet(node: Node) -> None:
 def is_detached(connection: AttachConnection) -> bool:
     connection.poll(0.01)
     return connection.state == "detached"
+
+
+def is_over(node: Node, number: int) -> bool:
+    return len(node.events("over")) == number
 
 
 def ends(node: Node) -> list[object]:
@@ -196,6 +201,19 @@ def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> 
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
     assert late.refusal == "unknown_token"
     assert node.server.figures().errors == {}  # the fake host asserts that a lost session makes no call
+
+
+def test_attaching_and_leaving_again_and_again_fills_no_log(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limitedlog, "_INTERVAL_SECONDS", 3600.0)
+    most = sessionlife._LINES_A_MINUTE
+    with caplog.at_level("INFO", logger="kvstow.attach"):
+        for number in range(most + 5):
+            node.attach().close()
+            wait_until(partial(is_over, node, number + 1))
+    for words in (" attached", " ends: ", " is over: "):
+        assert len([one for one in caplog.messages if one.startswith("session ") and words in one]) == most
 
 
 def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog: pytest.LogCaptureFixture) -> None:

@@ -174,7 +174,7 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     engine.join()
     bench.run()
     engine.report()
-    assert bench.host.sessions()[0].status.state == "attaching"
+    assert bench.host.sessions()[0].state == "attaching"
     assert engine.begin_store(1).outcomes == {"dropped_not_ready": 1}
     (row,) = bench.budget.rows(engine.pool.name).values()
     first, second = (bench.memory.memory.extent(number) for number in row.extents)
@@ -189,7 +189,7 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     assert engine.pool.slots.limit == 3
     assert engine.begin_store(1).outcomes == {"dropped_not_ready": 1}
     engine.register()
-    assert bench.host.sessions()[0].status.state == "attached"
+    assert bench.host.sessions()[0].state == "attached"
     begun = engine.begin_store(*range(5))
     assert sorted(begun.slots) == [0, 1, 2]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
+from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
 from tests.service.node.pools.test_nodepool import OTHER
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import Hold, RevokedExtents
+from kvstow.attach.channel import close_fds
 from kvstow.errors import ConflictError
+from kvstow.memfd import is_open_elsewhere
 
 
 def last_number(engine: Engine) -> int:
@@ -112,7 +114,7 @@ def test_a_pool_gets_its_rows_back_with_the_same_slots_only_when_all_have_let_go
     assert len(old.pool.extents) == 4
     assert {grant.number for grant in old.grants[0].values()} == {0, 1, 2, 3}
     old.register()
-    assert bench.host.sessions()[0].status.registered_slots == 4 * ROW_SLOTS
+    assert bench.host.sessions()[0].registered_slots == 4 * ROW_SLOTS
 
 
 def test_a_rank_without_memory_keeps_none_from_anybody(make_bench: MakeBench) -> None:
@@ -169,6 +171,51 @@ def test_who_waits_for_memory_that_which_session_holds_is_shown(make_bench: Make
     old.release_revoked()
     bench.run()
     assert not bench.memory.figures.waits
+
+
+def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    liar = bench.attach(ONE_RANK)
+    liar.keeps_fds = True
+    liar.join()
+    bench.run()
+    liar.register()
+    liar.report()
+    for start in range(0, 4 * ROW_SLOTS, 8):
+        liar.store(*range(start, start + 8))
+        bench.run()
+        liar.register()
+    assert len(liar.kept) == 4
+    assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents().values())
+    honest = bench.attach(ONE_RANK_OTHER, uid=2000)
+    honest.join()
+    bench.run()
+    liar.release_revoked()
+    bench.run()
+    (found,) = bench.memory.figures.kept
+    assert (found.sessions, found.num_bytes) == ((liar.session_id,), EXTENT)
+    assert (honest.grants, len(bench.memory.memory.extents())) == ({}, 3), "nothing takes its place"
+    liar.release_revoked()
+    bench.run()
+    assert honest.grants == {}, "it keeps that, too"
+    close_fds(liar.kept)
+    bench.memory.pools.check()
+    bench.run()
+    assert len(honest.grants[0]) == 1
+    assert (bench.memory.figures.kept, bench.memory.figures.allocated_bytes) == ((), 4 * EXTENT)
+
+
+def test_memory_of_another_user_is_made_anew_once_that_has_let_go(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    first = grown(bench)
+    second = bench.attach(ONE_RANK_OTHER, uid=2000)
+    second.join()
+    bench.run()
+    first.release_revoked()
+    bench.run()
+    assert len(second.grants[0]) == 1
+    assert not second.grants[0].keys() & set(range(1, 5))
+    assert bench.memory.figures.kept == ()
 
 
 def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBench) -> None:

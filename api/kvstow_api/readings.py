@@ -1,15 +1,15 @@
-"""Pools and sessions as the API shows them."""
+"""What the routes, the status page and the conditions read of a host: its pools, sessions, transfers and tier."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
-from kvstow.stats import DIRECTIONS
-from kvstow.status import SESSION_STATES, SessionState
+from kvstow.stats import DIRECTIONS, PendingTransfers
+from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
+from kvstow_api.answers import NO_TIER, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.sampler import Sampler
-from kvstow_api.views.pools import PoolView
-from kvstow_api.views.sessions import SessionView
 
 
 def settings_etag(pool: HostedPool) -> str:
@@ -22,12 +22,12 @@ def pool_views(directory: Directory, sampler: Sampler) -> list[PoolView]:
     """Of all pools. O(pools + sessions)."""
     states: dict[str, Counter[SessionState]] = {}
     for session in directory.sessions():
-        states.setdefault(session.pool, Counter())[session.status.state] += 1
+        states.setdefault(session.pool, Counter())[session.state] += 1
     return [_view(sampler, pool, states.get(pool.name, Counter())) for pool in directory.pools()]
 
 
 def pool_view(directory: Directory, sampler: Sampler, pool: HostedPool) -> PoolView:
-    states = Counter(session.status.state for session in directory.sessions() if session.pool == pool.name)
+    states = Counter(session.state for session in directory.sessions() if session.pool == pool.name)
     return _view(sampler, pool, states)
 
 
@@ -67,6 +67,41 @@ def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -
     )
 
 
-def session_views(directory: Directory, sampler: Sampler) -> list[SessionView]:
-    """Of all sessions, the oldest first."""
-    return [SessionView.of(one, sampler.now_of_session(one.session_id)) for one in directory.sessions()]
+def sessions_now(directory: Directory, sampler: Sampler) -> list[SessionStatus]:
+    """All sessions, the oldest first, with what they load and store now."""
+    return [sampler.now_of_session(one) for one in directory.sessions()]
+
+
+def transfers_view(
+    pools: Sequence[HostedPool],
+    most: int,
+    *,
+    scanned: int | None = None,
+    wanted: Callable[[TransferStatus], bool] | None = None,
+) -> TransfersView:
+    """The oldest `most` of those that are `wanted`, searched among the oldest `scanned` (by default `most`) of each
+    pool."""
+    items = [
+        item for pool in pools for item in pool.facade.transfers(scanned or most) if wanted is None or wanted(item)
+    ]
+    items.sort(key=lambda item: -item.age_seconds)
+    return TransfersView(pending=_sum_of([pool.facade.stats().transfers.pending for pool in pools]), items=items[:most])
+
+
+def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:
+    return PendingTransfers(
+        loads=sum(one.loads for one in pending),
+        stores=sum(one.stores for one in pending),
+        load_blocks=sum(one.load_blocks for one in pending),
+        store_blocks=sum(one.store_blocks for one in pending),
+        load_bytes=sum(one.load_bytes for one in pending),
+        store_bytes=sum(one.store_bytes for one in pending),
+        oldest_seconds=max((one.oldest_seconds for one in pending), default=0.0),
+        stuck=sum(one.stuck for one in pending),
+    )
+
+
+def tier_view(directory: Directory) -> TierView:
+    """Of all pools. O(pools + clients)."""
+    tier = directory.tier
+    return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))
