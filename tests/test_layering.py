@@ -204,10 +204,10 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow.dataplane", ["msgspec"]),
         ("kvstow.devices.cuda", ["msgspec"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
-        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
+        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "msgspec", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
         ("kvstow_service.tiers.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
-        ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
+        ("kvstow_service.cli", ["torch", "msgspec", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )
 def test_importing_a_module_leaves_out_what_it_does_not_need(module: str, absent: list[str]) -> None:

@@ -86,8 +86,8 @@ class AttachedEngine:
     The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
     `complete`. A worker fails an op that it cannot run.
 
-    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys differ in
-    length or do not fit in a frame (8 MiB).
+    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not fit in
+    a frame (8 MiB).
     """
 
     def __init__(
@@ -437,7 +437,7 @@ class AttachedEngine:
 
     def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
         begun = call.answer(StoreBegun)
-        if any(number >= len(blocks) for number in begun.accepted):
+        if max(begun.accepted, default=0) >= max(1, len(blocks)):
             raise ProtocolError("malformed", f"the service stores more than the {len(blocks)} blocks it was asked for")
         self._room = begun.room
         op = None
