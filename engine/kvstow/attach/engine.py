@@ -86,8 +86,8 @@ class AttachedEngine:
     The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
     `complete`. A worker fails an op that it cannot run.
 
-    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not fit in
-    a frame (8 MiB).
+    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not
+    fit in a frame (8 MiB).
     """
 
     def __init__(
