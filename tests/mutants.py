@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         "a_life_is_counted_at_once",
-        "api/kvstow_api/rankcounters.py",
+        "api/kvstow_api/sampler.py",
         "self._boots.get(name) or now._replace(pin_failures={})",
         "self._boots.get(name) or CountedRank()",
         "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
@@ -106,14 +106,14 @@ MUTANTS = [
     ),
     Mutant(
         "silent_ranks_are_no_condition",
-        "api/kvstow_api/conditions/engine.py",
+        "api/kvstow_api/conditions/pools.py",
         "        if silence:\n",
         "        if False:\n",
         f"{NODE_API}::test_a_rank_that_is_stopped_is_told_by_everything",
     ),
     Mutant(
         "dropped_stores_are_no_condition",
-        "api/kvstow_api/conditions/engine.py",
+        "api/kvstow_api/conditions/pools.py",
         "        if dropped and not (outcome",
         "        if False and not (outcome",
         f"{NODE_API}::test_stores_that_are_dropped_are_told",
@@ -141,21 +141,21 @@ MUTANTS = [
     ),
     Mutant(
         "one_refusal_is_told_twice",
-        "api/kvstow_api/conditions/memory.py",
+        "api/kvstow_api/conditions/pools.py",
         "        return  # what has been refused",
         "        pass  # what has been refused",
         "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
     ),
     Mutant(
         "memory_that_is_yet_to_be_given_back_is_no_condition",
-        "api/kvstow_api/conditions/memory.py",
+        "api/kvstow_api/conditions/pools.py",
         "left > GIVEN_BACK_BYTES:",
         "left > 1 << 60:",
         "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
     ),
     Mutant(
         "early_requests_lose_no_blocks",
-        "api/kvstow_api/conditions/engine.py",
+        "api/kvstow_api/conditions/pools.py",
         '"warning" if lacking else "info",',
         '"info",',
         "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
@@ -169,10 +169,10 @@ MUTANTS = [
     ),
     Mutant(
         "silent_ranks_are_ready",
-        "api/kvstow_api/rankrows.py",
+        "api/kvstow_api/columns.py",
         "age > _REPORTS_ARE_FRESH else",
         "False else",
-        "tests/api/test_rankrows.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+        "tests/api/test_columns.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
     ),
     Mutant(
         "ops_of_another_boot_are_copied",
@@ -877,7 +877,7 @@ MUTANTS = [
     # -- what a key means --------------------------------------------------------------------------------------
     Mutant(
         "a_block_of_an_unknown_hash_is_the_models",
-        f"{ENGINE_CORE}/gpublocks.py",
+        f"{ENGINE_CORE}/stores.py",
         "return [self._mix(each) if each in known else None for each in hashes]",
         "return [self._mix(each) if each in known else each for each in hashes]",
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",
@@ -912,7 +912,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights_are_told_by_times_that_can_be_set",
-        "service/kvstow_service/connectors/vllm/weightsid.py",
+        "service/kvstow_service/connectors/vllm/modelweights.py",
         "{stat.st_mtime_ns} {stat.st_ctime_ns}",
         "{stat.st_mtime_ns}",
         "tests/vllm/test_sharing.py::test_weights_that_were_replaced_with_their_old_times_are_others",

@@ -21,9 +21,9 @@ from kvstow_api.host import ApiHost
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.page.live import StatusPage
+from kvstow_api.regularfile import TokenFile
 from kvstow_api.requests import HttpCounters, RequestMiddleware
 from kvstow_api.routes import ROUTERS
-from kvstow_api.tokens import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 

@@ -10,16 +10,14 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from kvstow_api.auth import Credentials
-from kvstow_api.conditions.gathering import Conditions
+from kvstow_api.conditions.table import Conditions
 from kvstow_api.directory import Directory, TierMeasurements
 from kvstow_api.eventstream import EventStreams
-from kvstow_api.health import Health, host_checks
+from kvstow_api.health import Check, Health, LoopMonitor, host_checks
 from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.journal import Journal
-from kvstow_api.looplag import LoopMonitor
 from kvstow_api.operations import Operations
-from kvstow_api.probe import Check
 from kvstow_api.requests import HttpCounters
 from kvstow_api.sampler import Sampler
 
@@ -57,7 +55,7 @@ class AppState:
         return cls(
             host=host,
             conditions=conditions,
-            health=Health(host, process, conditions),
+            health=Health(host, process, conditions.failures),
             loop=loop,
             operations=Operations(host.clock, journal),
             journal=journal,

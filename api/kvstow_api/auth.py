@@ -33,7 +33,7 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api.limitedlog import LimitedLog
 from kvstow_api.problems import problem
-from kvstow_api.tokens import TokenFile
+from kvstow_api.regularfile import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 

@@ -11,6 +11,8 @@ from kvstow.messages import DesiredState, RankReport
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, MemoryStatus, NamespaceStatus, SessionStatus
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 
+NO_POOL = "no engine has attached yet, so there is no pool"
+
 
 @dataclass(frozen=True, slots=True)
 class HostedPool:

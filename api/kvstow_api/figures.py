@@ -20,7 +20,24 @@ CURVE_INTERVAL = 5.0
 """Seconds from one point of a curve to the next."""
 CURVE_POINTS = 60
 
-Unit = Literal["ratio", "bytes_per_second"]
+Unit = Literal["ratio", "bytes_per_second", "blocks_per_second", "per_second"]
+
+
+class Axis(NamedTuple):
+    """What the curves of a unit share. `top`: None for the highest point. `absent`: in place of a value, and of an axis
+    without one."""
+
+    title: str
+    top: float | None = None
+    absent: str = "-"
+
+
+AXES: Mapping[Unit, Axis] = {
+    "ratio": Axis("Hit ratio", 1.0, "no lookups"),
+    "bytes_per_second": Axis("Bandwidth per rank", absent="no transfers"),
+    "blocks_per_second": Axis("Blocks"),
+    "per_second": Axis("Events"),
+}
 
 
 class Sample(NamedTuple):

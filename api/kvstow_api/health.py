@@ -1,22 +1,172 @@
-"""The probes of one server. Liveness checks only what a restart repairs."""
+"""The probes of one server, which are named sets of checks, and the lag of its event loop.
+
+A probe fails if one of its required checks fails. Informational checks are shown, and never fail a probe. Liveness
+checks only what a restart repairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvstow_api.conditions.gathering import Conditions
+from kvstow.stats import Histogram
 from kvstow_api.host import ApiHost, HealthCheck
-from kvstow_api.probe import Check, Probe
+
+logger = logging.getLogger("kvstow.api")
+
+_NO_EXCLUSION: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`failure` is None for a check that fails while a condition of the table says so."""
+
+    name: str
+    failure: HealthCheck | None = None
+    required: bool = True
+
+    def run(self, told: Mapping[str, str] = {}) -> str | None:
+        """Why the check fails, None if it passes. A check that raises has failed. `told`: failures by conditions."""
+        try:
+            return told.get(self.name) if self.failure is None else self.failure()
+        except Exception as error:  # the probe must answer whatever a host's check raises
+            logger.exception("health check %s raised", self.name)
+            return f"the check raised {type(error).__name__}"
+
+
+class _Unknown(dict[str, str]):
+    """In place of the failures that conditions tell, if they could not be read: all of these checks fail."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def get(self, name: str, default: object = None) -> str:
+        return f"the check raised {type(self._error).__name__}"
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    name: str
+    failure: str | None
+    required: bool
+    excluded: bool
+
+    @property
+    def fails_probe(self) -> bool:
+        return self.failure is not None and self.required and not self.excluded
+
+    def __str__(self) -> str:
+        if self.excluded:
+            return f"[+]{self.name} excluded: ok"
+        note = "" if self.required else " (informational)"
+        return f"[+]{self.name} ok{note}" if self.failure is None else f"[-]{self.name} failed: {self.failure}{note}"
+
+
+class Verdict(NamedTuple):
+    probe: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(finding.fails_probe for finding in self.findings)
+
+    def __str__(self) -> str:
+        lines = [str(finding) for finding in self.findings]
+        return "\n".join([*lines, f"{self.probe} check {'passed' if self.ok else 'failed'}", ""])
+
+
+class Probe:
+    """A named set of checks."""
+
+    def __init__(self, name: str, checks: Iterable[Check], conditions: Callable[[], Mapping[str, str]] = dict) -> None:
+        """`conditions`: the failures that conditions tell, by the names of the checks."""
+        self.name = name
+        self._conditions = conditions
+        self.checks = {check.name: check for check in checks}
+
+    def run(self, exclude: Collection[str] = _NO_EXCLUSION) -> Verdict:
+        """Run all checks except those in `exclude`."""
+        told = self._tell()
+        return Verdict(self.name, tuple(_find(check, check.name in exclude, told) for check in self.checks.values()))
+
+    def run_one(self, name: str) -> Verdict:
+        """Run one of `checks`, which is required here even if it is informational."""
+        check = self.checks[name]
+        found = Finding(name, check.run(self._tell()), required=True, excluded=False)
+        return Verdict(f"{self.name}/{name}", (found,))
+
+    def _tell(self) -> Mapping[str, str]:
+        try:
+            return self._conditions()
+        except Exception as error:  # the probe must answer
+            logger.exception("the conditions of %s could not be read", self.name)
+            return _Unknown(error)
+
+
+def _find(check: Check, excluded: bool, told: Mapping[str, str]) -> Finding:
+    return Finding(check.name, None if excluded else check.run(told), check.required, excluded)
+
+
+_INTERVAL = 0.25
+_WINDOW = 20  # samples: a probe right after a stall still sees the worst lag of the last 5 s
+_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+class LoopMonitor:
+    """Measures how late the running event loop wakes its tasks. Used on that loop."""
+
+    def __init__(self, allowed: float = 1.0) -> None:
+        self._allowed = allowed
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._histogram = Histogram(_BOUNDS)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="kvstow-loop-lag")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def record(self, lag: float) -> None:
+        self._recent.append(lag)
+        self._histogram.observe(lag)
+
+    def failure(self) -> str | None:
+        """Why the check `loop` fails; None if it passes."""
+        if self._task is not None and self._task.done():
+            return "the measurement of the event loop has stopped"
+        worst = max(self._recent, default=0.0)
+        if worst > self._allowed:
+            return f"the event loop lagged by {worst:.2f} s in the last 5 s (allowed: {self._allowed:g} s)"
+        return None
+
+    def snapshot(self) -> Histogram:
+        return self._histogram.copy()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _INTERVAL
+            await asyncio.sleep(_INTERVAL)
+            self.record(max(0.0, loop.time() - due))
 
 
 class Health:
     """The probes `livez`, `readyz` and `startupz` of one server. `process`: checks of the host's own process."""
 
-    def __init__(self, host: ApiHost, process: list[Check], conditions: Conditions) -> None:
+    def __init__(self, host: ApiHost, process: list[Check], failures: Callable[[], Mapping[str, str]]) -> None:
+        """`failures`: those that conditions tell, by the names of the checks."""
         answering = Check("server", lambda: None)
         self.probes: Mapping[str, Probe] = {
             "livez": Probe("livez", [answering, *host_checks(host.live_checks)]),
-            "readyz": Probe("readyz", [*_told_by_conditions(host), *process], conditions.failures),
+            "readyz": Probe("readyz", [*_told_by_conditions(host), *process], failures),
             "startupz": Probe("startupz", [answering, *host_checks(host.startup_checks)]),
         }
 

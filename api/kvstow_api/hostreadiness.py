@@ -8,9 +8,8 @@ from kvstow.bytesize import format_size
 from kvstow.stats import EngineState
 from kvstow.status import RankStatus
 from kvstow_api.answers import ReadinessView
-from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.numberformat import counted
-from kvstow_api.poolchoice import NO_POOL
+from kvstow_api.directory import NO_POOL, Directory, HostedPool
+from kvstow_api.texts import counted
 
 
 def host_readiness(directory: Directory, pool: HostedPool | None = None) -> ReadinessView:

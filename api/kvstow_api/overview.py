@@ -5,27 +5,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.stats import PendingTransfers
-from kvstow.status import SessionStatus, TransferStatus
+from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
+from kvstow.status import RankStatus, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, ConditionView, PoolView, ReadinessView, TierView, TransfersView
-from kvstow_api.numberformat import counted, duration
-from kvstow_api.pooloverview import PoolOverview, PoolReadings, Row, pool_overview
-from kvstow_api.poolrows import PoolRow, pool_row
-from kvstow_api.rankrows import RankRow, rank_rows
-from kvstow_api.sessionrows import SESSION_COLUMNS, SessionRow, session_row
-from kvstow_api.tierrows import TierRow, tier_row
+from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
+from kvstow_api.figures import AXES, CurvesView, CurveView, NowView, Unit
+from kvstow_api.texts import counted, duration, field_text, percent, rate
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""
+NOT_PINNED = "not pinned"
+"""In place of a slot state: slots that the ranks have yet to pin."""
 
 _GOOD_STATES = ("ready", "pinning", "starting")
+_SHORTEST_WAIT = 1.0  # seconds
+_SLOT_ORDER: tuple[SlotState, ...] = ("protected", "leased", "cached", "filling", "quarantined", "free")
+assert set(_SLOT_ORDER) == set(SLOT_STATES)
 
-_R = TypeVar("_R", PoolRow, SessionRow, TierRow)
+
+class PoolReadings(NamedTuple):
+    """Of one pool."""
+
+    stats: EngineStats
+    ranks: Sequence[RankStatus]
+    curves: CurvesView
 
 
 class Readings(NamedTuple):
@@ -57,6 +65,55 @@ class MemoryBar(NamedTuple):
     progress: str
 
 
+class Row(NamedTuple):
+    name: str
+    value: str
+    note: str = ""
+
+
+class Curve(NamedTuple):
+    """A figure over time, None where it has no value, and its present value."""
+
+    name: str
+    now: str
+    points: Sequence[float | None]
+
+
+class Chart(NamedTuple):
+    """Curves from 0 to `top`, which `scale` describes. `since_start`: the value for the server's whole life."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    top: float
+    scale: str
+    since_start: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOverview:
+    """One pool. `slots`: number by state, and of those not pinned, in the order of display."""
+
+    about: str
+    slots: Mapping[str, int]
+    charts: tuple[Chart, ...]
+    evictions: tuple[Row, ...]
+    drops: tuple[Row, ...]
+    block_rates: str
+
+
+class RankRow(NamedTuple):
+    """`progress` of pinning; `troubled`: a condition concerns the rank; `place`: host, pid and device, as far as known,
+    and the session first if there are several."""
+
+    rank: int
+    state: str
+    pinned_bytes: int
+    target_bytes: int
+    progress: str
+    troubled: bool
+    place: str
+
+
 @dataclass(frozen=True, slots=True)
 class Overview:
     """The server, what is wrong, a row for each pool, and everything below: of the pool `selected` if there is one,
@@ -76,14 +133,14 @@ class Overview:
     reason: str
     conditions: tuple[ConditionView, ...]
     memory: MemoryBar
-    pools: tuple[PoolRow, ...]
+    pools: Table
     selected: str | None
     choices: tuple[str, ...]
     is_missing: bool
-    sessions: tuple[SessionRow, ...]
+    sessions: Table
     ranks: tuple[RankRow, ...]
     tier: str
-    tiers: tuple[TierRow, ...]
+    tiers: Table
     pending: tuple[Row, ...]
     oldest: tuple[Row, ...]
     pool: PoolOverview | None
@@ -93,11 +150,6 @@ class Overview:
         """What to say where there is no pool."""
         how = f'; vLLM attaches with "attach": "{self.attach}" in kv_connector_extra_config' if self.attach else ""
         return f"no engine has attached yet, so there is no pool{how}"
-
-    @property
-    def session_columns(self) -> Mapping[str, str]:
-        """Fields of a session's row and their titles: its pool only if there may be several."""
-        return {name: title for name, title in SESSION_COLUMNS.items() if name != "pool" or self.selected is None}
 
 
 def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
@@ -132,26 +184,22 @@ def overview(given: Readings) -> Overview:
         reason="" if is_told else given.readiness.reason,
         conditions=tuple(given.conditions),
         memory=_memory(given),
-        pools=tuple(pool_row(pool, troubled=pool.name in pools) for pool in given.pools),
+        pools=Table.of(given.pools, POOLS, lambda one: one.name in pools),
         selected=selected,
         choices=names if len(names) > 1 or is_missing else (),
         is_missing=is_missing,
-        sessions=tuple(session_row(session, troubled=session.id in engines) for session in sessions),
+        sessions=Table.of(
+            sessions, SESSIONS, lambda one: one.id in engines, without=None if selected is None else "pool"
+        ),
         ranks=ranks,
         tier=given.tier.url or "",
-        tiers=tuple(
-            tier_row(one, troubled=(one.pool in tiers)) for one in given.tier.items if selected in (None, one.pool)
+        tiers=Table.of(
+            (one for one in given.tier.items if selected in (None, one.pool)), TIERS, lambda one: one.pool in tiers
         ),
         pending=_pending(given.transfers.pending),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
-        pool=None if given.pool is None else pool_overview(given.pool),
+        pool=None if given.pool is None else _pool_overview(given.pool),
     )
-
-
-def select_rows(rows: Sequence[_R], most: int) -> list[_R]:
-    """At most `most` rows, in order: those that a condition concerns before others."""
-    first = sorted(range(len(rows)), key=lambda number: not rows[number].troubled)
-    return [rows[number] for number in sorted(first[:most])]
 
 
 def _memory(given: Readings) -> MemoryBar:
@@ -178,12 +226,98 @@ def _transfer(one: TransferStatus, num_sessions: int) -> str:
     return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}{session}{request}"
 
 
-def waits_for(one: TransferStatus) -> str:
-    """The ranks that work on the transfer, or the host if none does."""
-    busy = [rank for rank in one.pending_ranks if rank not in one.idle_ranks]
-    if one.idle_ranks and not busy:
-        return "the host"
-    return f"{len(busy)} ranks" if len(busy) > _NAMED_RANKS else f"rank {', '.join(map(str, busy))}"
+def _pool_overview(given: PoolReadings) -> PoolOverview:
+    stats, curves = given.stats, given.curves
+    drops = {name: count for name, count in stats.stores.items() if name.startswith(("dropped_", "failed"))}
+    return PoolOverview(
+        about=_pool(stats.pool),
+        slots=_slots(stats.pool),
+        charts=tuple(_chart(unit, curves, stats) for unit in dict.fromkeys(one.unit for one in curves.items)),
+        evictions=_counts(stats.evictions),
+        drops=_counts(drops),
+        block_rates=_block_rates(curves.now),
+    )
 
 
-_NAMED_RANKS = 3
+def _pool(pool: PoolStats) -> str:
+    size = format_size(pool.capacity_slots * pool.slot_bytes)
+    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, {size} per rank, {pool.policy}"
+
+
+def _slots(pool: PoolStats) -> Mapping[str, int]:
+    counts: dict[str, int] = {state: getattr(pool.slots, state) for state in _SLOT_ORDER}
+    return {**counts, NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots)}
+
+
+def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:
+    return tuple(Row(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
+
+
+def _block_rates(now: NowView) -> str:
+    evicted, dropped = now.evicted_blocks_per_second or 0.0, now.dropped_blocks_per_second or 0.0
+    return f"evicted for capacity: {evicted:.1f} blocks/s, dropped: {dropped:.1f} blocks/s"
+
+
+def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:
+    """All curves of this unit, which share an axis."""
+    axis = AXES[unit]
+    items = [one for one in given.items if one.unit == unit]
+    points = [point for one in items for point in one.points if point is not None]
+    top = axis.top if axis.top is not None else max(points, default=0.0)
+    ever = stats.lookups.hit_ratio if unit == "ratio" else None
+    return Chart(
+        axis.title,
+        tuple(Curve(one.label, _present(one, given.now, axis.absent), one.points) for one in items),
+        top,
+        f"0 to {field_text(unit, top)}" if top else axis.absent,
+        "" if ever is None else f"{percent(ever)} since the start",
+    )
+
+
+def _present(curve: CurveView, now: NowView, absent: str) -> str:
+    value = getattr(now, curve.figure)
+    return absent if value is None else field_text(curve.figure, value)
+
+
+def rank_rows(
+    ranks: Sequence[RankStatus],
+    *,
+    pinning_paused: bool = False,
+    troubled: Collection[tuple[str | None, int | None]] = (),
+) -> tuple[RankRow, ...]:
+    """`troubled`: sessions and numbers of ranks that a condition concerns."""
+    several = len({rank.session for rank in ranks}) > 1
+    return tuple(
+        RankRow(
+            rank.rank,
+            rank_state(rank),
+            rank.pinned_bytes,
+            rank.target_bytes,
+            _progress(rank, pinning_paused),
+            (rank.session, rank.rank) in troubled,
+            _place(rank, several),
+        )
+        for rank in ranks
+    )
+
+
+def select_ranks(ranks: Sequence[RankRow], most: int) -> list[RankRow]:
+    """At most `most` ranks, in order: those that a condition concerns, then those that have pinned least."""
+    first = sorted(range(len(ranks)), key=lambda number: (not ranks[number].troubled, ranks[number].pinned_bytes))
+    return [ranks[number] for number in sorted(first[:most])]
+
+
+def _progress(rank: RankStatus, paused: bool) -> str:
+    size = format_size(rank.target_bytes)
+    left = rank.target_bytes - rank.pinned_bytes
+    if left <= 0:
+        return size
+    words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
+    if not speed or paused or rank.state != "pinning" or left / speed < _SHORTEST_WAIT:
+        return words  # a rank of a node waits for memory that is being populated, and then pins it in no time
+    return f"{words}, {rate(speed)}, {duration(left / speed)} left"
+
+
+def _place(rank: RankStatus, several: bool) -> str:
+    process = f"pid {rank.pid}" if rank.pid is not None else None
+    return ", ".join(filter(None, (rank.session if several else None, rank.host, process, rank.device)))

@@ -1,5 +1,5 @@
-"""The query parameters of the API, the tokens of lists that come in pages, and the refusal of what a route does not
-define."""
+"""The query parameters of the API, the tokens of lists that come in pages, the pool that a request means, and the
+refusal of what a route does not define."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Direction
 from kvstow.status import TransferState
 from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, BlockState, OperationKind, OperationState
+from kvstow_api.directory import NO_POOL, Directory, HostedPool
 
 _TOKEN_BYTES = 6
 _STANDARD_EVENTS = frozenset(EVENT_TYPES) - frozenset(BLOCK_EVENTS)
@@ -157,6 +159,46 @@ def _names_in(text: str, allowed: Collection[str], noun: str) -> frozenset[str]:
             {"noun": noun, "unknown": ", ".join(unknown), "allowed": ", ".join(allowed)},
         )
     return names
+
+
+def find_pool(directory: Directory, name: str) -> HostedPool:
+    """Raises `NotFoundError` if there is no pool of this name."""
+    pool = directory.find_pool(name)
+    if pool is None:
+        raise NotFoundError(f"there is no pool {name!r}; " + _there_are(directory))
+    return pool
+
+
+def pool_if_any(directory: Directory, name: str | None) -> HostedPool | None:
+    """The pool of this name; without a name, the only one, or None if there is none. Raises `NotFoundError`, and a
+    validation error if there are several and no name was given."""
+    if name is not None:
+        return find_pool(directory, name)
+    pools = directory.pools()
+    if len(pools) > 1:
+        names = ", ".join(pool.name for pool in pools)
+        message = f"needed, as there are several pools; there are: {names}"
+        error = {"type": "missing", "loc": ("query", "pool"), "msg": message, "input": None}
+        raise RequestValidationError([{**error, "ctx": {"allowed": names}}])
+    return pools[0] if pools else None
+
+
+def choose_pool(directory: Directory, name: str | None) -> HostedPool:
+    """As `pool_if_any`; raises `ConflictError` if there is no pool at all."""
+    pool = pool_if_any(directory, name)
+    if pool is None:
+        raise ConflictError(NO_POOL)
+    return pool
+
+
+def _there_are(directory: Directory) -> str:
+    names = [pool.name for pool in directory.pools()]
+    if not names:
+        return NO_POOL
+    return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"
+
+
+# -- what a route does not define ------------------------------------------------------------------------------------
 
 
 async def _refuse_undefined(request: Request) -> None:

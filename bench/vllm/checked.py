@@ -20,7 +20,7 @@ import torch
 
 from kvstow.messages import Op
 from kvstow_service.connectors.vllm.connector import KVStowConnector
-from kvstow_service.connectors.vllm.kvgeometry import kv_geometry
+from kvstow_service.connectors.vllm.rankdataplane import kv_geometry
 
 FOLDER = "BENCH_VLLM_CHECKS"
 """Environment variable: where each process of a rank writes `RANK-PID.json`, every second."""

@@ -1,12 +1,12 @@
 """The engine's counters, each listed once: the engine counts in an instance of these classes, and `EngineStats` is a
-copy of it, which the admin API serves. Times are in seconds."""
+copy of it, which the admin API serves. A counter says here how Prometheus sees it, too. Times are in seconds."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from kvstow.messages import Direction
 
@@ -72,6 +72,15 @@ class Histogram:
         return Histogram(self.bounds, self.counts.copy(), self.sum, self.count)
 
 
+class Exposed(NamedTuple):
+    """How Prometheus sees the counter that is annotated with it: as `kvstow_NAME`, with this help; `label` has the keys
+    of one that counts by them."""
+
+    name: str
+    text: str
+    label: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
     """Slots by state. They add up to `usable`.
@@ -126,11 +135,17 @@ class DirectionStats:
 
     ok: int = 0
     error: int = 0
-    blocks: int = 0
-    bytes: int = 0
-    seconds: Histogram = field(default_factory=partial(Histogram, _SECONDS))
-    size_bytes: Histogram = field(default_factory=partial(Histogram, _SIZES))
-    queue_seconds: Histogram = field(default_factory=partial(Histogram, _SECONDS))
+    blocks: Annotated[int, Exposed("transfer_blocks", "Blocks transferred")] = 0
+    bytes: Annotated[int, Exposed("transfer_bytes", "Bytes transferred on one rank")] = 0
+    seconds: Annotated[Histogram, Exposed("transfer_duration_seconds", "Duration of the copy on the slowest rank")] = (
+        field(default_factory=partial(Histogram, _SECONDS))
+    )
+    size_bytes: Annotated[Histogram, Exposed("transfer_size_bytes", "Bytes of an op on one rank")] = field(
+        default_factory=partial(Histogram, _SIZES)
+    )
+    queue_seconds: Annotated[
+        Histogram, Exposed("transfer_queue_wait_seconds", "Time in the queue of the slowest rank")
+    ] = field(default_factory=partial(Histogram, _SECONDS))
 
     def count_success(self, blocks: int, num_bytes: int, seconds: float, queue_seconds: float) -> None:
         """An op succeeded on every rank; the times are those of the slowest."""
@@ -157,12 +172,16 @@ class LookupStats:
     """`results` counts lookups (full, partial, miss), the other figures count blocks. `hit_ratio` is null before the
     first lookup."""
 
-    results: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_RESULTS, 0))
+    results: Annotated[dict[str, int], Exposed("lookups", "Lookups by result", "result")] = field(
+        default_factory=lambda: dict.fromkeys(LOOKUP_RESULTS, 0)
+    )
     query_blocks: int = 0
     hit_blocks: int = 0
     hit_ratio: float | None = None
     miss_blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
-    seconds: Histogram = field(default_factory=partial(Histogram, _LOOKUP_SECONDS))
+    seconds: Annotated[Histogram, Exposed("lookup_duration_seconds", "Duration of an index lookup")] = field(
+        default_factory=partial(Histogram, _LOOKUP_SECONDS)
+    )
 
 
 @dataclass(slots=True)
@@ -171,10 +190,10 @@ class FaultStats:
     memory."""
 
     errors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ERRORS, 0))
-    stale_completions: int = 0
-    duplicate_completions: int = 0
-    stale_reports: int = 0
-    rank_restarts: int = 0
+    stale_completions: Annotated[int, Exposed("stale_completions", "Completions of ops that had already ended")] = 0
+    duplicate_completions: Annotated[int, Exposed("duplicate_completions", "Completions received twice")] = 0
+    stale_reports: Annotated[int, Exposed("stale_reports", "Reports that arrived after a newer one")] = 0
+    rank_restarts: Annotated[int, Exposed("rank_restarts", "Ranks that restarted without their memory")] = 0
 
 
 @dataclass(slots=True)
@@ -182,9 +201,23 @@ class AgeStats:
     """Of one block in 61, in seconds. `lifetime`: from the store of a block to its eviction for capacity; `idle`: from
     its last use to that eviction; `reuse_gap`: from one use to the next lookup that finds the block."""
 
-    lifetime: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
-    idle: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
-    reuse_gap: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
+    lifetime: Annotated[
+        Histogram,
+        Exposed("block_lifetime_seconds", "Age of blocks that were evicted for capacity, for one block in 61"),
+    ] = field(default_factory=partial(Histogram, _AGE_SECONDS))
+    idle: Annotated[
+        Histogram,
+        Exposed(
+            "block_idle_before_evict_seconds",
+            "Time since the last use of blocks that were evicted for capacity, for one block in 61",
+        ),
+    ] = field(default_factory=partial(Histogram, _AGE_SECONDS))
+    reuse_gap: Annotated[
+        Histogram,
+        Exposed(
+            "block_reuse_gap_seconds", "Time since the last use of blocks that a lookup found, for one block in 61"
+        ),
+    ] = field(default_factory=partial(Histogram, _AGE_SECONDS))
 
 
 @dataclass(slots=True)
@@ -192,20 +225,27 @@ class Counters:
     """Counters since the engine was made. They only grow, and all labels exist from the start. Plain numbers under the
     engine's lock: counting takes 50 ns, a Counter.inc of prometheus_client 1.4 us.
 
-    `stores`: blocks by outcome (stored, skipped_*, dropped_*, failed), each time that a block was offered: a host may
-    offer a dropped one again, and it counts as stored then, too. `evictions`: blocks by reason. `fallbacks`: lookups
-    and loads that missed blocks for any reason but their absence. `allocation_failures`: stores that did not find room
-    for all their blocks.
+    `stores`: outcomes are stored, skipped_*, dropped_* and failed. They count each time that a block was offered: a
+    host may offer a dropped one again, and it counts as stored then, too.
     """
 
     transfers: TransferStats = field(default_factory=TransferStats)
     lookups: LookupStats = field(default_factory=LookupStats)
-    stores: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STORE_OUTCOMES, 0))
-    evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTION_REASONS, 0))
+    stores: Annotated[dict[str, int], Exposed("store_blocks", "Blocks offered to the pool, by outcome", "outcome")] = (
+        field(default_factory=lambda: dict.fromkeys(STORE_OUTCOMES, 0))
+    )
+    evictions: Annotated[dict[str, int], Exposed("evicted_blocks", "Evicted blocks by reason", "reason")] = field(
+        default_factory=lambda: dict.fromkeys(EVICTION_REASONS, 0)
+    )
     faults: FaultStats = field(default_factory=FaultStats)
     ages: AgeStats = field(default_factory=AgeStats)
-    fallbacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FALLBACK_REASONS, 0))
-    allocation_failures: int = 0
+    fallbacks: Annotated[
+        dict[str, int],
+        Exposed("fallbacks", "Lookups and loads that missed blocks for another reason than their absence", "reason"),
+    ] = field(default_factory=lambda: dict.fromkeys(FALLBACK_REASONS, 0))
+    allocation_failures: Annotated[
+        int, Exposed("allocation_failures", "Stores that did not find room for all their blocks")
+    ] = 0
 
     def count_lookup(self, queried: int, hits: int, refusal: str | None) -> None:
         lookups = self.lookups

@@ -24,12 +24,13 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
-from kvstow_api import appstate, loglevels
+from kvstow_api import appstate
 from kvstow_api.app import create_app
 from kvstow_api.auth import CALLER
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.health import LoopMonitor
 from kvstow_api.host import ApiHost
-from kvstow_api.looplag import LoopMonitor
+from kvstow_api.routes.server import loggers
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
@@ -213,7 +214,7 @@ def busy_url() -> Iterator[str]:
     ranks = Ranks(engine)
     ranks.report()
     ranks.store([bytes([0, 0, number]) for number in range(8)])
-    levels = {name: logging.getLogger(name).level for name in loglevels.names()}
+    levels = {name: logging.getLogger(name).level for name in loggers()}
     with running(engine) as listeners:
         yield listeners.url
     for name, level in levels.items():

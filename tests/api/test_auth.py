@@ -16,8 +16,8 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api import auth
 from kvstow_api.hostsettings import require_token
+from kvstow_api.regularfile import TokenFile
 from kvstow_api.routes import ROUTERS
-from kvstow_api.tokens import TokenFile
 
 pytestmark = pytest.mark.anyio
 

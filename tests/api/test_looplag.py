@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvstow_api.looplag import LoopMonitor
+from kvstow_api.health import LoopMonitor
 
 pytestmark = pytest.mark.anyio
 

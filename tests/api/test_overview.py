@@ -7,22 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.api.test_conditions import GIB
-from tests.api.test_poolrows import NOW, POOL
-from tests.api.test_rankrows import RANK
-from tests.api.test_sessionrows import SESSION
+from tests.api.test_columns import NOW, POOL
+from tests.api.test_conditions import GIB, SESSION
+from tests.api.test_conditions import RANK as PLAIN
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
-from kvstow.status import MemoryStatus, TransferStatus
+from kvstow.status import MemoryStatus, RankStatus, TransferStatus
 from kvstow_api.answers import ConditionView, PoolView, ReadinessView, TransfersView
 from kvstow_api.client.decoding import decode
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
-from kvstow_api.overview import Readings, overview, pool_to_show, select_rows
-from kvstow_api.pooloverview import NOT_PINNED, PoolReadings
-from kvstow_api.sessionrows import session_row
+from kvstow_api.overview import (
+    NOT_PINNED,
+    PoolReadings,
+    RankRow,
+    Readings,
+    overview,
+    pool_to_show,
+    rank_rows,
+    select_ranks,
+)
 
 CURVES = CurvesView(
     pool="host",
@@ -34,6 +40,7 @@ CURVES = CurvesView(
         CurveView(figure="store_bytes_per_second", label="stores", unit="bytes_per_second", points=[None, 4096.0]),
     ],
 )
+RANK = replace(PLAIN, pool="a", session="s1")
 READINESS = ReadinessView(
     state="ready",
     reason="1 pool, 1 session",
@@ -72,10 +79,11 @@ def test_a_pool_has_the_curves_and_their_present_values() -> None:
     assert shown.about == "some/model, test, version 1.2.3"
     pool = shown.pool
     assert pool is not None
-    assert [curve.now for curve in (*pool.hits.curves, *pool.bandwidth.curves)] == ["25.0 %", "3 MiB/s", "1 MiB/s"]
-    assert (pool.hits.top, pool.hits.curves[0].points) == (1.0, [0.5, None])
-    assert (pool.bandwidth.top, pool.bandwidth.scale) == (4096.0, "0 to 4 KiB/s")
-    assert [curve.name for curve in pool.bandwidth.curves] == ["loads", "stores"]
+    hits, bandwidth = pool.charts
+    assert [curve.now for curve in (*hits.curves, *bandwidth.curves)] == ["25.0 %", "3 MiB/s", "1 MiB/s"]
+    assert (hits.top, hits.scale, hits.curves[0].points) == (1.0, "0 to 100.0 %", [0.5, None])
+    assert (bandwidth.top, bandwidth.scale) == (4096.0, "0 to 4 KiB/s")
+    assert [curve.name for curve in bandwidth.curves] == ["loads", "stores"]
     assert pool.block_rates == "evicted for capacity: 12.0 blocks/s, dropped: 0.5 blocks/s"
     assert pool.slots == dict.fromkeys(SLOT_STATES, 0) | {NOT_PINNED: 16}
 
@@ -90,8 +98,8 @@ def test_rows_that_a_condition_concerns_are_marked() -> None:
     sessions = [replace(SESSION, id=name, pool="a") for name in ("s1", "s2")]
     found = [condition(pool="a", session="s1"), condition(severity="info", pool="b", session="s2")]
     shown = overview(readings(pools, sessions=sessions, conditions=found))
-    assert [row.troubled for row in shown.pools] == [True, False]
-    assert [row.troubled for row in shown.sessions] == [True, False]
+    assert [row.troubled for row in shown.pools.rows] == [True, False]
+    assert [row.troubled for row in shown.sessions.rows] == [True, False]
     assert list(shown.conditions) == found
 
 
@@ -108,12 +116,6 @@ def test_transfers_of_several_sessions_are_told_apart() -> None:
     two = readings([POOL], sessions=[session, session], transfers=transfers)
     assert "session s7" in overview(two).oldest[0].note
     assert "session" not in overview(two._replace(sessions=[session])).oldest[0].note
-
-
-def test_rows_in_trouble_are_selected_first() -> None:
-    rows = [session_row(replace(SESSION, id=str(number))) for number in range(6)]
-    rows[4] = rows[4]._replace(troubled=True)
-    assert [row.name for row in select_rows(rows, 3)] == ["0", "1", "4"]
 
 
 # -- the pool that is shown --------------------------------------------------------------------------------------------
@@ -142,19 +144,68 @@ def test_a_selected_pool_narrows_sessions_and_ranks() -> None:
     found = [condition(session=RANK.session, rank=1)]
     given = readings(pools, sessions=sessions, readiness=readiness, conditions=found)
     everything = overview(given)
-    assert [row.name for row in everything.sessions] == ["in-a", "in-b"]
-    assert "pool" in everything.session_columns
+    assert [row.name for row in everything.sessions.rows] == ["in-a", "in-b"]
+    assert "pool" in everything.sessions.titles
     assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks that a condition concerns"
     assert (everything.selected, everything.pool) == (None, None)
     chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), CURVES)
     one = overview(given._replace(asked="b", pool=chosen))
-    assert [row.name for row in one.sessions] == ["in-b"]
-    assert "pool" not in one.session_columns
+    assert [row.name for row in one.sessions.rows] == ["in-b"]
+    assert "pool" not in one.sessions.titles
     assert [row.rank for row in one.ranks] == [RANK.rank]
-    assert (one.selected, one.choices, [row.name for row in one.pools]) == ("b", ("a", "b"), ["a", "b"])
+    assert (one.selected, one.choices, [row.name for row in one.pools.rows]) == ("b", ("a", "b"), ["a", "b"])
 
 
 def test_a_pool_that_is_gone_is_missing() -> None:
     shown = overview(readings([POOL], asked="gone", pool=None))
     assert (shown.is_missing, shown.selected, shown.choices) == (True, None, ("host",))
     assert not overview(readings([POOL])).is_missing
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def line_of(rank: RankStatus) -> RankRow:
+    (line,) = rank_rows([rank])
+    return line
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "8 GiB"),
+        ({"pinned_bytes": 2 * GIB}, "2 GiB of 8 GiB"),
+        (
+            {"pinned_bytes": 2 * GIB, "state": "pinning", "pin_rate_bytes_per_second": GIB / 2},
+            "2 GiB of 8 GiB, 512 MiB/s, 12 s left",
+        ),
+        ({"pinned_bytes": 2 * GIB, "state": "pinning", "pin_rate_bytes_per_second": 12.0 * GIB}, "2 GiB of 8 GiB"),
+        ({"pinned_bytes": 2 * GIB, "state": "degraded", "pin_rate_bytes_per_second": GIB / 2}, "2 GiB of 8 GiB"),
+    ],
+)
+def test_the_remaining_time_is_shown_for_a_rank_that_pins(changes: dict[str, Any], told: str) -> None:
+    assert line_of(replace(RANK, **changes)).progress == told
+
+
+def test_no_remaining_time_is_shown_while_pinning_is_paused() -> None:
+    rank = replace(RANK, pinned_bytes=2 * GIB, state="pinning", pin_rate_bytes_per_second=GIB / 2)
+    (line,) = rank_rows([rank], pinning_paused=True)
+    assert line.progress == "2 GiB of 8 GiB"
+
+
+def test_a_rank_shows_its_host_pid_and_device() -> None:
+    assert line_of(replace(RANK, host=None, pid=None, device=None)).place == ""
+    assert line_of(replace(RANK, host="node-7", pid=4711, device=None)).place == "node-7, pid 4711"
+    assert line_of(replace(RANK, host="node-7", pid=4711, device="cuda:1")).place == "node-7, pid 4711, cuda:1"
+
+
+def test_ranks_in_trouble_are_selected_first() -> None:
+    ranks = [replace(RANK, rank=number, pinned_bytes=number * GIB) for number in range(6)]
+    rows = rank_rows(ranks, troubled={(RANK.session, 5)})
+    assert [rank.rank for rank in select_ranks(rows, 3)] == [0, 1, 5]
+
+
+def test_ranks_of_several_sessions_are_told_apart() -> None:
+    ranks = [replace(RANK, session=session, host="node-7", pid=1, device=None) for session in ("s1", "s2")]
+    assert [row.place for row in rank_rows(ranks)] == ["s1, node-7, pid 1", "s2, node-7, pid 1"]
+    assert [row.place for row in rank_rows(ranks[:1])] == ["node-7, pid 1"]

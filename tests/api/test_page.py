@@ -20,8 +20,7 @@ from kvstow_api.appstate import AppState
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.page.content import Content, read_content
 from kvstow_api.page.live import INTERVAL, StatusPage
-from kvstow_api.page.render import SECTIONS
-from kvstow_api.page.svg import polylines
+from kvstow_api.page.render import SECTIONS, polylines
 
 pytestmark = pytest.mark.anyio
 
@@ -178,7 +177,7 @@ async def test_present_figures_are_those_of_the_api(
     assert now["hit_ratio"] == 0.5
     assert now["dropped_blocks_per_second"] > 0 == now["evicted_blocks_per_second"]
     text = (await page.document()).decode()
-    assert '<p class="figure">50.0 %</p>' in text
+    assert '<b class="figure">50.0 %</b>' in text
     assert re.search(r"evicted for capacity: 0\.0 blocks/s, dropped: [\d.]+ blocks/s", text)
 
 
@@ -341,7 +340,7 @@ async def test_the_page_shows_the_fleet_tier(
     tier = tiered_host.begin()
     tier.counters.fetched_blocks = 4321
     shown = await text()
-    assert "Fleet tier tier state fetches" in shown
+    assert "Fleet tier namespace state fetches" in shown
     assert "a1 on" in shown
     assert "4,321" in shown
     assert URL in shown

@@ -24,16 +24,15 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
+from kvstow_api.columns import LISTS
 from kvstow_api.conditions.table import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.metrics.collector import Collector
-from kvstow_api.metrics.tier import tier_families
+from kvstow_api.metrics.collector import Collector, tier_families
 from kvstow_api.requests import HttpCounters
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.cli import app
-from kvstow_service.cli.tables import LISTS
 from kvstow_service.node.attach.clients import REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +134,7 @@ def known() -> frozenset[str]:
         *FOREIGN,
     }
     found |= {field.name for view in (EngineStats, LookupStats, FaultStats, SessionsView) for field in fields(view)}
-    found |= {column.title for columns, _ in LISTS.values() for column in columns}
+    found |= {column.title.upper() for kind in LISTS.values() for column in kind.columns}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}
     found |= {rule["labels"]["severity"] for rule in ALERTS}

@@ -18,7 +18,7 @@ from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, 
 from tests.vllm.nodeservice import NodeService, is_attached
 
 from kvstow.tier.fingerprint import fingerprint
-from kvstow_service.connectors.vllm import attachedcontrol, attachedhits
+from kvstow_service.connectors.vllm import attachedcontrol
 
 _IDLE_SECONDS = 0.005
 
@@ -182,8 +182,8 @@ def fingerprint_of(engine: Engine) -> str | None:
 
 
 def _be_patient(engine: Engine, seconds: float) -> None:
-    attachedhits.PATIENCE_SECONDS = seconds or 0.25
-    attachedhits.LONGEST_PATIENCE_SECONDS = seconds or 5.0
+    attachedcontrol.PATIENCE_SECONDS = seconds or 0.25
+    attachedcontrol.LONGEST_PATIENCE_SECONDS = seconds or 5.0
     attachedcontrol.SLOW_SECONDS = seconds or 0.25
     attachedcontrol.SILENT_SECONDS = seconds or 5.0
 

@@ -23,7 +23,7 @@ import httpx
 import pytest
 from tests.vllm.models import IMAGE_SIZE, VOCABULARY
 
-from kvstow_service.connectors.engine_core import processstart
+from kvstow_service.connectors.engine_core import vllmprocess
 
 BLOCK = 32
 """Tokens; the CPU backend allows multiples of 32."""
@@ -251,7 +251,7 @@ def running(setup: Setup) -> Iterator[Engine]:
         stack.enter_context(_deadline())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         began = time.time()  # this process is older than its engines, and than the models that it has written
-        patch.setattr(processstart, "_start_of", lambda process: began)
+        patch.setattr(vllmprocess, "_start_of", lambda process: began)
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(setup.processes)))
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if setup.tp == 2 else "nobind")

@@ -22,15 +22,15 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import Offload
-from kvstow_service.connectors.engine_core.workerside import RankSession
-from kvstow_service.connectors.vllm import attachedschedulerhost, workerhost
-from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
+from kvstow_service.connectors.engine_core.stepplan import RankSession
+from kvstow_service.connectors.vllm import attachedschedulerhost, tensorhost
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
     JOINING_SECONDS,
     LOOKING_SECONDS,
     AttachedSchedulerHost,
 )
-from kvstow_service.connectors.vllm.workerhost import AttachedWorkerHost
+from kvstow_service.connectors.vllm.rankdataplane import AttachedPlane
+from kvstow_service.connectors.vllm.tensorhost import AttachedWorkerHost
 
 pytestmark = pytest.mark.vllm
 
@@ -212,7 +212,7 @@ def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
     worker: AttachedWorkerHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock(100.0)
-    monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(tensorhost, "time", SimpleNamespace(monotonic=clock))
     sessions = iter(RankSession(*each) for each in ((1, 0), (1, 4), (1, 5), (1, 6), (1, 6), (2, 6)))
     worker.register(kv_caches())
     monkeypatch.setattr(AttachedPlane, "session", property(lambda self: next(sessions)))

@@ -14,7 +14,7 @@ from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow_service.connectors.engine_core.kvgroups import kv_groups
 from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.vllm import attachidentity, unshared, weightsid
+from kvstow_service.connectors.vllm import engineidentity, modelweights
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,7 @@ def config() -> Any:
 
 
 def namespace(config: Any) -> NamespaceIdentity:
-    return attachidentity.namespace_identity(config, 16, "v1")
+    return engineidentity.namespace_identity(config, 16, "v1")
 
 
 def test_the_same_engine_has_the_same_identity(config: Any) -> None:
@@ -99,11 +99,11 @@ def test_hashes_of_another_algorithm_or_seed_are_other_keys(config: Any, monkeyp
 
     probes = {namespace(config).hash_probe}
     other_algorithm(config)
-    probes.add(attachidentity.hash_probe("sha256_cbor", 16))
-    probes.add(attachidentity.hash_probe("sha256", 32))
+    probes.add(engineidentity.hash_probe("sha256_cbor", 16))
+    probes.add(engineidentity.hash_probe("sha256", 32))
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", kv_cache_utils.BlockHash(sha256("7")))
-    probes.add(attachidentity.hash_probe("sha256", 16))
+    probes.add(engineidentity.hash_probe("sha256", 16))
     assert len(probes) == 4
 
 
@@ -121,13 +121,13 @@ def test_random_hashes_are_shared_with_nobody(config: Any, monkeypatch: pytest.M
 def test_lora_is_shared_only_where_hashes_cover_the_path(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.lora_config = SimpleNamespace()
     assert namespace(config).unshared == ""
-    monkeypatch.setattr(unshared, "tags_extra_keys", lambda: False)
+    monkeypatch.setattr(engineidentity, "tags_extra_keys", lambda: False)
     assert namespace(config).unshared.startswith("lora_names_not_unique: ")
 
 
 def test_unknown_weights_are_shared_with_nobody(config: Any) -> None:
     config.model_config.model = "s3://bucket/model"
-    assert attachidentity.namespace_identity(config, 16, None).unshared.startswith("weights_unknown: ")
+    assert engineidentity.namespace_identity(config, 16, None).unshared.startswith("weights_unknown: ")
 
 
 def test_scales_of_the_first_requests_are_shared_with_nobody(config: Any) -> None:
@@ -151,40 +151,40 @@ def test_weights_have_one_name_in_the_fleet_wherever_they_lie(config: Any, tmp_p
     names = set()
     for place, content in (("a", "weights"), ("b", "weights"), ("c", "other weights")):
         config.model_config.model = write_weights(tmp_path / place / "model", content)
-        names.add(attachidentity.fleet_weights(config, None))
+        names.add(engineidentity.fleet_weights(config, None))
     assert len(names) == 2
-    assert attachidentity.fleet_weights(config, "v1") == FleetWeights("configured v1 of model")
+    assert engineidentity.fleet_weights(config, "v1") == FleetWeights("configured v1 of model")
 
 
 def test_a_drafter_is_named_as_well(config: Any, tmp_path: Path) -> None:
     config.model_config.model = write_weights(tmp_path / "model", "weights")
-    alone = attachidentity.fleet_weights(config, "v1").weights_id
+    alone = engineidentity.fleet_weights(config, "v1").weights_id
     found = {alone}
     for place, content in (("a", "draft"), ("b", "draft"), ("c", "other draft")):
         config.speculative_config = drafter(write_weights(tmp_path / place, content))
-        named = attachidentity.fleet_weights(config, "v1").weights_id
+        named = engineidentity.fleet_weights(config, "v1").weights_id
         assert named.startswith(f"{alone} and files ")
         found.add(named)
     assert len(found) == 3
     config.speculative_config = drafter(config.model_config.model)  # the model drafts with its own weights
-    assert attachidentity.fleet_weights(config, "v1").weights_id == alone
+    assert engineidentity.fleet_weights(config, "v1").weights_id == alone
     assert dict(namespace(config).value_settings)["drafter_weights"] == "v1"
     config.speculative_config = drafter("s3://bucket/drafter")
-    for reason in (attachidentity.fleet_weights(config, "v1").reason, namespace(config).unshared):
+    for reason in (engineidentity.fleet_weights(config, "v1").reason, namespace(config).unshared):
         assert reason.startswith("weights_unknown: nothing identifies the weights of s3://bucket/drafter; take")
 
 
 def test_weights_without_a_name_in_the_fleet_have_a_reason(config: Any, tmp_path: Path) -> None:
     config.model_config.model = "s3://bucket/model"
-    assert attachidentity.fleet_weights(config, None).reason.startswith("weights_unknown: ")
+    assert engineidentity.fleet_weights(config, None).reason.startswith("weights_unknown: ")
     config.model_config.model = write_weights(tmp_path / "model", "weights")
     config.load_config = SimpleNamespace(load_format="dummy")
-    assert "dummy" in attachidentity.fleet_weights(config, None).reason
-    assert attachidentity.fleet_weights(config, "v1").weights_id
+    assert "dummy" in engineidentity.fleet_weights(config, None).reason
+    assert engineidentity.fleet_weights(config, "v1").weights_id
     config.load_config = SimpleNamespace(load_format="auto")
-    assert attachidentity.fleet_weights(config, None).weights_id
+    assert engineidentity.fleet_weights(config, None).weights_id
     config.lora_config = SimpleNamespace()
-    assert attachidentity.fleet_weights(config, "v1").weights_id, "keys name adapters"
+    assert engineidentity.fleet_weights(config, "v1").weights_id, "keys name adapters"
 
 
 def test_weights_that_cannot_be_read_have_a_reason(config: Any, tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_weights_that_cannot_be_read_have_a_reason(config: Any, tmp_path: Path) 
         raise OSError("input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weightsid, "digest_of_weights", fail)
-        assert "input/output error" in attachidentity.fleet_weights(config, None).reason
+        patch.setattr(modelweights, "digest_of_weights", fail)
+        assert "input/output error" in engineidentity.fleet_weights(config, None).reason
 
 
 def test_dummy_weights_are_others_than_those_of_the_files(config: Any) -> None:
@@ -208,7 +208,7 @@ def pool(setup: Setup, *hellos: RankHello, replicated: bool = False) -> PoolIden
     config = make_vllm_config(setup, "kvstow_service.connectors.vllm", {})
     geometry = make_geometry(setup, config)
     groups = kv_groups([group.kv_cache_spec for group in geometry.scheduler.kv_cache_groups], geometry.hash_block)
-    return attachidentity.pool_identity(config, geometry.scheduler, groups, list(hellos), replicated=replicated)
+    return engineidentity.pool_identity(config, geometry.scheduler, groups, list(hellos), replicated=replicated)
 
 
 def hello(rank: int = 0, node: str = "node", regions: tuple[RegionIdentity, ...] = REGIONS) -> RankHello:

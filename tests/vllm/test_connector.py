@@ -24,7 +24,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
-from kvstow_service.connectors.vllm import connector, workerhost
+from kvstow_service.connectors.vllm import connector, tensorhost
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +59,7 @@ def test_a_child_of_multiconnector_follows_the_settings_of_its_parent(
 ) -> None:
     """vLLM defers frees for consumers, and reads the role and the policy of the connector that it knows."""
     facts: list[Any] = []
-    monkeypatch.setattr(workerhost, "EmbeddedWorkerHost", lambda options, given, num_blocks: facts.append(given))
+    monkeypatch.setattr(tensorhost, "EmbeddedWorkerHost", lambda options, given, num_blocks: facts.append(given))
     setup = Setup("child", asynchronous=True)
     config = make_vllm_config(setup, MODULE, {})
     config.kv_transfer_config = KVTransferConfig(

@@ -11,8 +11,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.rank import make_ranks
-from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
-from kvstow_service.connectors.engine_core.kvevents import event_feed
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
 pytestmark = pytest.mark.vllm

@@ -20,14 +20,13 @@ from kvstow.testing.rank import FakeRank
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.connectors.engine_core import embeddedschedulerhost, schedulerhost, workerhost
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
-from kvstow_service.connectors.engine_core.hostmemory import wait_until_pinned
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
+from kvstow_service.connectors.engine_core.stepplan import BootCompletions
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
-from kvstow_service.connectors.engine_core.workerside import BootCompletions
-from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
+from kvstow_service.connectors.engine_core.workerside import NoDataPlane, wait_until_pinned
+from kvstow_service.connectors.vllm.tensorhost import EmbeddedWorkerHost
 
 pytestmark = pytest.mark.vllm
 

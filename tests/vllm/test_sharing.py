@@ -14,8 +14,8 @@ from tests.vllm.harness.setup import Setup, make_vllm_config
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.tier.fingerprint import fingerprint
-from kvstow_service.connectors.engine_core import hubcache, processstart
-from kvstow_service.connectors.vllm import attachidentity, modelfiles, unshared, valuesettings, weightsid
+from kvstow_service.connectors.engine_core import vllmprocess
+from kvstow_service.connectors.vllm import engineidentity, modelweights, valuesettings
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +36,7 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_at(patch: pytest.MonkeyPatch, moment: float) -> None:
-    patch.setattr(processstart, "_start_of", lambda process: moment)
+    patch.setattr(vllmprocess, "_start_of", lambda process: moment)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def write_model(folder: Path) -> str:
 
 
 def namespace(config: Any, weights_id: str | None = None) -> NamespaceIdentity:
-    return attachidentity.namespace_identity(config, 16, weights_id)
+    return engineidentity.namespace_identity(config, 16, weights_id)
 
 
 def fleet(config: Any) -> str | None:
@@ -197,7 +197,7 @@ def test_files_that_cannot_be_read_are_shared_with_nobody(config: Any, monkeypat
     config.model_config.tokenizer = "org/absent"
     assert "org/absent is neither a folder" in namespace(config, "v1").unshared
     config.model_config.tokenizer = config.model_config.model
-    monkeypatch.setattr(modelfiles, "_MOST_BYTES", 1)
+    monkeypatch.setattr(valuesettings, "_MOST_BYTES", 1)
     assert namespace(config, "v1").unshared.startswith("files_unknown: ")
 
 
@@ -326,24 +326,24 @@ def settings_do_not_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def files_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attachidentity, "model_files", lambda config, started: None)
+    patch.setattr(engineidentity, "model_files", lambda config, started: None)
 
 
 def newer_files_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(modelfiles.ModelFiles, "why_unshared", lambda files, model: "")
+    patch.setattr(valuesettings.ModelFiles, "why_unshared", lambda files, model: "")
 
 
 def newer_weights_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(weightsid.Weights, "changed_after", lambda weights, moment: False)
+    patch.setattr(modelweights.Weights, "changed_after", lambda weights, moment: False)
 
 
 def revisions_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unshared, "_has_moved", lambda load, model, weights: False)
+    patch.setattr(engineidentity, "_has_moved", lambda load, model, weights: False)
 
 
 def the_usual_cache_is_believed(patch: pytest.MonkeyPatch) -> None:
-    folder = hubcache._folder
-    patch.setattr(hubcache, "_folder", lambda repository, cache: folder(repository, None))
+    folder = vllmprocess._folder
+    patch.setattr(vllmprocess, "_folder", lambda repository, cache: folder(repository, None))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tests.vllm.valuesources import FIELDS, FILES, VARIABLES, verdicts
 
 from kvstow_service.connectors.engine_core.vllmprocess import _LORA_SETTINGS
 from kvstow_service.connectors.vllm import valuesettings
-from kvstow_service.connectors.vllm.modelfiles import read_model_files
-from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS
+from kvstow_service.connectors.vllm.modelweights import WEIGHTS
+from kvstow_service.connectors.vllm.valuesettings import read_model_files
 
 pytestmark = pytest.mark.vllm
 

@@ -20,8 +20,8 @@ from kvstow_service.connectors.engine_core import workerhost as shared
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.vllm import workerhost
-from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
+from kvstow_service.connectors.vllm import tensorhost
+from kvstow_service.connectors.vllm.tensorhost import EmbeddedWorkerHost
 
 pytestmark = pytest.mark.vllm
 
@@ -121,7 +121,7 @@ def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
     def fail(*_: object) -> None:
         raise RuntimeError("no pool today")
 
-    monkeypatch.setattr(workerhost, "build_plane", fail)
+    monkeypatch.setattr(tensorhost, "build_plane", fail)
     worker.register(kv_caches())
     report = worker.side.report()
     assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, "RuntimeError('no pool today')")
@@ -136,7 +136,7 @@ def test_errors_that_the_user_has_to_fix_are_raised(
     def refuse(*_: object) -> None:
         raise ConfigError("kv_caches", 1, "2")
 
-    monkeypatch.setattr(workerhost, "kv_geometry", refuse)
+    monkeypatch.setattr(tensorhost, "kv_geometry", refuse)
     with pytest.raises(ConfigError, match="kv_caches"):
         worker.register(kv_caches())
 
@@ -200,7 +200,7 @@ def test_a_rank_that_cannot_wake_up_serves_without_offload(
 
     worker.register(kv_caches())
     worker.suspend()
-    monkeypatch.setattr(workerhost, "kv_geometry", fail)
+    monkeypatch.setattr(tensorhost, "kv_geometry", fail)
     worker.resume()
     report = worker.side.report()
     assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, repr(error))

@@ -8,9 +8,9 @@ from typing import Final
 
 VERDICTS: Final = {
     "identity": "changes KV, and is one of the settings in the identity of a namespace (`valuesettings`)",
-    "weights": "says which weights there are, which the identity names, or sharing is off (`weightsid`, `unshared`)",
+    "weights": "says which weights there are, which the identity names, or sharing is off (`engineidentity`)",
     "model": "part of the model's configuration as vLLM has read it; the identity has a digest of that",
-    "files": "files of the model: the identity has a digest of them, or sharing is off (`modelfiles`)",
+    "files": "files of the model: the identity has a digest of them, or sharing is off (`model_files`)",
     "pool": "changes what lies where in memory, which is the identity of a pool",
     "hash": "vLLM's block hash covers what it changes",
     "probe": "changes vLLM's block hashes; the identity has a probe of them",

@@ -1,16 +1,26 @@
-"""The one table of conditions. The doctor, the status page, `kvstow top`, /readyz and the alerts read it."""
+"""The one table of conditions, and what it is read from. The doctor, the status page, `kvstow top`, /readyz and the
+alerts read it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from kvstow.status import BypassStatus, DrainStatus, SessionStatus
 from kvstow_api.answers import ConditionView, DoctorView, Severity
-from kvstow_api.conditions import engine, memory, node, serving, speed, tier
-from kvstow_api.conditions.evidence import Evidence, NothingToMeasure
-from kvstow_api.poolchoice import NO_POOL
+from kvstow_api.auth import Credentials
+from kvstow_api.conditions import hosts, pools
+from kvstow_api.conditions.evidence import Evidence, NodeEvidence, NothingToMeasure, TierEvidence
+from kvstow_api.directory import NO_POOL, HostedPool, TierMeasurements
+from kvstow_api.health import Check
+from kvstow_api.host import ApiHost
+from kvstow_api.hostreadiness import host_readiness
+from kvstow_api.hostwatch import HostWatch, RankClocks
+from kvstow_api.readings import sessions_now, tier_view
+from kvstow_api.sampler import Sampler
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
@@ -26,52 +36,52 @@ class Condition(NamedTuple):
 
 
 TABLE = (
-    Condition("process", "host", serving.find_process),
-    Condition("drain", "host", serving.find_drain, ("engine",)),
-    Condition("bypass", "host", serving.find_bypass),
-    Condition("session_stuck", "host", engine.find_stuck, ("transfers",)),
-    Condition("memory_limit", "host", memory.find_memory_limit),
-    Condition("huge_pages", "host", memory.find_huge_pages),
-    Condition("certificate", "host", serving.find_certificate),
-    Condition("token_files", "host", serving.find_token_files),
-    Condition("clocks", "host", speed.find_clocks),
+    Condition("process", "host", hosts.find_process),
+    Condition("drain", "host", hosts.find_drain, ("engine",)),
+    Condition("bypass", "host", hosts.find_bypass),
+    Condition("session_stuck", "host", pools.find_stuck, ("transfers",)),
+    Condition("memory_limit", "host", pools.find_memory_limit),
+    Condition("huge_pages", "host", pools.find_huge_pages),
+    Condition("certificate", "host", hosts.find_certificate),
+    Condition("token_files", "host", hosts.find_token_files),
+    Condition("clocks", "host", pools.find_clocks),
     # -- of each pool
-    Condition("engine_failed", "pool", engine.find_failed, ("engine",)),
-    Condition("rank_silent", "pool", engine.find_silent_ranks, ("ranks",)),
-    Condition("rank_failed", "pool", engine.find_failed_ranks, ("ranks",)),
-    Condition("pinning", "pool", memory.find_pinning, ("ranks",)),
-    Condition("giving_back", "pool", memory.find_giving_back),
-    Condition("no_slots", "pool", engine.find_no_slots, ("pool", "pinned")),
-    Condition("growing", "pool", engine.find_growing, ("pinned",)),
-    Condition("stores_dropped", "pool", engine.find_dropped_stores),
-    Condition("drain", "pool", serving.find_drain),
-    Condition("bypass", "pool", serving.find_bypass),
-    Condition("pinning_paused", "pool", serving.find_pause),
-    Condition("share", "pool", memory.find_share),
-    Condition("numa", "pool", memory.find_numa),
-    Condition("memlock", "pool", memory.find_memlock),
-    Condition("links", "pool", speed.find_links),
-    Condition("thrashing", "pool", speed.find_thrashing),
+    Condition("engine_failed", "pool", pools.find_failed, ("engine",)),
+    Condition("rank_silent", "pool", pools.find_silent_ranks, ("ranks",)),
+    Condition("rank_failed", "pool", pools.find_failed_ranks, ("ranks",)),
+    Condition("pinning", "pool", pools.find_pinning, ("ranks",)),
+    Condition("giving_back", "pool", pools.find_giving_back),
+    Condition("no_slots", "pool", pools.find_no_slots, ("pool", "pinned")),
+    Condition("growing", "pool", pools.find_growing, ("pinned",)),
+    Condition("stores_dropped", "pool", pools.find_dropped_stores),
+    Condition("drain", "pool", hosts.find_drain),
+    Condition("bypass", "pool", hosts.find_bypass),
+    Condition("pinning_paused", "pool", hosts.find_pause),
+    Condition("share", "pool", pools.find_share),
+    Condition("numa", "pool", pools.find_numa),
+    Condition("memlock", "pool", pools.find_memlock),
+    Condition("links", "pool", pools.find_links),
+    Condition("thrashing", "pool", pools.find_thrashing),
     # -- of a server that engines attach to
-    Condition("node_memory", "node", node.find_memory, ("memory",)),
-    Condition("populating", "node", node.find_populating, ("pinned",)),
-    Condition("memory_wait", "node", node.find_waits),
-    Condition("memory_kept", "node", node.find_kept),
-    Condition("keeper", "node", node.find_keeper),
-    Condition("orphaned_memory", "node", node.find_orphaned_memory),
-    Condition("session_lost", "node", node.find_lost),
-    Condition("session_attaching", "node", node.find_attaching),
-    Condition("rejected", "node", node.find_rejected),
-    Condition("sharing", "node", node.find_sharing),
-    Condition("trust_eof", "node", node.find_trust_eof),
+    Condition("node_memory", "node", hosts.find_memory, ("memory",)),
+    Condition("populating", "node", hosts.find_populating, ("pinned",)),
+    Condition("memory_wait", "node", hosts.find_waits),
+    Condition("memory_kept", "node", hosts.find_kept),
+    Condition("keeper", "node", hosts.find_keeper),
+    Condition("orphaned_memory", "node", hosts.find_orphaned_memory),
+    Condition("session_lost", "node", hosts.find_lost),
+    Condition("session_attaching", "node", hosts.find_attaching),
+    Condition("rejected", "node", hosts.find_rejected),
+    Condition("sharing", "node", hosts.find_sharing),
+    Condition("trust_eof", "node", hosts.find_trust_eof),
     # -- while a store is attached
-    Condition("tier_client", "tier", tier.find_failed_clients, ("tier",)),
-    Condition("tier_down", "tier", tier.find_down, ("tier",)),
-    Condition("tier_off", "tier", tier.find_off),
-    Condition("tier_time", "tier", tier.find_lost_time),
-    Condition("tier_objects", "tier", tier.find_corrupt_objects),
-    Condition("tier_access", "tier", tier.find_access),
-    Condition("tier_memlock", "tier", tier.find_memlock),
+    Condition("tier_client", "tier", hosts.find_failed_clients, ("tier",)),
+    Condition("tier_down", "tier", hosts.find_down, ("tier",)),
+    Condition("tier_off", "tier", hosts.find_off),
+    Condition("tier_time", "tier", hosts.find_lost_time),
+    Condition("tier_objects", "tier", hosts.find_corrupt_objects),
+    Condition("tier_access", "tier", hosts.find_access),
+    Condition("tier_memlock", "tier", hosts.find_tier_memlock),
 )
 
 
@@ -127,3 +137,93 @@ def _concerned(condition: Condition, evidence: Evidence) -> Iterator[ConditionVi
 
 def _before(evidence: Evidence) -> str:
     return f"pool {evidence.pool}: " if evidence.node is not None and evidence.pool else ""
+
+
+_NO_DRAIN = DrainStatus(
+    active=False, mode=None, deadline_seconds_left=None, drained=False, pending_transfers=0, leases=0
+)
+_NO_BYPASS = BypassStatus(load=False, store=False, ttl_seconds_left=None)
+
+
+class Conditions:
+    """The conditions of one server, from what it measures anyway. Used on the event loop; each call is O(pools +
+    sessions + ranks + namespaces). The start-up grace of an embedded engine's ranks begins when it is created."""
+
+    def __init__(
+        self,
+        host: ApiHost,
+        process: list[Check],
+        sampler: Sampler,
+        watch: HostWatch,
+        clocks: RankClocks,
+        credentials: Credentials,
+    ) -> None:
+        """`process`: checks of the host's own process."""
+        self._host, self._process = host, process
+        self._sampler, self._watch, self._clocks, self._credentials = sampler, watch, clocks, credentials
+        self._grace_ends = host.clock() + host.startup_grace
+
+    def find(self) -> DoctorView:
+        return find_conditions(*self.gather())
+
+    def failures(self) -> dict[str, str]:
+        """Why checks of /readyz fail, by their names."""
+        return failures_of(*self.gather())
+
+    def gather(self) -> tuple[Evidence, list[Evidence]]:
+        """The evidence of the host, and that of each pool."""
+        host, directory, measured = self._host, self._host.directory, self._watch.measured
+        sessions = sessions_now(directory, self._sampler)
+        failures = ((check.name, check.run()) for check in self._process)
+        whole = Evidence(
+            failures={name: failure for name, failure in failures if failure},
+            readiness=host_readiness(directory),
+            sessions=sessions,
+            starting=self._starting(sessions),
+            drain=directory.switches.drain_status,
+            bypass=directory.switches.bypass,
+            clock_offsets=self._clocks.offsets(),
+            certificate_seconds_left=host.certificate_ends() - time.time() if host.certificate_ends else None,
+            exposed_files=self._credentials.exposures,
+            host=measured.memory,
+        )
+        pools = directory.pools()
+        if directory.is_node:
+            node = NodeEvidence(
+                memory=directory.memory(),
+                rejected=self._sampler.rejected_lately(),
+                namespaces=directory.namespaces(),
+                trust_eof=directory.trust_eof,
+                orphans=measured.orphans or (),
+            )
+            whole = whole._replace(node=node)
+        if directory.tier is not None:
+            pool_bytes = sum(pool.granted_bytes for pool in pools)
+            tier = TierEvidence(tier_view(directory), measured.tier or TierMeasurements(), pool_bytes)
+            whole = whole._replace(tier=tier)
+        return whole, [self._of_pool(whole, pool) for pool in pools]
+
+    def _starting(self, sessions: list[SessionStatus]) -> frozenset[str]:
+        host = self._host
+        if not host.directory.is_node:
+            return frozenset(one.id for one in sessions if host.clock() < self._grace_ends)
+        return frozenset(one.id for one in sessions if one.age_seconds < host.startup_grace)
+
+    def _of_pool(self, whole: Evidence, pool: HostedPool) -> Evidence:
+        """With what is switched off in this pool alone."""
+        facade, admin = pool.facade, pool.facade.admin
+        return whole._replace(
+            pool=pool.name,
+            readiness=host_readiness(self._host.directory, pool),
+            sessions=[one for one in whole.sessions if one.pool == pool.name],
+            report_timeout=facade.config.report_timeout,
+            desired=facade.desired(),
+            kept=self._sampler.kept(pool.name),
+            recent=self._sampler.recent(pool.name),
+            granted_bytes=pool.granted_bytes,
+            due_bytes=pool.due_bytes,
+            slot_bytes=pool.stored_slot_bytes or facade.config.total_slot_bytes,
+            integrity_error=facade.integrity_error,
+            drain=_NO_DRAIN if whole.drain.active else admin.drain_status,
+            bypass=_NO_BYPASS if whole.bypass.load or whole.bypass.store else admin.bypass,
+        )

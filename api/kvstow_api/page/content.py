@@ -9,15 +9,20 @@ from typing import Any, NamedTuple
 
 from kvstow_api.answers import POOL_NAME, ConditionView
 from kvstow_api.appstate import AppState
+from kvstow_api.columns import Table
 from kvstow_api.directory import HostedPool
 from kvstow_api.hostreadiness import host_readiness, live_ranks
-from kvstow_api.overview import NUM_OLDEST, Overview, Readings, overview, pool_to_show, select_rows
-from kvstow_api.pooloverview import PoolReadings
-from kvstow_api.poolrows import PoolRow
-from kvstow_api.rankrows import RankRow, select_ranks
+from kvstow_api.overview import (
+    NUM_OLDEST,
+    Overview,
+    PoolReadings,
+    RankRow,
+    Readings,
+    overview,
+    pool_to_show,
+    select_ranks,
+)
 from kvstow_api.readings import pool_views, sessions_now, tier_view, transfers_view
-from kvstow_api.sessionrows import SessionRow
-from kvstow_api.tierrows import TierRow
 
 _ROWS = 32
 _RANKS = 16
@@ -33,22 +38,19 @@ class EventLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`conditions`, `pools`, `sessions` and `ranks`: those of the overview, as far as they fit; `more_...` counts the
-    others.
+    """`conditions`, `pools`, `sessions`, `tiers` and `ranks`: those of the overview, as far as they fit; `more_...`
+    counts the others.
     `server` has nothing that changes while it runs: a section of the page is sent again whenever it changes."""
 
     overview: Overview
     server: str
     conditions: tuple[ConditionView, ...]
     more_conditions: int
-    pools: tuple[PoolRow, ...]
-    more_pools: int
-    sessions: tuple[SessionRow, ...]
-    more_sessions: int
+    pools: Table
+    sessions: Table
+    tiers: Table
     ranks: tuple[RankRow, ...]
     more_ranks: int
-    tiers: tuple[TierRow, ...]
-    more_tiers: int
     events: tuple[EventLine, ...]
 
 
@@ -82,14 +84,11 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         + (f"; engines attach at {shown.attach}" if shown.attach else ""),
         conditions=shown.conditions[:_CONDITIONS],
         more_conditions=max(0, len(shown.conditions) - _CONDITIONS),
-        pools=tuple(select_rows(shown.pools, _ROWS)),
-        more_pools=max(0, len(shown.pools) - _ROWS),
-        sessions=tuple(select_rows(shown.sessions, _ROWS)),
-        more_sessions=max(0, len(shown.sessions) - _ROWS),
+        pools=shown.pools.limited(_ROWS),
+        sessions=shown.sessions.limited(_ROWS),
+        tiers=shown.tiers.limited(_ROWS),
         ranks=tuple(select_ranks(shown.ranks, _RANKS)),
         more_ranks=max(0, len(shown.ranks) - _RANKS),
-        tiers=tuple(select_rows(shown.tiers, _ROWS)),
-        more_tiers=max(0, len(shown.tiers) - _ROWS),
         events=_events(app, chosen),
     )
 

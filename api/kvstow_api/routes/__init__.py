@@ -2,14 +2,14 @@
 
 from fastapi import APIRouter
 
-from kvstow_api.routes import engine, operations, pools, probes, server, sessions, tier
+from kvstow_api.routes import engine, pools, server
 
 ROUTERS: tuple[APIRouter, ...] = (
-    probes.router,
+    server.probes_router,
     server.router,
     engine.router,
     pools.router,
-    sessions.router,
-    tier.router,
-    operations.router,
+    engine.sessions_router,
+    engine.tier_router,
+    pools.operations_router,
 )

@@ -1,4 +1,5 @@
-"""What the engines of the pools do: readiness, counters, ranks, transfers, drain and bypass."""
+"""What the engines of the pools do: readiness, counters, ranks, transfers, drain and bypass, sessions, and what they
+have in the fleet tier."""
 
 from __future__ import annotations
 
@@ -13,22 +14,32 @@ from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.stats import EngineStats
 from kvstow.status import BypassStatus, DrainStatus, RankStatus, TransferStatus
-from kvstow_api.answers import RanksView, ReadinessView, TransfersView
+from kvstow_api.answers import (
+    DetachView,
+    NamespacesView,
+    RanksView,
+    ReadinessView,
+    SessionsView,
+    TierView,
+    TransfersView,
+)
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
 from kvstow_api.directory import Switches
 from kvstow_api.hostreadiness import host_readiness, live_ranks
 from kvstow_api.openapi import changing, reading
-from kvstow_api.poolchoice import choose_pool, find_pool
 from kvstow_api.queries import (
+    DetachQuery,
     PoolQuery,
     ReadinessQuery,
     SessionsQuery,
     StrictRouter,
     SwitchQuery,
     TransfersQuery,
+    choose_pool,
+    find_pool,
 )
-from kvstow_api.readings import transfers_view
+from kvstow_api.readings import sessions_now, tier_view, transfers_view
 
 router = StrictRouter(prefix="/v1", tags=["engine"])
 
@@ -162,3 +173,44 @@ async def set_bypass(app: App, query: SwitchChoice, body: BypassBody) -> BypassS
 
 def _switches(app: AppState, query: SwitchQuery) -> Switches:
     return app.directory.switches if query.pool is None else find_pool(app.directory, query.pool).facade.admin
+
+
+# -- engines that use the pools, and what their keys mean -------------------------------------------------------------
+
+
+sessions_router = StrictRouter(prefix="/v1", tags=["sessions"])
+
+SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0a9b2d3c58"])]
+
+
+@sessions_router.get("/sessions", responses=reading())
+async def list_sessions(app: App) -> SessionsView:
+    """All sessions, the oldest first, lost ones included."""
+    return SessionsView(items=sessions_now(app.directory, app.sampler), rejected=dict(app.directory.rejected))
+
+
+@sessions_router.delete("/sessions/{session_id}", status_code=202, responses=changing(404, 409, body=False))
+async def detach_session(app: App, session_id: SessionId, query: Annotated[DetachQuery, Query()]) -> DetachView:
+    """Detach an engine: its connections end at once. What the session holds is freed when its processes have ended,
+    and not before, because until then they may still copy; `kill` ends them."""
+    if not await run_in_threadpool(app.directory.detach, session_id, kill=query.kill):
+        raise NotFoundError(f"there is no session {session_id!r}; /v1/sessions lists them")
+    return DetachView(id=session_id, killed=query.kill)
+
+
+@sessions_router.get("/namespaces", responses=reading())
+async def list_namespaces(app: App) -> NamespacesView:
+    """All namespaces: engines with the same one share blocks."""
+    return NamespacesView(items=list(app.directory.namespaces()))
+
+
+# -- the fleet tier ---------------------------------------------------------------------------------------------------
+
+
+tier_router = StrictRouter(prefix="/v1/tier", tags=["tier"])
+
+
+@tier_router.get("", responses=reading())
+async def get_tier(app: App) -> TierView:
+    """The store, and for each pool what goes to it and comes from it, and why. Without a store, `items` is empty."""
+    return tier_view(app.directory)

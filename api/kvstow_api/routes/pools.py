@@ -1,24 +1,27 @@
-"""Pools and their blocks."""
+"""Pools and their blocks, and the long-running operations that change them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from fastapi import Depends, Path, Query, Request, Response
+from fastapi import Depends, Header, HTTPException, Path, Query, Request, Response
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
 
 from kvstow.control.administration import Sweep
 from kvstow.control.engine import PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
-from kvstow.errors import ConfigError, NotFoundError
+from kvstow.errors import ConfigError, ConflictError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
-from kvstow_api import livesettings
 from kvstow_api.answers import (
     POOL_NAME,
     BlocksView,
     OperationKind,
+    OperationsView,
+    OperationView,
     PinningView,
     PlanView,
     PoolsView,
@@ -28,12 +31,181 @@ from kvstow_api.answers import (
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
 from kvstow_api.directory import HostedPool
-from kvstow_api.openapi import ETAG, changing, reading
-from kvstow_api.poolchoice import choose_pool, find_pool
-from kvstow_api.queries import BlocksQuery, PoolQuery, StrictRouter, WorkQuery, token_of
-from kvstow_api.readings import pool_view, pool_views
+from kvstow_api.openapi import ETAG, Responses, changing, reading
+from kvstow_api.operations import Operation
+from kvstow_api.queries import (
+    BlocksQuery,
+    OperationQuery,
+    OperationsQuery,
+    PoolQuery,
+    StrictRouter,
+    WorkQuery,
+    choose_pool,
+    find_pool,
+    token_of,
+)
+from kvstow_api.readings import pool_view, pool_views, settings_etag
 from kvstow_api.requests import CHANGED_NOTHING
-from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+operations_router = StrictRouter(prefix="/v1/operations", tags=["operations"])
+
+OperationId = Annotated[str, Path(description="As in the list, or in a `Location`")]
+
+ACCEPTED: Responses = {
+    202: {
+        "model": OperationView,
+        "description": "The work continues as an operation",
+        "headers": {
+            "Location": {"description": "The operation", "schema": {"type": "string"}},
+            "Retry-After": {"description": "Seconds to wait before asking for it", "schema": {"type": "string"}},
+        },
+    }
+}
+
+_CANCEL_SECONDS = 0.1  # a cancelled operation ends within a slice; wait that long to show it
+_OPERATION = TypeAdapter(OperationView)
+
+
+@operations_router.get("", responses=reading())
+async def list_operations(app: App, query: Annotated[OperationsQuery, Query()]) -> OperationsView:
+    """Operations that run, and the last ones that have ended; newest first."""
+    before = query.position
+    found = [
+        operation
+        for operation in app.operations.all()
+        if query.kind in (None, operation.view.kind)
+        and query.state in (None, operation.view.state)
+        and query.pool in (None, operation.view.pool)
+        and (not before or operation.number < before)
+    ]
+    page = found[: query.page_size]
+    return OperationsView(
+        items=[operation.view for operation in page],
+        next_page_token=token_of(page[-1].number if len(found) > len(page) else None),
+    )
+
+
+@operations_router.get("/{operation_id}", responses=reading(404))
+async def get_operation(
+    app: App, operation_id: OperationId, query: Annotated[OperationQuery, Query()]
+) -> OperationView:
+    """One operation, when it ends or after `wait` seconds."""
+    return await app.operations.get(operation_id).wait(query.wait)
+
+
+@operations_router.delete("/{operation_id}", status_code=204, responses=changing(404, 409, body=False))
+async def forget_operation(app: App, operation_id: OperationId) -> Response:
+    """Remove an operation that has ended from the list."""
+    app.operations.forget(operation_id)
+    return Response(status_code=204)
+
+
+@operations_router.post("/{operation_id}/cancel", responses=changing(404, body=False))
+async def cancel_operation(app: App, request: Request, operation_id: OperationId) -> OperationView:
+    """Stop an operation after the current slice; what was done stays done. One that has ended stays as it is."""
+    operation = app.operations.get(operation_id)
+    request.scope[CHANGED_NOTHING] = not operation.running
+    operation.cancel()
+    return await operation.wait(_CANCEL_SECONDS)
+
+
+async def has_succeeded(operation: Operation, wait: float) -> bool:
+    """Whether it succeeded within `wait` seconds; False while it runs. Raises if it failed or was cancelled."""
+    view = await operation.wait(wait)
+    if view.state == "cancelled":
+        raise ConflictError(f"operation {view.id} was cancelled")
+    if view.state == "failed":
+        raise operation.failure or HTTPException(500, f"operation {view.id} failed: {view.error}")
+    return view.state == "succeeded"
+
+
+def accepted(operation: Operation) -> Response:
+    """The answer 202, which names the operation."""
+    view = operation.view
+    headers = {"Location": f"/v1/operations/{view.id}", "Retry-After": "1"}
+    return Response(_OPERATION.dump_json(view), 202, headers, "application/json")
+
+
+# -- settings that can change while the engine runs -------------------------------------------------------------------
+
+
+T = TypeVar("T")
+IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings have changed since it was given")]
+
+_PLANNED = 1024  # blocks visited per hold of the engine's lock
+
+
+def _check_match(pool: HostedPool, if_match: str | None) -> None:
+    """Raises 412 if the settings have changed since the client read them."""
+    etag = settings_etag(pool)
+    if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
+        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
+
+
+async def plan_change(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
+    """What `make_change` would do. Raises what it would raise."""
+    _check_match(pool, if_match)
+    return await run_in_threadpool(_plan, pool, patch)
+
+
+def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
+    """Visits every block above the new capacity, slice by slice."""
+    _check(pool, patch)
+    desired, policy = pool.facade.desired(), pool.facade.stats().pool.policy
+    slot: int | None = patch.capacity_slots
+    evicted = 0
+    while slot is not None:
+        page = pool.facade.blocks(slot, _PLANNED)
+        if any(block.state == "protected" for block in page.blocks):
+            raise ConflictError(f"protected blocks are above slot {patch.capacity_slots}; unprotect them first")
+        evicted += len(page.blocks)
+        slot = page.next_slot
+    return PlanView(
+        capacity_slots=_new(patch.capacity_slots, desired.capacity_slots),
+        policy=_new(patch.policy, policy),
+        pinning_paused=_new(patch.pinning_paused, desired.paused),
+        evicted_slots=evicted,
+        evicted_bytes=evicted * pool.facade.config.slot_bytes,
+    )
+
+
+async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_match: str | None) -> Operation | None:
+    """Make the change if `if_match` allows it; a resize returns its operation. One change at a time: of two with the
+    same ETag the second is refused. Raises before anything has changed."""
+    admin = pool.facade.admin
+    async with app.settings_lock:
+        _check_match(pool, if_match)
+        _check(pool, patch)
+        operation = None
+        capacity = patch.capacity_slots
+        if capacity is not None:
+            operation = app.operations.start("resize", pool.name, lambda: admin.resize(capacity))
+        if patch.pinning_paused is not None:
+            admin.pause_pinning(patch.pinning_paused)
+        if patch.policy is not None:  # O(pool): all slots are copied in order of eviction
+            await run_in_threadpool(admin.set_policy, patch.policy)
+        return operation
+
+
+def _check(pool: HostedPool, patch: PoolPatch) -> None:
+    highest = pool.max_capacity_slots
+    if patch.capacity_slots is None:
+        return
+    if not pool.is_resizable:
+        raise ConflictError(f"the host sets the size of pool {pool.name}, by its memory and what its engines ask for")
+    if patch.capacity_slots > highest:
+        raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
+
+
+def _new(given: T | None, now: T) -> T:
+    return now if given is None else given
+
+
+# -- pools ------------------------------------------------------------------------------------------------------------
+
 
 router = StrictRouter(prefix="/v1", tags=["pools"])
 
@@ -74,14 +246,14 @@ async def change_pool(
     body: PoolPatch,
     query: Wait,
     response: Response,
-    if_match: livesettings.IfMatch = None,
+    if_match: IfMatch = None,
 ) -> PoolView | PlanView | Response:
     """Resize the pool, change its policy, or pause pinning."""
     patch = _in_slots(pool, body)
     if body.dry_run:
         request.scope[CHANGED_NOTHING] = True
-        return await livesettings.plan(pool, patch, if_match)
-    operation = await livesettings.change(app, pool, patch, if_match)
+        return await plan_change(pool, patch, if_match)
+    operation = await make_change(app, pool, patch, if_match)
     if operation is not None and not await has_succeeded(operation, query.wait):
         return accepted(operation)
     return await get_pool(app, pool, response)

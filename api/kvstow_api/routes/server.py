@@ -1,24 +1,121 @@
-"""The server itself: its status page, description, settings, log levels, events, curves and diagnosis."""
+"""The server itself: what machines poll (the probes and /metrics), its status page, description, log levels, events,
+curves and diagnosis."""
 
 from __future__ import annotations
 
+import logging
 from inspect import getdoc
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-from kvstow_api import loglevels
+from kvstow.errors import ConfigError
 from kvstow_api.answers import BLOCK_EVENTS, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
 from kvstow_api.appstate import App
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView
-from kvstow_api.openapi import Description, changing, reading
+from kvstow_api.health import Probe, Verdict
+from kvstow_api.metrics.families import MEDIA_TYPE, render
+from kvstow_api.openapi import Description, Responses, changing, reading
 from kvstow_api.page.live import StatusPage
-from kvstow_api.poolchoice import choose_pool, pool_if_any
-from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter
+from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter, choose_pool, pool_if_any
 from kvstow_api.streamlimit import LimitedStream
+
+# -- what machines poll -----------------------------------------------------------------------------------------------
+
+
+probes_router = APIRouter(tags=["probes"], default_response_class=PlainTextResponse)
+
+_PROBE_OF = {
+    "/livez": "livez",
+    "/readyz": "readyz",
+    "/health": "readyz",
+    "/healthz": "readyz",
+    "/startupz": "startupz",
+}
+_PROBE_RESPONSES: Responses = {
+    200: {"description": "No required check fails", "content": {"text/plain": {"example": "ok"}}},
+    503: {
+        "description": "A required check fails",
+        "content": {"text/plain": {"example": "[-]loop failed: the event loop was late\nreadyz check failed\n"}},
+    },
+}
+_METRICS_RESPONSES: Responses = {200: {"content": {"text/plain": {"example": "kvstow_ready 1.0\n"}}}}
+
+Verbose = Annotated[str | None, Query(description="One line per check; on unless `false` or `0`")]
+CheckName = Annotated[str, Path(description="One of those that `?verbose` lists")]
+Exclude = Annotated[str, Query(description="Checks to leave out, separated by commas")]
+
+
+async def probe(request: Request, app: App, verbose: Verbose = None, exclude: Exclude = "") -> PlainTextResponse:
+    """`ok`, or one line per check."""
+    chosen = app.health.probes[_PROBE_OF[request.scope["route"].path]]
+    return _answer(chosen.run(_known(chosen, exclude)), verbose)
+
+
+async def check(request: Request, app: App, check: CheckName, verbose: Verbose = None) -> PlainTextResponse:
+    """One check of a probe. Here an informational check fails the probe, too."""
+    chosen = app.health.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
+    if check not in chosen.checks:
+        raise HTTPException(404, f"{chosen.name} has no check {check!r}; it has: {', '.join(chosen.checks)}")
+    return _answer(chosen.run_one(check), verbose)
+
+
+for _path in _PROBE_OF:
+    for _route, _endpoint, _codes in ((_path, probe, (422,)), (f"{_path}/{{check}}", check, (404,))):
+        _shared: dict[str, Any] = {"responses": {**_PROBE_RESPONSES, **reading(*_codes, guarded=False)}}
+        probes_router.add_api_route(_route, _endpoint, methods=["GET"], **_shared)
+
+
+@probes_router.get("/metrics", response_class=Response, responses={**_METRICS_RESPONSES, **reading(guarded=False)})
+async def metrics(app: App) -> Response:
+    """All metrics in Prometheus' text format, regardless of the Accept header."""
+    return Response(render(app.host.registry), media_type=MEDIA_TYPE)
+
+
+def _known(chosen: Probe, exclude: str) -> frozenset[str]:
+    """The names in `exclude`. Raises a validation error for a name that is not a check of the probe."""
+    names = frozenset(filter(None, (name.strip() for name in exclude.split(","))))
+    unknown = sorted(names - set(chosen.checks))
+    if unknown:
+        allowed = ", ".join(chosen.checks)
+        message = f"{chosen.name} has no check {', '.join(unknown)}; it has: {allowed}"
+        error = {"type": "enum", "loc": ("query", "exclude"), "msg": message, "input": exclude}
+        raise RequestValidationError([{**error, "ctx": {"allowed": allowed}}])
+    return names
+
+
+def _answer(verdict: Verdict, verbose: str | None) -> PlainTextResponse:
+    is_verbose = verbose is not None and verbose.lower() not in ("false", "0")
+    text = str(verdict) if is_verbose or not verdict.ok else "ok"
+    return PlainTextResponse(text, 200 if verdict.ok else 503)
+
+
+_ROOT = "kvstow"
+
+
+def loggers() -> list[str]:
+    """The loggers that exist."""
+    below = (name for name in logging.root.manager.loggerDict if name.startswith(f"{_ROOT}."))
+    return [_ROOT, *sorted(below)]
+
+
+def level_of(name: str) -> LogLevelView:
+    level = logging.getLevelName(logging.getLogger(name).getEffectiveLevel()).lower()
+    return LogLevelView(logger=name, level=level)
+
+
+def change_level(name: str, level: str) -> LogLevelView:
+    """Raises `ConfigError` for a logger that does not exist or is not KVStow's."""
+    if name not in loggers():
+        raise ConfigError("logger", name, ", ".join(loggers()))
+    logging.getLogger(name).setLevel(level.upper())
+    return level_of(name)
+
 
 router = StrictRouter(tags=["server"])
 
@@ -51,8 +148,8 @@ async def get_openapi(request: Request) -> Response:
 
 
 _lenient = APIRouter(include_in_schema=False)
-for _path, _endpoint in (("/", get_page), ("/page/live", get_live), ("/openapi.json", get_openapi)):
-    _lenient.add_api_route(_path, _endpoint, methods=["GET"])
+for _place, _page in (("/", get_page), ("/page/live", get_live), ("/openapi.json", get_openapi)):
+    _lenient.add_api_route(_place, _page, methods=["GET"])
 router.routes.extend(_lenient.routes)
 
 
@@ -84,13 +181,13 @@ async def get_info(app: App) -> InfoView:
 @router.get("/v1/loglevel", responses=reading())
 async def get_log_levels() -> LogLevelsView:
     """Every logger of KVStow and its level."""
-    return LogLevelsView(items=[loglevels.view(name) for name in loglevels.names()])
+    return LogLevelsView(items=[level_of(name) for name in loggers()])
 
 
 @router.put("/v1/loglevel", responses=changing())
 async def set_log_level(body: LogLevelBody) -> LogLevelView:
     """Set the level of one logger."""
-    return loglevels.change(body.logger, body.level)
+    return change_level(body.logger, body.level)
 
 
 # -- what happens, has happened and is wrong -----------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -13,14 +13,9 @@ from rich.text import Text
 
 from kvstow.stats import SLOT_STATES
 from kvstow_api.answers import ConditionView
-from kvstow_api.overview import MemoryBar, Overview
-from kvstow_api.pooloverview import NOT_PINNED, Chart, PoolOverview
-from kvstow_api.poolrows import POOL_COLUMNS
-from kvstow_api.rankrows import RankRow, select_ranks
-from kvstow_api.tierrows import TIER_COLUMNS
+from kvstow_api.columns import Table as RowTable
+from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, select_ranks
 from kvstow_service.cli.output import STATE_STYLES
-from kvstow_service.cli.rowtable import row_table
-from kvstow_service.cli.sparkline import sparkline
 
 # The characters distinguish the states on terminals without colours.
 _SLOTS: dict[str, tuple[str, str]] = {
@@ -38,9 +33,13 @@ _LABEL, _WORDS = 12, 58
 _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _FEW = 4  # lines of rows of one kind, on a small screen
-_FIXED_LINES, _POOL_LINES = 6, 6  # without rows, ranks and transfers; of what is below the rows
+_FIXED_LINES, _POOL_LINES = 6, 3  # without rows, ranks and transfers; of what is below the rows, without curves
 _HEAD_LINES = 2  # of the fixed ones
 _GROUPS = 7
+_GAP = 2  # between the columns of a table
+_SURE_COLUMNS = 6  # a long name is cut to leave room for them
+_SHORTEST_NAME = 16
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def board(
@@ -60,9 +59,10 @@ def board(
         - bool(lost)
         - bool(footer)
     )
-    room -= len(shown.oldest) + (_POOL_LINES if shown.pool else 0)
-    room -= bool(shown.tiers)
-    wanted = [len(shown.pools), len(shown.sessions), len(shown.tiers), len(shown.ranks)]
+    room -= len(shown.oldest) + bool(shown.tiers.rows)
+    if shown.pool:
+        room -= _POOL_LINES + sum(len(chart.curves) for chart in shown.pool.charts)
+    wanted = [len(shown.pools.rows), len(shown.sessions.rows), len(shown.tiers.rows), len(shown.ranks)]
     pools, sessions, tiers, ranks = _shares(room, wanted)
     airy = room - sum(wanted) >= _GROUPS
     groups = [
@@ -71,8 +71,8 @@ def board(
         _pools(shown, width, pools),
         _sessions(shown, width, sessions),
     ]
-    if shown.tiers:
-        groups.append(row_table(shown.tiers, TIER_COLUMNS, width, tiers, noun="tiers"))
+    if shown.tiers.rows:
+        groups.append(row_table(shown.tiers, width, tiers, noun="tiers"))
     if shown.ranks:
         groups.append(rank_bars(shown.ranks, width, ranks))
     if shown.pool:
@@ -181,16 +181,16 @@ def _pools(shown: Overview, width: int, most: int) -> RenderableType:
 
 
 def _pools_there(shown: Overview, width: int, most: int) -> RenderableType:
-    if not shown.pools:
+    if not shown.pools.rows:
         return Text(shown.empty)
     selected = (shown.selected or "") if shown.choices else None
-    return row_table(shown.pools, POOL_COLUMNS, width, most, noun="pools", selected=selected)
+    return row_table(shown.pools, width, most, noun="pools", selected=selected)
 
 
 def _sessions(shown: Overview, width: int, most: int) -> RenderableType:
-    if not shown.sessions:
+    if not shown.sessions.rows:
         return Text("no engine is attached" + (f" to pool {shown.selected}" if shown.selected else ""))
-    return row_table(shown.sessions, shown.session_columns, width, most, noun="sessions")
+    return row_table(shown.sessions, width, most, noun="sessions")
 
 
 def _slots(shown: PoolOverview, width: int) -> RenderableType:
@@ -219,12 +219,13 @@ def _stack(counts: Mapping[str, int], width: int) -> Text:
 
 def _traffic(shown: PoolOverview, width: int) -> RenderableType:
     grid = _grid()
-    for chart, styles in ((shown.hits, ("green",)), (shown.bandwidth, ("blue", "yellow"))):
-        _add_curves(grid, chart, styles, _bar_width(width))
+    for chart in shown.charts:
+        _add_curves(grid, chart, _bar_width(width))
     return grid
 
 
-def _add_curves(grid: Table, chart: Chart, styles: Sequence[str], room: int) -> None:
+def _add_curves(grid: Table, chart: Chart, room: int) -> None:
+    styles = ("green",) if len(chart.curves) == 1 else ("blue", "yellow", "magenta")
     for curve, style in zip(chart.curves, cycle(styles), strict=False):
         line = Text(sparkline(curve.points, room, chart.top).rjust(room), style=style)
         grid.add_row(_label(curve.name), line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
@@ -261,3 +262,65 @@ def _labelled(label: str, text: Text) -> RenderableType:
 
 def _bar_width(width: int) -> int:
     return max(_NARROWEST, min(50, width - _LABEL - _WORDS))
+
+
+# -- tables and curves -------------------------------------------------------------------------------------------------
+
+
+def row_table(table: RowTable, width: int, most: int, *, noun: str, selected: str | None = None) -> RenderableType:
+    """The first columns that fit, with their titles, and at most `most` lines of rows: those that a condition concerns
+    before others. `selected`: the name of a row to mark."""
+    shown = table if len(table.rows) <= most else table.limited(max(1, most - 1))
+    mark = 2 if selected is not None else 0
+    titles = [title.upper() for title in shown.titles]
+    widths = [max(map(len, column)) for column in zip(titles, *(row.cells for row in shown.rows), strict=True)]
+    widths[0] = min(widths[0], max(_SHORTEST_NAME, width - mark - sum(widths[1:_SURE_COLUMNS]) - _GAP * _SURE_COLUMNS))
+    ends = accumulate(one + _GAP for one in widths)
+    fitting = widths[: max(1, sum(end - _GAP + mark <= width for end in ends))]
+    lines = [_line(titles, fitting, " " * mark, "bold cyan", -1)]
+    for row in shown.rows:
+        is_selected = row.name == selected
+        prefix = ("▸ " if is_selected else "  ")[:mark]
+        style = "bold" if is_selected else "yellow" if row.troubled else ""
+        lines.append(_line(row.cells, fitting, prefix, style, shown.titles.index("state")))
+    if shown.omitted:
+        lines.append(Text(f"and {shown.omitted} more {noun}", style="dim"))
+    return Group(*lines)
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], prefix: str, style: str, state: int) -> Text:
+    line = Text(prefix, style=style, no_wrap=True, overflow="ellipsis")
+    for number, (text, width) in enumerate(zip(texts, widths, strict=False)):
+        shown = _cut(text, width).ljust(width + _GAP)
+        line.append(shown, STATE_STYLES.get(text) if number == state else None)
+    line.rstrip()
+    return line
+
+
+def _cut(text: str, width: int) -> str:
+    """A name ends in what distinguishes it from others, so the middle is cut.
+
+    >>> _cut("llama-3-1-8b-instruct-0a1b2c", 20)
+    'llama-3-1-8…t-0a1b2c'
+    """
+    if len(text) <= width:
+        return text
+    tail = max(1, width * 2 // 5)
+    return f"{text[: width - tail - 1]}…{text[-tail:]}"
+
+
+def sparkline(points: Sequence[float | None], width: int, top: float) -> str:
+    """At most the newest `width` points, from 0 to `top`. Gaps are blank.
+
+    >>> sparkline([0, 1, None, 4, 8], 4, 8)
+    '▂ ▅█'
+    >>> sparkline([0.0, 0.0], 4, 0.0)
+    '▁▁'
+    """
+    shown = points[-width:] if width > 0 else []
+    return "".join(" " if point is None else _level(point, top) for point in shown)
+
+
+def _level(point: float, top: float) -> str:
+    share = min(1.0, max(0.0, point / top)) if top > 0 else 0.0
+    return _LEVELS[round(share * (len(_LEVELS) - 1))]

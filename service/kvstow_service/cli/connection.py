@@ -1,25 +1,54 @@
-"""How a command reaches its server: flags and environment variables."""
+"""What commands on a server share: how they reach it, the pool that they mean, values with units, and the question
+before those that are destructive."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
+from kvstow.bytesize import format_size, parse_size
 from kvstow.errors import ConfigError
+from kvstow_api.texts import counted
 from kvstow_service import environment
-from kvstow_service.cli.failures import reporting_failures
-from kvstow_service.cli.valuetypes import TIME
+from kvstow_service.cli.failures import CommandError, ExitCode, reporting_failures
+from kvstow_service.duration import parse_duration
 
 if TYPE_CHECKING:
     import ssl
 
+    from kvstow.status import SessionStatus
+    from kvstow_api.answers import PlanView, RemovedView
     from kvstow_api.client import Client
+
+
+class _Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """A value that `parse` reads; its `ConfigError` names the allowed ones."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return value
+        try:
+            return self._parse(str(value))
+        except ConfigError as error:
+            self.fail(f"{error.value!r}; allowed: {error.allowed}", param, ctx)
+
+
+TIME = _Parsed("time", parse_duration)
+"""Seconds, as a float; written as 30s, 500ms, 5m or 0.5."""
+
+SIZE = _Parsed("size", parse_size)
+"""Bytes, as an int; written as 8GiB, 500MB or 4096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +134,83 @@ def remote(command: Callable[..., None]) -> Callable[..., None]:
             command(Connection.take(options, os.environ), **options)
 
     return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), run)
+
+
+# -- pools and sessions -----------------------------------------------------------------------------------------------
+
+
+pool_flag = click.option("--pool", metavar="NAME", help="The pool; needed only where the server has several.")
+
+
+def chosen_pool(client: Client, name: str | None) -> str:
+    """`name`, or that of the only pool. Raises `CommandError` if there is none, or if there are several."""
+    from kvstow_api.client import calls
+
+    if name is not None:
+        return name
+    names = [pool.name for pool in client.send(calls.pools()).items]
+    if not names:
+        raise CommandError(
+            "no engine has attached yet, so there is no pool",
+            "`kvstow get sessions` lists the engines that are attached",
+            ExitCode.CONFLICT,
+        )
+    if len(names) > 1:
+        raise CommandError(f"the server has {len(names)} pools", f"give --pool: {', '.join(names)}", ExitCode.USAGE)
+    return names[0]
+
+
+def find_session(client: Client, session_id: str) -> SessionStatus:
+    """Raises `CommandError` if there is none with this id."""
+    from kvstow_api.client import calls
+
+    for session in client.send(calls.sessions()).items:
+        if session.id == session_id:
+            return session
+    raise CommandError(f"there is no session {session_id!r}", "`kvstow get sessions` lists them", ExitCode.NOT_FOUND)
+
+
+# -- destructive commands ---------------------------------------------------------------------------------------------
+
+
+yes_flag = click.option("--yes", "-y", is_flag=True, help="Proceed without a prompt.")
+dry_run_flag = click.option("--dry-run", is_flag=True, help="Show what would happen, and change nothing.")
+
+
+class Effect(NamedTuple):
+    """What a command is about to do to a server: `words` follow "would". None: not counted beforehand."""
+
+    words: str
+    lost_blocks: int | None = 0
+    lost_protections: int | None = 0
+    fails_readyz: bool = False
+    ends_engine: bool = False
+
+    @property
+    def is_destructive(self) -> bool:
+        """The rule: a command is destructive if it loses what no other command brings back (blocks, or the record of
+        which blocks are protected), if it makes /readyz fail, or if it takes the cache from an engine."""
+        return self.lost_blocks != 0 or self.lost_protections != 0 or self.fails_readyz or self.ends_engine
+
+
+def evicted(plan: PlanView | RemovedView) -> str:
+    """What the server evicts, or has evicted, in words."""
+    return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
+
+
+def confirm(effect: Effect, connection: Connection, yes: bool) -> None:
+    """Return if the command may go on. A destructive one names its server first: in a question, or with `yes` in a line
+    on standard error. Raises `CommandError` for a no, and where there is no terminal to ask on."""
+    if not effect.is_destructive:
+        return
+    if yes:
+        click.echo(f"server: {connection.server}", err=True)
+        return
+    if not sys.stdin.isatty():
+        raise CommandError(
+            f"this would {effect.words} on {connection.server}, and there is no terminal to confirm it on",
+            "--yes proceeds without a prompt; --dry-run only shows what would happen",
+            ExitCode.USAGE,
+        )
+    if not click.confirm(f"{effect.words[0].upper()}{effect.words[1:]} on {connection.server}?", err=True):
+        raise CommandError("nothing was changed", "--yes proceeds without a prompt")

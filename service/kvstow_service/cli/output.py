@@ -8,9 +8,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
+
+if TYPE_CHECKING:
+    from kvstow_api.columns import Columns
 
 Format = Literal["table", "wide", "name", "json", "yaml"]
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -57,14 +60,6 @@ format_flag = format_option(("table", "json", "yaml"), "Output format.")
 wide_format_flag = format_option(("table", "wide", "json", "yaml"), "Output format; wide shows more.")
 
 
-class Column(NamedTuple):
-    """One column of a table and the text of its cells. `wide`: shown by -o wide only."""
-
-    title: str
-    cell: Callable[[Any], str]
-    wide: bool = False
-
-
 def emit(view: Any, style: Format, show: Callable[[Any], str]) -> None:
     """Print `view` in the format `style`; `show` makes the text for people."""
     click.echo(text_of(view, style, show))
@@ -96,12 +91,12 @@ def plain(view: Any) -> Any:
     return view
 
 
-def table(items: Iterable[Any], columns: Sequence[Column], *, wide: bool = False) -> str:
+def table(items: Iterable[Any], kind: Columns, *, wide: bool = False) -> str:
     """A line of titles, and one line for each item. Cells are never folded or cut: on a narrow terminal the line wraps,
     and ids can still be copied."""
-    chosen = [column for column in columns if wide or not column.wide]
+    chosen = kind.of("everywhere", "lists", *(("wide",) if wide else ()))
     rows = [[_printable(column.cell(item)) for column in chosen] for item in items]
-    titles = [column.title for column in chosen]
+    titles = [column.title.upper() for column in chosen]
     widths = [max(map(_width, cells)) for cells in zip(titles, *rows, strict=True)]
     lines = [_line(titles, widths, lambda title: styled(title, bold=True))]
     lines += [_line(row, widths, lambda cell: styled(cell, STATE_STYLES.get(cell))) for row in rows]

@@ -1,27 +1,170 @@
-"""`kvstow replay`: a request trace through an engine of its own, or through engines that attach to a node service."""
+"""`kvstow replay`: a request trace through an engine of its own, or through engines that attach to a node service.
+`kvstow trace` generates traces."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from kvstow.errors import KvstowError, ProcessEndedError
-from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.replayoptions import (
-    attach_path,
-    check_attach,
-    check_port,
-    shape_of,
-)
-from kvstow_service.cli.replayruns import run_attached, run_here
-from kvstow_service.replay.shapes import SHAPES
+from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
+from kvstow_service.cli.failures import ExitCode, reporting_failures
+from kvstow_service.process.stop import StopRequests
+from kvstow_service.replay.shapes import SHAPES, Shape, even_shape, shape_named
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kvstow.config import EngineConfig
     from kvstow_service.replay.launcher import AttachedResult
+    from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.result import ReplayResult
+    from kvstow_service.replay.session import Session
+    from kvstow_service.replay.trace import TraceRequest
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+_SLOT_SIZE = "256KiB"
+
+
+def check_attach(attach: str | None, engines: int | None, policy: str | None, *, no_data: bool) -> None:
+    """Raises `SettingError` for options that contradict --attach, or need it."""
+    if attach is None:
+        if engines is not None:
+            raise SettingError("--engines", engines, "needs --attach: without it there is one engine, in this process")
+        return
+    if policy is not None:
+        raise SettingError(
+            "--policy", policy, "cannot be used with --attach: the pool is the service's; see kvstow config"
+        )
+    if no_data:
+        raise SettingError("--no-data", True, "cannot be used with --attach: attached ranks move bytes")
+
+
+def check_port(port: int | None, attach: str | None, *, no_data: bool) -> None:
+    """Raises `SettingError` for options that contradict --port."""
+    if port is None:
+        return
+    if attach is not None:
+        raise SettingError("--port", port, "cannot be used with --attach: the node service has an admin server")
+    if no_data:
+        raise SettingError("--port", port, "cannot be used with --no-data")
+
+
+def attach_path(attach: str) -> Path:
+    from kvstow.attach.connection import socket_path
+
+    try:
+        return socket_path(attach)
+    except ConfigError as error:
+        raise error.renamed("--attach") from None
+
+
+def shape_of(name: str | None, slot_size: str | None) -> Shape:
+    from kvstow.bytesize import parse_size
+
+    if name is not None and slot_size is not None:
+        raise ConfigError("--slot-size", slot_size, "--slot-size or --shape, not both")
+    return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
+
+
+# -- the two ways to run a trace --------------------------------------------------------------------------------------
+
+
+def run_here(
+    config: EngineConfig,
+    options: ReplayOptions,
+    requests: list[TraceRequest],
+    blocks: int,
+    shape: Shape | None,
+    port: int | None,
+) -> ReplayResult:
+    """`shape`: None replays the control plane alone. `port`: None for no admin server."""
+    from kvstow_service.replay.driver import ReplayDriver
+    from kvstow_service.replay.offload import EmbeddedOffload
+    from kvstow_service.replay.replayadmin import replay_admin
+    from kvstow_service.replay.session import local_session, simulated_session
+
+    with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
+        replayed = progress.add_task("replaying", total=len(requests), start=False)
+        session: AbstractContextManager[Session]
+        if shape is None:
+            session = simulated_session(config)
+        else:
+            pinned = progress.add_task("pinning", total=config.capacity_slots)
+            session = local_session(
+                config,
+                kv_blocks=blocks,
+                shape=shape,
+                stop=stops.requested,
+                on_pinned=lambda slots: progress.update(pinned, completed=slots),
+            )
+        parts = stack.enter_context(session)
+        if port is not None:
+            stack.enter_context(replay_admin(parts, port))
+        progress.start_task(replayed)
+        driver = ReplayDriver(
+            EmbeddedOffload(parts.engine),
+            parts.workers,
+            parts.kv,
+            requests,
+            options,
+            kv_blocks=blocks,
+            on_request=lambda count: progress.update(replayed, completed=count),
+        )
+        return driver.run(stops.requested)
+
+
+def run_attached(
+    path: Path,
+    engines: int,
+    shape: Shape,
+    ranks: int,
+    blocks: int,
+    wanted_bytes: int,
+    requests: list[TraceRequest],
+    options: ReplayOptions,
+) -> AttachedResult:
+    from kvstow_service.replay.driver import check_fits
+    from kvstow_service.replay.enginepipe import EngineSpec
+    from kvstow_service.replay.launcher import Launcher
+
+    check_fits(requests, blocks)
+    specs = [
+        EngineSpec(f"replay-{number}", path, shape, ranks, blocks, wanted_bytes, requests, options)
+        for number in range(1, engines + 1)
+    ]
+    with StopRequests() as stops, _progress() as progress:
+        replayed = progress.add_task("replaying", total=len(requests) * engines)
+        launcher = Launcher(
+            specs,
+            on_request=lambda count: progress.update(replayed, completed=count),
+            log=lambda line: click.echo(f"kvstow replay: {line}", err=True),
+        )
+        result = launcher.run(stops.requested)
+    for engine in result.engines:
+        if engine.problem is not None:
+            click.echo(f"kvstow replay: {engine.name} was not attached at its end: {engine.problem}", err=True)
+    return result
+
+
+def _progress() -> Progress:
+    """Progress bars on standard error, if it is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------
+
 
 _POOL_SLOTS = 1000
 _POSITIVE = click.FloatRange(0, min_open=True)
@@ -143,3 +286,42 @@ def _print(result: ReplayResult | AttachedResult, *, as_json: bool) -> None:
         return
     rows = attached_rows(result) if isinstance(result, AttachedResult) else summary_rows(result)
     print_rows(rows, Console(), title="Replay")
+
+
+# -- trace ------------------------------------------------------------------------------------------------------------
+
+
+@click.group()
+def trace() -> None:
+    """Generate request traces."""
+
+
+@trace.command()
+@click.option("--sessions", type=int, default=100, show_default=True, help="Number of conversations.")
+@click.option("--turns", type=int, default=5, show_default=True, help="Average number of turns of a conversation.")
+@click.option("--requests", type=int, help="Only this many requests, the first.")
+@click.option(
+    "--shared-prompts",
+    type=int,
+    default=4,
+    show_default=True,
+    help="Number of shared system prompts.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed and options give the same trace.")
+@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
+    """Generate multi-turn conversations with shared system prompts, as JSON lines."""
+    from kvstow_service.replay.generate import TraceShape, generate_trace
+
+    with reporting_failures():
+        shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
+        found = generate_trace(shape, limit=requests)
+        with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
+            stream.writelines(f"{request.to_line()}\n" for request in found)
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", path, f"a writable file, or - ({error.strerror})") from error

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
-from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.connection import TIME, Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_api.overview import Overview
-    from kvstow_api.pooloverview import PoolReadings
+    from kvstow_api.overview import Overview, PoolReadings
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
@@ -61,8 +59,8 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import calls
-    from kvstow_api.numberformat import duration
     from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
+    from kvstow_api.texts import duration
 
     send, info, readiness = client.send, client.send(calls.info()), client.send(calls.readiness())
     pools = send(calls.pools()).items
@@ -90,7 +88,7 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
 def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
     """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import ApiError, calls
-    from kvstow_api.pooloverview import PoolReadings
+    from kvstow_api.overview import PoolReadings
 
     send = client.send
     try:

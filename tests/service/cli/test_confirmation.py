@@ -9,8 +9,7 @@ import click
 import pytest
 
 from kvstow_service.cli.commands import COMMANDS, load
-from kvstow_service.cli.confirmation import Effect, confirm
-from kvstow_service.cli.connection import Connection
+from kvstow_service.cli.connection import Connection, Effect, confirm
 from kvstow_service.cli.failures import CommandError
 
 CONNECTION = Connection(server="http://prod:1")

@@ -58,7 +58,7 @@ def test_a_pool_and_a_session_show_what_is_under_way(get: Any, host: Any) -> Non
     host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
     titles, row = get("pools").stdout.splitlines()
     shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
-    assert shown.items() >= {"NAME": "host", "STATE": "ready", "USED": "43.8 %", "IN FLIGHT": "1"}.items()
+    assert shown.items() >= {"POOL": "host", "STATE": "ready", "USED": "43.8 %", "IN FLIGHT": "1"}.items()
     titles, row = get("sessions", "-o", "wide").stdout.splitlines()
     shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
     assert shown.items() >= {"STATE": "attached", "POOL": "host", "IN FLIGHT": "1", "HOLDS": "0"}.items()

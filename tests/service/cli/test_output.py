@@ -13,14 +13,17 @@ from tests.service.cli.terminal import Terminal
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.cli.output import Column, pairs, styled, table
-from kvstow_service.cli.tables import LISTS
+from kvstow_api.columns import LISTS, Column, Columns
+from kvstow_service.cli.output import pairs, styled, table
 from kvstow_service.tiers.hostedtiers import HostedTiers
 
-COLUMNS = (
-    Column("NAME", lambda item: str(item[0])),
-    Column("SIZE", lambda item: str(item[1])),
-    Column("MORE", lambda item: "m", wide=True),
+COLUMNS = Columns(
+    (
+        Column("name", lambda item: str(item[0])),
+        Column("size", lambda item: str(item[1]), "lists"),
+        Column("more", lambda item: "m", "wide"),
+    ),
+    "name",
 )
 
 
@@ -78,14 +81,14 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
 def test_ids_can_be_copied_from_a_narrow_terminal(
     crowded: Any, run: Any, child_environ: dict[str, str], noun: str
 ) -> None:
-    _, identifier = LISTS[noun]
+    kind = LISTS[noun]
     items = json.loads(run("get", noun, "-o", "json", "--server", crowded.url).stdout)["items"]
     assert items
     with Terminal("get", noun, "--server", crowded.url, environ=child_environ, columns=40) as terminal:
         assert terminal.end() == 0
         titles, *rows = re.sub(r"\x1b\[\d+m", "", terminal.text).splitlines()
-    titled = [column.title for column in LISTS[noun][0] if not column.wide]
+    titled = [column.title.upper() for column in kind.of("everywhere", "lists")]
     assert [title for title in titled if title not in titles] == []
     assert len(rows) == len(items), "a row is one line, which the terminal wraps"
-    assert {row.split()[0] for row in rows} == {str(item[identifier]) for item in items}
+    assert {row.split()[0] for row in rows} == {str(item[kind.name]) for item in items}
     assert not any(line.endswith(" ") for line in (titles, *rows))

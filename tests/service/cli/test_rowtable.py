@@ -10,28 +10,28 @@ from rich.console import Console
 
 from kvstow_api.answers import PoolView
 from kvstow_api.client.decoding import decode
+from kvstow_api.columns import POOLS, Table
 from kvstow_api.openapi import EXAMPLES
-from kvstow_api.poolrows import POOL_COLUMNS, PoolRow, pool_row
-from kvstow_service.cli.rowtable import row_table
+from kvstow_service.cli.board import row_table
 
 POOL = decode(PoolView, EXAMPLES["PoolView"])
 LONG = "deepseek-r1-distill-qwen-32b-instruct-awq-0a1b2c"
 
 
-def rows(number: int, *, troubled: bool = False) -> list[PoolRow]:
-    made = [pool_row(replace(POOL, name=f"{LONG[:-2]}{index:02}")) for index in range(number)]
-    return [*made[:-1], made[-1]._replace(troubled=troubled)]
+def rows(number: int, *, troubled: bool = False) -> Table:
+    names = [f"{LONG[:-2]}{index:02}" for index in range(number)]
+    return Table.of([replace(POOL, name=name) for name in names], POOLS, lambda one: troubled and one.name == names[-1])
 
 
-def drawn(shown: list[PoolRow], width: int, most: int, selected: str | None = None) -> list[str]:
+def drawn(shown: Table, width: int, most: int, selected: str | None = None) -> list[str]:
     console = Console(width=width, record=True, file=StringIO())
-    console.print(row_table(shown, POOL_COLUMNS, width, most, noun="pools", selected=selected))
+    console.print(row_table(shown, width, most, noun="pools", selected=selected))
     return console.export_text().splitlines()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 110, 160, 300])
 def test_no_line_is_wider_than_the_terminal_or_wrapped(width: int) -> None:
-    titles, *lines = drawn(rows(3), width, 10, selected=rows(1)[0].name)
+    titles, *lines = drawn(rows(3), width, 10, selected=rows(1).rows[0].name)
     assert len(lines) == 3
     assert all(len(line) <= width for line in (titles, *lines))
 
@@ -39,7 +39,7 @@ def test_no_line_is_wider_than_the_terminal_or_wrapped(width: int) -> None:
 def test_a_wide_terminal_shows_every_column_and_a_narrow_one_the_first() -> None:
     assert drawn(rows(1), 300, 10)[0].split("  ")[0] == "POOL"
     every = drawn(rows(1), 300, 10)[0]
-    assert all(title.upper() in every for title in POOL_COLUMNS.values())
+    assert all(title.upper() in every for title in rows(1).titles)
     narrow = drawn(rows(1), 80, 10)[0]
     assert all(title in narrow for title in ("POOL", "STATE", "MEMORY", "USED", "HITS", "IN FLIGHT"))
     assert "EVICTED" not in narrow
@@ -56,11 +56,11 @@ def test_rows_in_trouble_are_shown_if_not_all_fit(most: int) -> None:
     shown = rows(30, troubled=True)
     lines = drawn(shown, 300, most)
     assert len(lines) - 1 <= most
-    assert any(line.startswith(shown[-1].name) for line in lines)
+    assert any(line.startswith(shown.rows[-1].name) for line in lines)
     assert (f"and {31 - most} more pools" in lines) == (most < 30)
 
 
 def test_the_selected_row_is_marked_without_colours() -> None:
     shown = rows(2)
-    titles, first, second = drawn(shown, 300, 10, selected=shown[1].name)
+    titles, first, second = drawn(shown, 300, 10, selected=shown.rows[1].name)
     assert (titles[:2], first[:2], second[:2]) == ("  ", "  ", "▸ ")

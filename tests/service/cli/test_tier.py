@@ -52,8 +52,9 @@ def test_without_a_tier_the_list_is_empty_and_says_why(host: Host, run: Run) -> 
 def test_a_tier_is_shown(ask: Ask, tiered: TieredHost) -> None:
     tiered.begin()
     shown = ask("get", "tier").stdout.splitlines()
-    assert shown[0].split()[:3] == ["NAMESPACE", "POOL", "STATE"]
-    assert shown[1].split()[:3] == ["a1", "host", "on"]
+    assert shown[0].split()[:3] == ["NAMESPACE", "STATE", "FETCHES"]
+    assert shown[1].split()[:2] == ["a1", "on"]
+    assert "no request has asked for a fetch yet" in shown[1]
     wide = ask("get", "tier", "-o", "wide").stdout
     assert "transfers of rank 0 connected" in wide
     assert "FINGERPRINT" in wide
@@ -61,12 +62,12 @@ def test_a_tier_is_shown(ask: Ask, tiered: TieredHost) -> None:
 
 
 def test_top_has_a_row_while_a_store_is_attached(ask: Ask, tiered: TieredHost) -> None:
-    assert "TIER" not in ask("top").stdout
+    assert "FETCHES" not in ask("top").stdout
     tier = tiered.begin()
     tier.counters.put_blocks = 1234
     tier._note_outage("no answer in 0.5 s")
     lines = ask("top", environ={"COLUMNS": "120"}).stdout.splitlines()
-    (at,) = [number for number, line in enumerate(lines) if line.startswith("TIER")]
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("NAMESPACE")]
     assert lines[at + 1].split()[:2] == ["a1", "down"]
     assert "1,234" in lines[at + 1]
     assert "no answer in 0.5 s" in " ".join(lines[:at])

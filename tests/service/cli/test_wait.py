@@ -12,7 +12,7 @@ import pytest
 from tests.service.cli.terminal import Terminal
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.cli.wait import _Lines, _Status
+from kvstow_service.cli.watching import _Lines, _Status
 
 
 def test_wait_returns_at_once_if_the_server_is_ready(run: Any, host: Any) -> None:

@@ -12,7 +12,7 @@ import yaml
 from tests.service.cli.terminal import Terminal
 
 from kvstow_api.answers import ConditionView, DoctorView
-from kvstow_service.cli.sparkline import sparkline
+from kvstow_service.cli.board import sparkline
 
 
 def test_events_are_one_line_each(run: Any, host: Any) -> None:

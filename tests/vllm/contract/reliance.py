@@ -53,7 +53,7 @@ LEFT_OUT = {"CircularBufferSpec", "KpoolTailSpec"}
 PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("trackedrequests", "Request"): ("vllm.v1.request", "Request"),
     ("stepplan", "Step"): ("vllm.v1.core.sched.output", "SchedulerOutput"),
-    ("gpublocks", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
+    ("stores", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
 }
 """Our protocols, by module and name, and vLLM's classes that they stand for."""
 

@@ -25,7 +25,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.admin.agent import AgentStats
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
-from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
+from kvstow_service.connectors.vllm.rankdataplane import AttachedPlane
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 SHARED = "kvstow_service.connectors.engine_core"

@@ -18,7 +18,8 @@ from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.traffic import Traffic
 
 from kvstow.errors import IntegrityError
-from kvstow_service.connectors.engine_core.sharedloads import LoadWait, SharedLoads
+from kvstow_service.connectors.engine_core.loads import SharedLoads
+from kvstow_service.connectors.engine_core.trackedrequests import LoadWait
 
 _PATIENCE = 200  # steps without a token or an end; a load takes 10 at most
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstow_service.connectors.engine_core import hubcache
+from kvstow_service.connectors.engine_core import vllmprocess
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -52,13 +52,13 @@ class AdapterFiles(NamedTuple):
         """Where vLLM finds the adapter; None if it is not on this node, or not yet."""
         folder, reference = Path(os.path.expanduser(path)), None
         if not folder.is_absolute() and not folder.exists():
-            found = hubcache.find_snapshot(path, None)
+            found = vllmprocess.find_snapshot(path, None)
             if found is None:
                 return None
-            folder, reference = found, hubcache.reference_of(path, None)
+            folder, reference = found, vllmprocess.reference_of(path, None)
         if not folder.is_dir():
             return None
-        is_commit = hubcache.commit_of(folder) is not None
+        is_commit = vllmprocess.commit_of(folder) is not None
         return cls(tuple([folder.absolute() / name for name in FILES]), reference, is_commit)
 
     def stats(self) -> tuple[Stat, ...]:

@@ -17,7 +17,6 @@ from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane, EmbeddedControl
-from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
@@ -26,6 +25,7 @@ from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
 _HEAD_START_SECONDS = 1.0  # for vLLM's start, which ends soon after; until then, ranks report with the steps

@@ -16,11 +16,55 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstow.results import Awaited
-from kvstow_service.connectors.engine_core.blocknews import BlockSource
+from kvstow.attach.calls import BlockChange
+from kvstow.results import Awaited, Given
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+
+if TYPE_CHECKING:
+    from kvstow.control.engine import OffloadEngine
+
+
+_BATCHES_PER_READ = 256
+
+
+class BlockNews(NamedTuple):
+    """What has happened since the last news. `lost`: more has happened, but it is unknown. `gone`: blocks of earlier
+    news can no longer be found, until later news or a lookup says otherwise."""
+
+    changes: Sequence[BlockChange] = ()
+    lost: bool = False
+    gone: bool = False
+
+
+class BlockSource(Protocol):
+    """Used by the scheduler's thread. No call waits."""
+
+    def read(self) -> BlockNews: ...
+
+    def look_up(self, keys: Sequence[bytes]) -> Awaited[Sequence[bool]] | None:
+        """Which of these blocks are present. An answer with an `error` says nothing. None if nobody can say now."""
+
+
+class EmbeddedBlocks:
+    """The blocks of the engine in this process."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._cursor = engine.events.last_sequence
+
+    def read(self) -> BlockNews:
+        log = self._engine.events
+        if log.last_sequence == self._cursor:
+            return BlockNews()
+        page = log.read(self._cursor, _BATCHES_PER_READ)
+        self._cursor = page.cursor
+        return BlockNews([BlockChange(event.kind, event.keys) for event in page.events], page.lost > 0)
+
+    def look_up(self, keys: Sequence[bytes]) -> Given[Sequence[bool]]:
+        return Given([self._engine.block(key) is not None for key in keys])
+
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -49,7 +93,7 @@ class Vocabulary(NamedTuple):
     extra_keys: Callable[[Any, int, int], Any]
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """How vLLM classifies a KV group."""
 
     name: str | None = None
@@ -107,7 +151,7 @@ class EventFeed:
     Memory: one reference for each announced block, which the pool bounds, and twice `MAX_PLANNED` descriptions.
     """
 
-    def __init__(self, source: BlockSource, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
+    def __init__(self, source: BlockSource, kinds: Sequence[GroupKind], vocabulary: Vocabulary) -> None:
         self._source, self._kinds, self._vocabulary = source, kinds, vocabulary
         self._stored = _known_fields(vocabulary.stored)
         self._removed = _known_fields(vocabulary.removed)
@@ -287,10 +331,10 @@ def _group(key: bytes) -> int:
     return int.from_bytes(key[:_GROUP_BYTES], "big")
 
 
-def _kinds(specs: Sequence[Any]) -> list[Kind]:
+def _kinds(specs: Sequence[Any]) -> list[GroupKind]:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-    return [Kind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+    return [GroupKind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
 
 def _vocabulary() -> Vocabulary:

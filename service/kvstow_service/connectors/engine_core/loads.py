@@ -1,23 +1,112 @@
-"""Loads: how many of a request's tokens the pool has, and the copies into the request's GPU blocks."""
+"""Loads: how many of a request's tokens the pool has, and the copies into the request's GPU blocks.
+
+Requests that share a prefix load it once: one of them loads it, the others wait for it and find it on the GPU. What
+happens to a failed load that the engine cannot handle stands at the end."""
 
 from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
 from kvstow.results import Awaited
-from kvstow_service.connectors.engine_core.controlplane import ControlPlane
-from kvstow_service.connectors.engine_core.hits import LATER, Later
+from kvstow_service.connectors.engine_core.controlplane import LATER, ControlPlane, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
-from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
+from kvstow_service.connectors.engine_core.trackedrequests import Hit, LoadWait, Request, SharedLoad, TrackedRequest
+
+WAIT_SECONDS = 5.0
+"""How long a request waits at most. All loads that fit into a GPU's cache together take less."""
+
+
+class SharedLoads:
+    """Decides which requests wait for the load of another one. Used by the scheduler's thread.
+
+    vLLM puts loaded blocks into the GPU's prefix cache when it next schedules their request. A request that waited then
+    finds them there, and loads only what comes after them.
+
+    A wait may cost the request at most one step. Therefore a request waits once per admission: when its wait is over,
+    however it has ended, it loads by itself. It waits only for a load that brings at least half of what it needs, and
+    that is no longer than what it needs and what both share, together. Such a load ends in time even if the request's
+    own load would get half of the link from now on.
+    """
+
+    def __init__(
+        self, planner: StepPlanner, groups: KVGroups, clock: Callable[[], float], *, drafts: bool = False
+    ) -> None:
+        """`drafts`: see `VLLMProcess`."""
+        self._planner, self._groups, self._clock = planner, groups, clock
+        group = groups.groups[0]
+        self._hash_tokens = group.block_tokens // group.hashes_per_block
+        self._are_found = groups.is_plain or not drafts  # one block less, and the window before it was not loaded
+        self._loads: dict[TrackedRequest, SharedLoad] = {}
+
+    def must_wait(self, tracked: TrackedRequest, local: int, end: int) -> bool:
+        """Whether the request, which could load its tokens `local` to `end`, waits for another one's load. O(1) for a
+        request that waits or has waited, otherwise O(loads under way)."""
+        if tracked.wait is None:
+            tracked.wait = self._find(tracked.request, local, end)
+            return tracked.wait is not None
+        load, end, deadline = tracked.wait
+        return not self._is_over(load) and load.start <= local < end and self._clock() < deadline
+
+    def begun(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The load of the `num_tokens` tokens after `tracked.start` is planned."""
+        end = (tracked.start + num_tokens) // self._groups.alignment * self._groups.alignment
+        if self._are_found:
+            self._loads[tracked] = SharedLoad(tracked.request, tracked.start, end)
+
+    def done(self, tracked: TrackedRequest) -> None:
+        """The load is done. vLLM has yet to schedule its request, but it may ask about others first."""
+        if (load := self._loads.get(tracked)) is not None:
+            load.done_in = self._planner.number
+
+    def ended(self, tracked: TrackedRequest) -> None:
+        """The load has failed, or its request continues or has ended. Idempotent."""
+        if (load := self._loads.pop(tracked, None)) is not None:
+            load.is_over = True
+
+    def _is_over(self, load: SharedLoad) -> bool:
+        return load.is_over or (load.done_in is not None and load.done_in < self._planner.number)
+
+    def _find(self, request: Request, local: int, end: int) -> LoadWait | None:
+        """The load that brings most of the request's tokens, if it is worth a wait."""
+        best: LoadWait | None = None
+        step, need = self._groups.alignment, end - local
+        half = local + -(-need // (2 * step)) * step
+        for load in self._loads.values():
+            if self._is_over(load) or load.start > local or not self._share(request, load, half):
+                continue
+            shared = self._shared_end(request, load, half, end)
+            is_short = load.end - load.start <= need + shared - local
+            if shared >= half and is_short and (best is None or shared > best.end):
+                best = LoadWait(load, shared, self._clock() + WAIT_SECONDS)
+        return best
+
+    def _shared_end(self, request: Request, load: SharedLoad, half: int, end: int) -> int:
+        """Up to which token the load brings what the request needs, at `half` or later; 0 if that is not enough. If
+        some layers need only a part of the prefix, the load brings what the token after its end reads, and no more."""
+        step, most = self._groups.alignment, min(end, load.end)
+        if not self._groups.is_plain:
+            return most if most == load.end and self._share(request, load, most) else 0
+        counts = range(1, (most - half) // step + 1)
+        more = bisect_left(counts, x=True, key=lambda count: not self._share(request, load, half + step * count))
+        return half + step * more
+
+    def _share(self, request: Request, load: SharedLoad, num_tokens: int) -> bool:
+        """Whether the load brings the last of these tokens, and both requests begin with all of them. Hashes are
+        chained."""
+        last = num_tokens // self._hash_tokens - 1
+        ours, theirs = request.block_hashes, load.request.block_hashes
+        return num_tokens <= load.end and last < min(len(ours), len(theirs)) and ours[last] == theirs[last]
+
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -253,3 +342,52 @@ class Loads:
             return self._planner.begin_load(hit.lease, targets, hit.first + first, tracked.request.request_id)
         self._control.release_lease(hit.lease)
         return None
+
+
+class FailedLoads:
+    """Rolls a request whose load failed back to the tokens that it had before. Used by the scheduler's thread.
+
+    vLLM before 0.30 accepts only bad blocks, and only for models with one KV group. In tpu-inference, KVStow reports no
+    more than that. If that group has a window, vLLM would continue at the first bad block without the window before it.
+    A request that had nothing on the GPU, or has lost its window, cannot continue because it would read wrong bytes. It
+    is held back until it is aborted. Loads are bypassed from then on, so that no other request gets stuck.
+    """
+
+    def __init__(
+        self, control: ControlPlane, groups: KVGroups, null_block: int, requests: Mapping[str, TrackedRequest]
+    ) -> None:
+        """`requests`: the requests that vLLM has, by name; owned by the caller."""
+        self._control, self._groups, self._null_block, self._requests = control, groups, null_block, requests
+        self._stranded: set[str] = set()
+
+    def continuing(self, ended: Collection[str]) -> set[str]:
+        """The requests that may continue, out of those whose loads have `ended`. Also contains requests that were held
+        back and have been aborted since."""
+        failed = {name for name in ended if name in self._requests and self._requests[name].load_failed}
+        stuck = {name for name in failed if not self._rewind(self._requests[name])}
+        if stuck:
+            self._strand(stuck)
+        aborted = {name for name in self._stranded if name not in self._requests}
+        self._stranded -= aborted
+        return {*ended} - stuck | aborted
+
+    def _rewind(self, tracked: TrackedRequest) -> bool:
+        """Let the request continue after its local prefix. Returns False if it lacks something that the next token
+        reads."""
+        for group in self._groups.partial:
+            first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
+            if self._null_block in tracked.tables[group.index][first:end]:
+                return False
+        if tracked.start:
+            tracked.request.num_computed_tokens = tracked.start
+        return tracked.start > 0
+
+    def _strand(self, stuck: set[str]) -> None:
+        self._stranded |= stuck
+        end = self._control.bypass_loads()
+        logger.error(
+            "requests %s wait until they are aborted: their loads failed, and this engine cannot compute them if the "
+            "model has several KV groups or a window; loads are bypassed until %s",
+            ", ".join(sorted(stuck)),
+            end,
+        )

@@ -16,8 +16,7 @@ from kvstow.attach.hello import SessionTicket
 from kvstow.attach.identity import RegionIdentity
 from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankSession
+from kvstow_service.connectors.engine_core.stepplan import BootCompletions, LoadId, PlannedStep, RankSession
 
 
 @dataclass(frozen=True)

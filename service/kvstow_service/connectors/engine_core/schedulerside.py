@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
-from kvstow_service.connectors.engine_core.eagerstores import EagerStores
-from kvstow_service.connectors.engine_core.failedloads import FailedLoads
-from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, KnownHashes, WrittenBlocks
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.lazystores import LazyStores
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.loads import Loads
+from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads, SharedLoads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.recurrentstates import RecurrentStates
-from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepPlanner
-from kvstow_service.connectors.engine_core.stores import EndedRequests, StoreFinder, Stores
+from kvstow_service.connectors.engine_core.storefinders import EagerStores, LazyStores, RecurrentStates, StoreFinder
+from kvstow_service.connectors.engine_core.stores import (
+    BlockPool,
+    EndedRequests,
+    GPUBlocks,
+    KnownHashes,
+    Stores,
+    WrittenBlocks,
+)
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
 
 STEP_BLOCKS = 1024

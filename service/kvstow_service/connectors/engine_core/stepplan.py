@@ -1,11 +1,11 @@
-"""The plan of a step: what the ranks do in one step of vLLM, besides computing."""
+"""The plan of a step: what the ranks do in one step of vLLM, besides computing, and what they report of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvstow.messages import Op, StepPlan
+from kvstow.messages import Completion, Op, StepPlan
 from kvstow.results import Awaited, Lease, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 
@@ -82,3 +82,35 @@ class StepPlanner:
         )
         self._stores, self._loads, self._load_requests, self._lost_loads, self._layered = [], [], [], {}, []
         return planned
+
+
+class LoadId(NamedTuple):
+    """A load. A request has at most one in a step."""
+
+    request_id: str
+    step: int
+
+
+class FinishedLoads(NamedTuple):
+    """Requests whose loads have ended on this rank. `failed` is a subset of `done`; `bad_blocks` are the blocks of
+    failed loads."""
+
+    done: set[str]
+    failed: set[str]
+    bad_blocks: set[int]
+
+
+class BootCompletions(NamedTuple):
+    """Completions, and the boot of the rank that made them."""
+
+    boot_id: str
+    completions: tuple[Completion, ...]
+
+
+class RankSession(NamedTuple):
+    """How far a rank is in a session with the node service. `number` is that of the session's ticket; 0 while it is in
+    no session. `slots`: how many slots it can copy to and from. `is_whole`: no more slots will come."""
+
+    number: int = 0
+    slots: int = 0
+    is_whole: bool = False

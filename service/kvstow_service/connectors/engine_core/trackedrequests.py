@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstow.keys import make_key
 from kvstow.results import Lease
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.loadpolicy import Choice
-
-if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.sharedloads import LoadWait
 
 
 class Request(Protocol):
@@ -155,3 +152,23 @@ class TrackedRequest:
         self.tables = [list(table) for table in tables]
         self.offered_tokens, self.wait = 0, None
         self.admitted_at, self.has_run = step, False
+
+
+@dataclass(slots=True, eq=False)
+class SharedLoad:
+    """A load of the request's tokens `start` to `end` that others may wait for. `done_in`: how many steps were planned
+    when it was done; None before. `is_over`: it will put nothing into the GPU's cache that is not there yet."""
+
+    request: Request
+    start: int
+    end: int
+    done_in: int | None = None
+    is_over: bool = False
+
+
+class LoadWait(NamedTuple):
+    """A request waits for `load`, which brings its tokens up to `end`, until the time `deadline`."""
+
+    load: SharedLoad
+    end: int
+    deadline: float

@@ -1,10 +1,17 @@
-"""The vLLM process that the connector runs in: its configuration, its node, its log."""
+"""The vLLM process that the connector runs in: its configuration, its node, its log, when it began, and the local
+cache of the Hugging Face Hub that it reads.
+
+What has changed since a process began may differ from what vLLM has read."""
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
+import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,3 +147,68 @@ def join_vllm_log() -> None:
     ours.handlers = list(theirs.handlers)
     ours.setLevel(theirs.level)
     ours.propagate = False
+
+
+_START_FIELD = 19  # of /proc/PID/stat, behind the name: the time in ticks since the machine started
+
+
+def process_start() -> float:
+    """When this process began, in seconds since the epoch. vLLM loads weights and adapters after that."""
+    return _start_of("self")
+
+
+def program_start() -> float:
+    """When the process that has started this one began, if it is vLLM's, too: it reads the model's configuration and
+    the files of its processor before it starts engines."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return process_start()
+    try:
+        return min(process_start(), _start_of(str(parent.pid)))
+    except OSError:  # it has ended, or has another namespace
+        return process_start()
+
+
+def _start_of(process: str) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    since_boot = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+
+
+COMMIT = re.compile("[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+
+
+def find_snapshot(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """The folder of a repository's files at a revision, by default the latest that the cache knows; None if it is not
+    in the cache. `cache`: another folder than the usual one."""
+    reference = reference_of(repository, revision, cache)
+    commit = revision
+    if reference is not None:
+        commit = reference.read_text().strip()
+    if commit is None or not COMMIT.fullmatch(commit):
+        return None
+    folder = _folder(repository, cache)
+    snapshot = None if folder is None else folder / "snapshots" / commit
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
+
+
+def reference_of(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """The file that says which commit a branch or a tag is; None if there is none, as for a commit."""
+    folder = _folder(repository, cache)
+    reference = None if folder is None else folder / "refs" / (revision or "main")
+    return reference if reference is not None and reference.is_file() else None
+
+
+def commit_of(place: Path) -> tuple[str, str] | None:
+    """The repository and the commit whose snapshot this place is in; None for any other place."""
+    found = _SNAPSHOT.search(f"{place.absolute()}/")
+    return None if found is None else (found["repository"].replace("--", "/"), found["commit"])
+
+
+def _folder(repository: str, cache: str | None) -> Path | None:
+    from huggingface_hub import constants  # type: ignore[import-not-found, unused-ignore]
+
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):  # names then mean other repositories
+        return None
+    return Path(cache or constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"

@@ -16,12 +16,17 @@ from kvstow.layout import KVLayout
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent, Rendezvous
-from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.rankplane import NoDataPlane, RankDataPlane
+from kvstow_service.connectors.engine_core.stepplan import BootCompletions, RankSession
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankSession, WorkerSide
+from kvstow_service.connectors.engine_core.workerside import (
+    NoDataPlane,
+    RankDataPlane,
+    WorkerSide,
+    require_memory,
+    wait_until_pinned,
+)
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
 

@@ -1,34 +1,155 @@
-"""The worker side: one rank's data plane, driven by the steps of its vLLM worker."""
+"""The worker side: one rank's data plane, driven by the steps of its vLLM worker, what replaces the data plane while
+there is none, and the memory of the rank's pool."""
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
+from kvstow.bytesize import format_size
+from kvstow.config import PoolConfig
 from kvstow.devices.base import Fence, LayeredLoad
-from kvstow.errors import CopyError
-from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+from kvstow.errors import CopyError, InsufficientMemoryError
+from kvstow.layeredloads import LayeredLoads
+from kvstow.memory.limits import limits_of
+from kvstow.memory.region import round_up
+from kvstow.memory.slotpool import SlotPool
+from kvstow.messageorder import NewestDesiredState, ReportSequence
+from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
+from kvstow_service.connectors.engine_core.stepplan import (
+    BootCompletions,
+    FinishedLoads,
+    LoadId,
+    PlannedStep,
+)
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 
-if TYPE_CHECKING:
-    from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
+
+def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
+    """How many bytes are available to the pools of this node's ranks together; 0 if no limit can be read. Raises
+    `InsufficientMemoryError` if the pools do not fit. Call it before any of them begins to pin."""
+    limits = limits_of(options.huge_pages)
+    shortage = limits.shortage(
+        round_up(options.bytes_of_rank(process.num_ranks), limits.page_bytes) * process.ranks_per_node
+    )
+    if shortage is not None:
+        raise InsufficientMemoryError(
+            f"{process.ranks_per_node} x {format_size(options.bytes_of_rank(process.num_ranks))} of pool cannot fit: "
+            f"{shortage.message}"
+        )
+    headroom = limits.headroom()
+    return 0 if headroom is None else max(0, headroom.num_bytes - limits.reserve_bytes)
 
 
-class LoadId(NamedTuple):
-    """A load. A request has at most one in a step."""
+def rank_pool_config(options: ConnectorOptions, slot_bytes: int, pool_bytes: int, max_bytes: int) -> PoolConfig:
+    """The pool of a rank, which gets `pool_bytes` at first and may grow to `max_bytes`. Raises `ConfigError`."""
+    if (most := max(pool_bytes, max_bytes)) < slot_bytes:
+        raise refusal("cpu_bytes_to_use", most, f"at least one block, {slot_bytes} bytes on this rank")
+    return options.pool_config(slot_bytes, max(slot_bytes, pool_bytes), max_bytes)
 
-    request_id: str
-    step: int
+
+def wait_until_pinned(pool: SlotPool) -> None:
+    """Return when the pool has reached its size or stopped growing."""
+    changed = threading.Event()
+    pool.add_listener(changed.set)
+    while pool.status().state == "pinning":
+        changed.wait()
+        changed.clear()
 
 
-class FinishedLoads(NamedTuple):
-    """Requests whose loads have ended on this rank. `failed` is a subset of `done`; `bad_blocks` are the blocks of
-    failed loads."""
+class RankDataPlane(Protocol):
+    """What a `WorkerSide` needs: a `DataPlane`, vLLM's `AttachedPlane` or a `NoDataPlane`."""
 
-    done: set[str]
-    failed: set[str]
-    bad_blocks: set[int]
+    @property
+    def boot_id(self) -> str: ...
+    @property
+    def is_pinning(self) -> bool: ...
+    @property
+    def applied(self) -> DesiredState: ...
+    @property
+    def layered(self) -> LayeredLoads | None: ...
+    def start(self, *, at_ease: bool = False) -> None: ...
+    def begin_step(self) -> None: ...
+    def launched(self, work: Fence | None = None) -> None: ...
+    def end_step(self) -> None: ...
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
+    def drive(self) -> None: ...
+    def take_completions(self) -> list[Completion]: ...
+    def report(self) -> RankReport: ...
+    def apply(self, desired: DesiredState) -> None: ...
+    def add_listener(self, callback: Callable[[], None]) -> None: ...
+    def close(self, timeout: float = 5.0) -> bool: ...
+
+
+class NoDataPlane:
+    """Replaces the data plane of a rank that has none: before it has one, while vLLM sleeps, or after an error.
+
+    It fails every op, so that each load ends for vLLM. Used like a `DataPlane`.
+    """
+
+    is_pinning = False
+    layered: LayeredLoads | None = None
+
+    def __init__(
+        self,
+        rank: int,
+        slot_bytes: int,
+        reason: str | None = None,
+        error: str | None = None,
+        sender: ReportSequence | None = None,
+    ) -> None:
+        self.boot_id = secrets.token_hex(8)
+        state: RankState = "stopped" if error is None else "failed"
+        self._report = RankReport.without_pool(rank, self.boot_id, state, slot_bytes, error_reason=reason, error=error)
+        self._newest = NewestDesiredState()
+        self._sender = sender or ReportSequence()
+        self._completions: list[Completion] = []
+
+    def start(self, *, at_ease: bool = False) -> None:
+        """Does nothing: there is nothing to pin."""
+
+    def begin_step(self) -> None:
+        """Does nothing: there is nothing to pin, and no copy is under way."""
+
+    def launched(self, work: Fence | None = None) -> None:
+        """Does nothing: see `begin_step`."""
+
+    end_step = drive = begin_step
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        self._completions += [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]
+
+    def take_completions(self) -> list[Completion]:
+        completions, self._completions = self._completions, []
+        return completions
+
+    def report(self) -> RankReport:
+        return self._sender.next_report(self._current_report)
+
+    def _current_report(self) -> RankReport:
+        applied = self._newest.applied
+        return replace(
+            self._report, engine_id=applied.engine_id, applied=applied.number, stale_desired_states=self._newest.stale
+        )
+
+    def apply(self, desired: DesiredState) -> None:
+        """Remember the desired state: the next data plane begins with it."""
+        self._newest.apply_if_newer(desired, lambda _: None)
+
+    @property
+    def applied(self) -> DesiredState:
+        return self._newest.applied
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Does nothing: the report never changes."""
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Does nothing: it holds no memory."""
+        return True
 
 
 class LayerWaits:
@@ -66,22 +187,6 @@ class LayerWaits:
         load, self._load = self._load, None
         if load is not None:
             load.wait(num_parts - 1)
-
-
-class BootCompletions(NamedTuple):
-    """Completions, and the boot of the rank that made them."""
-
-    boot_id: str
-    completions: tuple[Completion, ...]
-
-
-class RankSession(NamedTuple):
-    """How far a rank is in a session with the node service. `number` is that of the session's ticket; 0 while it is in
-    no session. `slots`: how many slots it can copy to and from. `is_whole`: no more slots will come."""
-
-    number: int = 0
-    slots: int = 0
-    is_whole: bool = False
 
 
 class _Load(NamedTuple):

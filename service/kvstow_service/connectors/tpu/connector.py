@@ -17,21 +17,18 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from kvstow.control.launchorder import LaunchOrder
-from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
-from kvstow_service.connectors.engine_core.kvevents import event_feed
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankUpdate
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.tpu.endedloads import EndedLoads
-from kvstow_service.connectors.tpu.support import TPUOptions, require_kept, require_supported
+from kvstow_service.connectors.tpu.support import EndedLoads, TPUOptions, require_kept, require_supported
 
 if TYPE_CHECKING:
     from kvstow_service.connectors.engine_core.workerhost import WorkerHost
-    from kvstow_service.connectors.tpu.runnercell import Runner
-    from kvstow_service.connectors.tpu.runnerhost import RunnerHost
+    from kvstow_service.connectors.tpu.runnerhost import Runner, RunnerHost
 
 logger = logging.getLogger("kvstow.vllm")
 

@@ -1,24 +1,66 @@
-"""The worker's half on a host of TPUs: one data plane for all devices of the process."""
+"""The worker's half on a host of TPUs: the KV cache of tpu-inference's model runner, and one data plane for all
+devices of the process."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
+
+import jax
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import JaxDevice, JaxOptions, ShardedKV
+from kvstow.errors import ConfigError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import cpu_registrar
 from kvstow.messages import LoadLaunch, StagedLoad, StepPlan
-from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
-from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost
-from kvstow_service.connectors.tpu.runnercell import Runner, RunnerCell, has_cache, read_cache
+from kvstow_service.connectors.engine_core.workerside import RankDataPlane, rank_pool_config
 from kvstow_service.connectors.tpu.support import TPUOptions
+
+
+class Runner(Protocol):
+    """The part of tpu-inference's `TPUModelRunner` that is used. `kv_caches`: one array for each layer, or group of
+    layers that share memory; each step replaces the list. `kv_cache_manager` frees and makes the arrays."""
+
+    kv_caches: list[jax.Array]
+    kv_cache_manager: Any
+
+
+class RunnerCell:
+    """A `KVCell`. The arrays stay with the runner, and its next step takes them from there."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def peek(self) -> Sequence[jax.Array]:
+        return self._runner.kv_caches
+
+    def take(self) -> Sequence[jax.Array]:
+        return self._runner.kv_caches
+
+    def put(self, arrays: Sequence[jax.Array]) -> None:
+        self._runner.kv_caches = list(arrays)
+
+
+def has_cache(runner: Runner) -> bool:
+    """Whether the runner has a KV cache now. It may have freed the cache."""
+    return bool(runner.kv_caches) and not any(array.is_deleted() for array in jax.tree.leaves(runner.kv_caches))
+
+
+def read_cache(runner: Runner, num_blocks: int) -> ShardedKV:
+    """How the runner's KV cache lies on the devices. Raises `ConfigError` for a layout that KVStow does not support."""
+    for number, array in enumerate(runner.kv_caches):
+        if not isinstance(array, jax.Array):
+            raise ConfigError(f"KV cache {number}", type(array).__name__, "one array for each layer")
+        if array.shape[0] != num_blocks:
+            raise ConfigError(f"KV cache {number}: blocks", array.shape[0], f"{num_blocks}, as the scheduler has")
+    return ShardedKV.of(runner.kv_caches)
+
 
 logger = logging.getLogger("kvstow.vllm")
 

@@ -1,14 +1,16 @@
-"""What KVStow does not support in tpu-inference. Refused before anything starts."""
+"""What tpu-inference leaves to the connector: refusing what KVStow does not support there, before anything starts, and
+knowing which loads have ended on every host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse, size
+from kvstow_service.connectors.engine_core.stepplan import LoadId, PlannedStep
 
 _OF_TENSORS = {
     "attach": "works with vLLM on GPUs alone: a JAX engine has memory of its own",
@@ -62,3 +64,37 @@ def require_kept(groups: KVGroups) -> None:
     if groups.left_out:
         value = "groups that vLLM does not find by prefix"
         raise ConfigError("the model's KV cache", value, "attention layers without them, on TPUs")
+
+
+class EndedLoads:
+    """Counts the hosts that have reported the end of a load. vLLM's own count does not work: it would wait for as many
+    workers as there are chips. It also knows only requests, and a request may load more than once.
+
+    A load is expected from its plan on, until each host has reported it. Reports that are repeated or late are `stale`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[LoadId, set[int]] = {}
+        self._ended: set[str] = set()
+        self.stale = 0
+
+    def expect(self, plan: PlannedStep) -> None:
+        for request_id in (*plan.load_requests, *plan.lost_loads):
+            self._waiting[LoadId(request_id, plan.number)] = set()
+
+    def add(self, rank: int, loads: Iterable[LoadId], num_ranks: int) -> None:
+        """`rank` of `num_ranks` has reported these."""
+        for load in loads:
+            ranks = self._waiting.get(load)
+            if ranks is None or rank in ranks:
+                self.stale += 1
+                continue
+            ranks.add(rank)
+            if len(ranks) == num_ranks:
+                del self._waiting[load]
+                self._ended.add(load.request_id)
+
+    def take_ended(self) -> set[str]:
+        """Requests whose loads have ended since the last call."""
+        ended, self._ended = self._ended, set()
+        return ended

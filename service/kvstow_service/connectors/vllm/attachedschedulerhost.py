@@ -15,20 +15,17 @@ from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdent
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.connectors.engine_core.blocknews import BlockSource
-from kvstow_service.connectors.engine_core.gpublocks import BlockPool
-from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.stepplan import RankSession
+from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.engine_core.workerside import RankSession
-from kvstow_service.connectors.vllm.attachedblocks import AttachedBlocks
 from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
-from kvstow_service.connectors.vllm.attachedfigures import AttachedFigures
+from kvstow_service.connectors.vllm.attachedfeeds import LEAST_TOKENS, AttachedBlocks, AttachedFigures, PrefillMeter
 
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""

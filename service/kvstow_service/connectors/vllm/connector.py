@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
-from kvstow_service.connectors.engine_core.kvevents import event_feed
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.stepplan import FinishedLoads
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.engine_core.workerside import FinishedLoads
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,7 @@ class KVStowConnector(OffloadConnector):
         return _scheduler_host(options, process, groups, vllm_config, kv_cache_config)
 
     def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
-        from kvstow_service.connectors.vllm.workerhost import worker_host  # 11 ms: only ranks need it
+        from kvstow_service.connectors.vllm.tensorhost import worker_host
 
         return worker_host(options, process, kv_cache_config)
 

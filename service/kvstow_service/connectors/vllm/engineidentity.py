@@ -1,14 +1,256 @@
-"""What identifies the blocks of one engine: `attachidentity`, applied to its configuration."""
+"""The identity of a vLLM engine: whose memory it can share, and whose blocks, on its node and on others, and why no
+other engine may share the blocks of this one."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+
+from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.engine_core.vllmprocess import hash_block_tokens
-from kvstow_service.connectors.vllm import attachidentity
+from kvstow_service.connectors.engine_core.vllmprocess import (
+    COMMIT,
+    find_snapshot,
+    hash_block_tokens,
+    process_start,
+    program_start,
+    reference_of,
+)
+from kvstow_service.connectors.vllm.modelweights import Weights, identify_weights
+from kvstow_service.connectors.vllm.valuesettings import are_dummies, digest_of, model_files, value_settings
+
+_PROBE_BLOCKS = 3
+
+
+def pool_identity(
+    config: Any, kv_cache_config: Any, groups: KVGroups, hellos: Sequence[RankHello], *, replicated: bool
+) -> PoolIdentity:
+    """`hellos` of all ranks, in order."""
+    parallel = config.parallel_config
+    first, *others = hellos
+    layers = {index: group.layer_names for index, group in enumerate(kv_cache_config.kv_cache_groups)}
+    return PoolIdentity(
+        slot_bytes=tuple([hello.slot_bytes for hello in hellos]),
+        regions=first.regions,
+        other_regions=tuple([(hello.rank, hello.regions) for hello in others if hello.regions != first.regions]),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        groups=tuple([_group(group, layers[group.index]) for group in groups.groups]),
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        prefill_context_parallel=getattr(parallel, "prefill_context_parallel_size", 1),
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        replicated=replicated,
+    )
+
+
+def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) -> NamespaceIdentity:
+    """Call it once vLLM has initialized its block hashes. `weights_id`: as configured."""
+    weights = _weights(config, config.model_config, weights_id)
+    drafter = _drafter_weights(config, weights_id)
+    probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
+    settings, unreadable = _settings(config, drafter)
+    unshared = unreadable or why_unshared(config, weights, drafter)
+    if unshared:
+        probe = f"{probe}-{secrets.token_hex(8)}"
+    return NamespaceIdentity(
+        model=weights.model,
+        weights_id=weights.weights_id or "unknown",
+        weights_source=weights.source,
+        hash_probe=probe,
+        value_settings=tuple(settings.items()),
+        unshared=unshared,
+    )
+
+
+def _settings(config: Any, drafter: Weights | None) -> tuple[dict[str, str], str]:
+    """What changes values, and why some of it is unknown; empty if nothing is."""
+    unreadable, settings = "", {}
+    try:
+        settings = value_settings(config)
+        files = model_files(config, program_start())
+        if files is not None:
+            settings["model_files"], unreadable = files.digest, files.why_unshared(config.model_config)
+    except OSError as error:
+        unreadable = f"files_unknown: what the model needs besides its weights cannot be read ({error})"
+    if drafter is not None:
+        settings[DRAFTER_WEIGHTS] = drafter.weights_id or "unknown"
+    return settings, unreadable
+
+
+def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
+    """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
+    folder (`digest_of_weights`), and of a drafter that is one. If the files cannot be read, there is no name, and the
+    error is the reason."""
+    try:
+        return _read_fleet_weights(config, weights_id)
+    except OSError as error:
+        return FleetWeights(
+            reason=f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
+        )
+
+
+def _read_fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
+    """Raises `OSError`."""
+    names = []
+    for weights in (_weights(config, config.model_config, weights_id), _drafter_weights(config, weights_id)):
+        if weights is None:
+            continue
+        if weights.source != "configured" and are_dummies(config):
+            return FleetWeights(reason="weights_unknown: load_format is dummy; set weights_id")
+        name = weights.fleet_id()
+        if not name:
+            return FleetWeights(reason=unknown(weights, config))
+        names.append(name)
+    return FleetWeights(" and ".join(dict.fromkeys(names)))
+
+
+def hash_probe(algorithm: str, hash_tokens: int) -> str:
+    """The hashes that this process computes for known tokens, and for a name that a hash may cover."""
+    function = get_hash_fn_by_name(algorithm)
+    parts = [b"tagged" if tags_extra_keys() else b""]
+    for extra_keys in (None, ("kvstow-lora",), (("image-hash", 0),), ("kvstow-salt", "kvstow-embedding")):
+        parent: Any = None
+        for number in range(_PROBE_BLOCKS):
+            tokens = range(number * hash_tokens, (number + 1) * hash_tokens)
+            parent = kv_cache_utils.hash_block_tokens(function, parent, list(tokens), extra_keys)
+        parts.append(bytes(parent))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+
+def _weights(config: Any, model: Any, configured: str | None) -> Weights:
+    find = partial(find_snapshot, cache=getattr(config.load_config, "download_dir", None))
+    return identify_weights(model.model, getattr(model, "revision", None), configured, find)
+
+
+def _drafter_weights(config: Any, configured: str | None) -> Weights | None:
+    """The drafter's weights. vLLM names the model itself as the drafter if the drafter has no weights of its own.
+    `configured`: the model's `weights_id`."""
+    drafter = getattr(config.speculative_config, "draft_model_config", None)
+    if drafter is None:
+        return None
+    return _weights(config, drafter, configured if drafter.model == config.model_config.model else None)
+
+
+def _group(group: KVGroup, layers: Sequence[str]) -> GroupIdentity:
+    kind = "full" if group.is_full else "state" if group.is_state else "chunk" if group.chunk is not None else "window"
+    return GroupIdentity(
+        kind=f"{kind} {digest_of(sorted(layers))}",
+        block_tokens=group.block_tokens,
+        hash_tokens=group.block_tokens // group.hashes_per_block,
+        window=group.window if group.chunk is None else group.chunk,
+    )
+
+
+_FROM_THE_MODEL = {
+    "auto",
+    "bitsandbytes",
+    "dummy",
+    "fastsafetensors",
+    "gguf",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+}
+"""Load formats that take the weights from where the model is. Others, and those of plugins, may take any."""
+
+
+def why_unshared(config: Any, weights: Weights, drafter: Weights | None) -> str:
+    """The reason, as a sentence; empty if others may share them."""
+    if not _are_reproducible(config.cache_config.prefix_caching_hash_algo):
+        return (
+            "hashes_not_reproducible: this vLLM hashes tokens with a seed of its own; set PYTHONHASHSEED to the same "
+            "value for all engines"
+        )
+    if config.lora_config is not None and not tags_extra_keys():
+        return "lora_names_not_unique: this vLLM hashes the name of a LoRA adapter alone; vLLM 0.31 hashes its path too"
+    if getattr(config, "weight_transfer_config", None) is not None:
+        return "weights_not_fixed: weight_transfer_config lets the weights change while the engine runs"
+    draft_model = getattr(config.speculative_config, "draft_model_config", None)
+    for model, one in ((config.model_config, weights), (draft_model, drafter)):
+        if one is not None and (reason := _why_not_known(config, model, one)):
+            return reason
+    if _scales_change(config):
+        return (
+            "kv_scales_not_fixed: calculate_kv_scales, and fp8 for the attention of an encoder without a file of "
+            "scales, take scales from the first requests of each engine; use a model that comes with scales"
+        )
+    return ""
+
+
+def unknown(weights: Weights, config: Any) -> str:
+    is_drafter = weights.model != config.model_config.model
+    remedy = "take the drafter from a folder or the cache of the Hugging Face Hub" if is_drafter else "set weights_id"
+    return f"weights_unknown: nothing identifies the weights of {weights.model}; {remedy}"
+
+
+def tags_extra_keys() -> bool:
+    """Whether hashes cover a LoRA adapter's path in addition to its name."""
+    return hasattr(kv_cache_utils, "to_event_extra_keys")
+
+
+def _why_not_known(config: Any, model: Any, weights: Weights) -> str:
+    """Why it is not certain which weights the engine has loaded."""
+    if not weights.weights_id:
+        return unknown(weights, config)
+    if weights.source == "configured":
+        return ""
+    load = config.load_config
+    if str(getattr(load, "load_format", "auto")) not in _FROM_THE_MODEL:
+        return f"weights_unknown: load_format {load.load_format} may take them from elsewhere; set weights_id"
+    try:
+        if weights.changed_after(process_start()):
+            return (
+                "files_changed: files of the weights have changed since vLLM started, which may have read them before; "
+                "restart, or set weights_id"
+            )
+    except OSError as error:
+        return f"weights_unknown: their files cannot be read ({error}); set weights_id"
+    if weights.source == "snapshot" and _has_moved(load, model, weights):
+        return (
+            f"revision_moved: revision {model.revision or 'main'} of {weights.model} has become another commit since "
+            "vLLM started, which may have read the one before; restart, or set revision to a commit"
+        )
+    return ""
+
+
+def _has_moved(load: Any, model: Any, weights: Weights) -> bool:
+    """Whether the commit may be another one than that which was loaded. A path and a commit mean one for good."""
+    if Path(model.model).exists() or COMMIT.fullmatch(str(model.revision)):
+        return False
+    read = getattr(model.hf_config, "_commit_hash", None)
+    if read is not None:
+        return bool(read != weights.weights_id)
+    reference = reference_of(model.model, model.revision, getattr(load, "download_dir", None))
+    return reference is None or reference.stat().st_ctime > program_start()
+
+
+def _are_reproducible(algorithm: str) -> bool:
+    function = get_hash_fn_by_name(algorithm)
+    seeds = os.environ.get("PYTHONHASHSEED"), getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    return any(seed is not None and function(seed) == kv_cache_utils.NONE_HASH for seed in seeds)
+
+
+def _scales_change(config: Any) -> bool:
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    is_encoder_scaled = getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8"
+    if is_encoder_scaled and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
+        return True
+    return bool(getattr(config.cache_config, "calculate_kv_scales", False))
 
 
 class EngineIdentity(NamedTuple):
@@ -21,15 +263,13 @@ class EngineIdentity(NamedTuple):
     replicated: bool
 
     def pool(self, hellos: list[RankHello]) -> PoolIdentity:
-        return attachidentity.pool_identity(
-            self.vllm_config, self.kv_cache_config, self.groups, hellos, replicated=self.replicated
-        )
+        return pool_identity(self.vllm_config, self.kv_cache_config, self.groups, hellos, replicated=self.replicated)
 
     def namespace(self) -> NamespaceIdentity:
         """Available once vLLM has its block hashes."""
         hash_tokens = hash_block_tokens(self.vllm_config, self.kv_cache_config)
-        return attachidentity.namespace_identity(self.vllm_config, hash_tokens, self.weights_id)
+        return namespace_identity(self.vllm_config, hash_tokens, self.weights_id)
 
     def weights(self) -> FleetWeights:
         """Reads samples of the weight files."""
-        return attachidentity.fleet_weights(self.vllm_config, self.weights_id)
+        return fleet_weights(self.vllm_config, self.weights_id)

@@ -1,32 +1,223 @@
-"""The data plane of one rank, built around the KV cache of a vLLM worker.
+"""The data plane of one rank, built around the KV cache of a vLLM worker, with a pool of its own or with the node
+service's memory.
 
-Importing this module imports torch.
-"""
+Where a block's bytes lie is derived from the strides of vLLM's KV cache tensors alone. Layouts differ between versions,
+backends and models: K and V in one tensor or two, heads inside a block or outside, all layers in one storage or each in
+its own, groups of layers in the same memory. The strides show which layout it is. vLLM's configuration fields change
+their names too often to rely on them.
+
+Importing this module imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvstow.attach.hello import SessionTicket
+from kvstow.attach.worker import AttachedWorker
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
-from kvstow.layout import Part
+from kvstow.layeredloads import LayeredLoads
+from kvstow.layout import KVLayout, Part, Region, Span
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.pinning import Registrar, cpu_registrar
+from kvstow.memory.mappedpool import MappedPool
+from kvstow.memory.pinning import PopulateOnly, Registrar, cpu_registrar, pace_of
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import ReportSequence
-from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
+from kvstow_service.connectors.engine_core.stepplan import RankSession
+from kvstow_service.connectors.engine_core.workerside import rank_pool_config
 
 if TYPE_CHECKING:
     from kvstow.devices.cuda import CudaDevice
+
+
+class KVGeometry(NamedTuple):
+    """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory.
+    `contents[i]` is a digest of which layers lie where in its pages, and how. `parts` are what one layer after the
+    other reads; `part_of[layer]` is the last part that it reads: layers that share memory share a part."""
+
+    layout: KVLayout
+    tensors: tuple[torch.Tensor, ...]
+    contents: tuple[str, ...]
+    parts: tuple[Part, ...]
+    part_of: Mapping[str, int]
+
+
+class _Run(NamedTuple):
+    """Contiguous bytes of block 0 in a storage, and the distance to the same bytes of the next block."""
+
+    start: int
+    num_bytes: int
+    stride: int
+
+
+def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
+    """The regions of a rank's KV cache of `num_blocks` blocks. `kv_caches[layer]` is a tensor, or several.
+
+    Layers that share memory count once, and adjacent bytes of a block become one region. Raises `ConfigError` for a
+    tensor that is not divided into that many blocks.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    runs: dict[int, dict[_Run, list[str]]] = {}
+    of_layers: dict[str, list[tuple[int, _Run]]] = {}
+    for layer, value in kv_caches.items():
+        for tensor in _tensors_of(value):
+            if not tensor.numel():
+                continue
+            storage = tensor.untyped_storage().data_ptr()
+            storages.setdefault(storage, tensor)
+            for number, run in enumerate(_runs_of(layer, tensor, num_blocks)):
+                arrangement = _arrangement(layer, tensor, num_blocks)
+                runs.setdefault(storage, {}).setdefault(run, []).append(f"{layer} {number} {arrangement}")
+                of_layers.setdefault(layer, []).append((storage, run))
+    if not storages:
+        raise ConfigError("kv_caches", sorted(kv_caches), "one KV cache tensor or more")
+    regions: list[Region] = []
+    views: list[torch.Tensor] = []
+    contents: list[str] = []
+    places: list[tuple[int, _Run]] = []
+    for storage, tensor in storages.items():
+        for run in _merged(runs[storage]):
+            regions.append(Region(f"{len(regions)}", num_blocks, run.num_bytes, run.stride))
+            views.append(_view(tensor, run, num_blocks))
+            contents.append(_digest(run, runs[storage]))
+            places.append((storage, run))
+    parts, part_of = _parts(of_layers, places)
+    return KVGeometry(KVLayout(tuple(regions)), tuple(views), tuple(contents), parts, part_of)
+
+
+def _parts(
+    of_layers: Mapping[str, Sequence[tuple[int, _Run]]], places: Sequence[tuple[int, _Run]]
+) -> tuple[tuple[Part, ...], dict[str, int]]:
+    """Each byte of a page belongs to the first layer that reads it. `places[i]` is region `i`."""
+    parts: list[Part] = []
+    part_of: dict[str, int] = {}
+    taken: list[list[tuple[int, int, int]]] = [[] for _ in places]  # by region: start, end, part; ascending
+    for layer, runs in of_layers.items():
+        new: list[Span] = []
+        last = -1
+        for storage, run in runs:
+            number = next(number for number, place in enumerate(places) if _holds(place, storage, run))
+            start = run.start - places[number][1].start
+            free, owners = _free(taken[number], start, start + run.num_bytes)
+            last = max(last, *owners, -1)
+            new += [Span(number, first, end - first) for first, end in free]
+            taken[number] = sorted([*taken[number], *((first, end, len(parts)) for first, end in free)])
+        if new:
+            last = len(parts)
+            parts.append(tuple(sorted(new)))
+        part_of[layer] = last
+    return tuple(parts), part_of
+
+
+def _holds(place: tuple[int, _Run], storage: int, run: _Run) -> bool:
+    region = place[1]
+    return (
+        place[0] == storage
+        and region.stride == run.stride
+        and region.start <= run.start
+        and run.start + run.num_bytes <= region.start + region.num_bytes
+    )
+
+
+def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """What of `start` to `end` nobody has taken, and the parts that have the rest."""
+    free, owners = [], []
+    for first, last, part in taken:
+        if last <= start or end <= first:
+            continue
+        if start < first:
+            free.append((start, first))
+        owners.append(part)
+        start = max(start, last)
+    if start < end:
+        free.append((start, end))
+    return free, owners
+
+
+def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run]:
+    """The bytes of block 0. A block may consist of several kernel blocks, one after the other."""
+    itemsize = tensor.element_size()
+    dims = [(int(size), int(stride) * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    axis = _block_axis(layer, tensor.shape, num_blocks)
+    pieces, piece_stride = dims[axis][0] // num_blocks, dims[axis][1]
+    inner = [dim for index, dim in enumerate(dims) if index != axis and dim[0] > 1]
+    if pieces > 1:
+        inner.append((pieces, piece_stride))
+    num_bytes, starts = itemsize, [int(tensor.storage_offset()) * itemsize]
+    for size, stride in sorted(inner, key=lambda dim: dim[1]):
+        if stride == num_bytes:
+            num_bytes *= size
+        else:
+            starts = [start + step * stride for start in starts for step in range(size)]
+    return [_Run(start, num_bytes, pieces * piece_stride) for start in starts]
+
+
+def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
+    """The dimension that counts blocks: the first, or the second if the first is K and V."""
+    if shape[0] % num_blocks == 0 and not (shape[0] == 2 and len(shape) > 1 and shape[1] == num_blocks):
+        return 0
+    if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:
+        return 1
+    raise ConfigError(f"KV cache of layer {layer}", tuple(shape), f"a first dimension of {num_blocks} blocks")
+
+
+def _merged(runs: Iterable[_Run]) -> list[_Run]:
+    """Runs with the same stride that touch or overlap, joined while they stay within a block."""
+    merged: list[_Run] = []
+    for run in sorted(runs, key=lambda run: (run.stride, run.start)):
+        last = merged[-1] if merged else None
+        if last is not None and last.stride == run.stride and run.start <= last.start + last.num_bytes:
+            end = max(last.start + last.num_bytes, run.start + run.num_bytes)
+            if end - last.start <= run.stride:
+                merged[-1] = _Run(last.start, end - last.start, run.stride)
+                continue
+        merged.append(run)
+    return merged
+
+
+def _arrangement(layer: str, tensor: torch.Tensor, num_blocks: int) -> str:
+    """How the elements of one block lie: type, sizes and strides, independent of the number of blocks."""
+    axis = _block_axis(layer, tensor.shape, num_blocks)
+    pieces = tensor.shape[axis] // num_blocks
+    block_stride = pieces * tensor.stride(axis)
+    dims = [
+        (pieces if index == axis else size, stride if stride < block_stride else None)
+        for index, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+    return f"{tensor.dtype} {axis} {dims}"
+
+
+def _digest(region: _Run, runs: Mapping[_Run, Sequence[str]]) -> str:
+    """A digest of everything that lies in the region."""
+    parts = [
+        f"{run.start - region.start} {run.num_bytes} {content}"
+        for run, contents in runs.items()
+        if run.stride == region.stride and region.start <= run.start < region.start + region.num_bytes
+        for content in contents
+    ]
+    return sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def _view(tensor: torch.Tensor, run: _Run, num_blocks: int) -> torch.Tensor:
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), run.start, (num_blocks, run.num_bytes), (run.stride, 1))
+
 
 MakePool = Callable[[Registrar, int | None], SlotPool]
 """Makes a pool, given the registrar and the NUMA node of the device."""
@@ -108,3 +299,102 @@ def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
     from kvstow.devices.cuda import CudaFence
 
     return lambda: CudaFence.record(torch.cuda.current_stream(device))
+
+
+class AttachedPlane:
+    """A `DataPlane` and the `AttachedWorker` that manages its ops and its memory. Used like a `DataPlane`."""
+
+    layered: LayeredLoads | None = None
+
+    def __init__(self, plane: DataPlane, worker: AttachedWorker) -> None:
+        self._plane, self._worker = plane, worker
+        self._ticket = SessionTicket(0, "")
+
+    def join(self, ticket: SessionTicket) -> None:
+        """Join a session, unless it is the current one or older."""
+        if ticket.number > self._ticket.number:
+            self._ticket = ticket
+        self._worker.join(ticket)
+
+    @property
+    def session(self) -> RankSession:
+        if not self._worker.is_attached:
+            return RankSession()
+        pool = self._plane.pool
+        return RankSession(self._ticket.number, pool.pinned_slots, not pool.steps.is_pinning)
+
+    @property
+    def problem(self) -> str | None:
+        return self._worker.problem
+
+    @property
+    def boot_id(self) -> str:
+        return self._plane.boot_id
+
+    @property
+    def is_pinning(self) -> bool:
+        return self._plane.is_pinning
+
+    @property
+    def applied(self) -> DesiredState:
+        return self._plane.applied
+
+    def start(self, *, at_ease: bool = False) -> None:
+        self._worker.start(at_ease=at_ease)
+
+    def begin_step(self) -> None:
+        self._plane.begin_step()
+
+    def launched(self, work: Fence | None = None) -> None:
+        self._plane.launched(work)
+
+    def end_step(self) -> None:
+        self._plane.end_step()
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        self._worker.submit(plan, after)
+
+    def drive(self) -> None:
+        self._plane.drive()
+
+    def take_completions(self) -> list[Completion]:
+        return self._worker.take_completions()
+
+    def report(self) -> RankReport:
+        return self._plane.report()
+
+    def apply(self, desired: DesiredState) -> None:
+        """Does nothing: the worker applies the service's desired state."""
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self._plane.add_listener(callback)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        return self._worker.close(timeout)
+
+
+def build_attached_plane(
+    rank: int,
+    socket: Path,
+    options: ConnectorOptions,
+    kv: KVGeometry,
+    *,
+    engine: str,
+    replicated: bool,
+    sender: ReportSequence | None = None,
+) -> AttachedPlane:
+    """A rank's data plane around `kv`. It does not connect or map anything yet. Leaves nothing behind if it raises a
+    `KvstowError`."""
+    slot_bytes = kv.layout.slot_bytes
+    config = options.pool_config(slot_bytes, slot_bytes, slot_bytes)
+    numa: list[int | None] = []
+
+    def make_pool(registrar: Registrar, numa_node: int | None) -> MappedPool:
+        numa.append(numa_node)
+        return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
+
+    plane = plane_around(rank, kv, config, options, make_pool, sender)
+    pool = plane.pool
+    assert isinstance(pool, MappedPool)
+    worker = AttachedWorker(socket, plane, pool, engine=engine, replicated=replicated, numa_node=numa[0])
+    return AttachedPlane(plane, worker)

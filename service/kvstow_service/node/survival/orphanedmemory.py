@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvstow.bytesize import format_size
 from kvstow.memory.extents import EXTENT_NAME
-from kvstow_api.numberformat import counted
+from kvstow_api.texts import counted
 from kvstow_service.node.survival.keeper import PROCESS_NAME
 
 _LINK = f"/memfd:{EXTENT_NAME} (deleted)"

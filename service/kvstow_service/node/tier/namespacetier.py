@@ -14,8 +14,7 @@ from kvstow.control.attachedsession import TierSession
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.keys import group_of
 from kvstow.tier.fingerprint import TIER_FAILED
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.longesthit import GroupNeeds
+from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds, KVGroup, KVGroups
 from kvstow_service.node.pools.nodepool import KnownNamespace
 from kvstow_service.node.tier.pooltier import PoolTier
 

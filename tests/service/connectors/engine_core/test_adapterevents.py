@@ -10,8 +10,7 @@ from tests.service.connectors.engine_core.test_adapters import PROMPT, ask, make
 from tests.service.connectors.engine_core.test_kvevents import Removed, Stored
 from tests.service.connectors.engine_core.vllmhost import VllmHost, hashes_of
 
-from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
-from kvstow_service.connectors.engine_core.kvevents import EventFeed, Kind, Vocabulary
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, EventFeed, GroupKind, Vocabulary
 
 
 class Source:
@@ -30,7 +29,7 @@ def test_events_have_vllms_hashes(lazy_blocks: int | None, tmp_path: Path) -> No
     adapters, path = make_adapters(), write(tmp_path / "a")
     source = Source()
     vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash, lambda *span: None)
-    feed = EventFeed(source, [Kind("full")], vocabulary)
+    feed = EventFeed(source, [GroupKind("full")], vocabulary)
     host = VllmHost(adapters=adapters, lazy_blocks=lazy_blocks, events=feed)
     source.listen(EmbeddedBlocks(host.engine))
     request: Any = request_with(path)

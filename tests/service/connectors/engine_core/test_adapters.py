@@ -21,7 +21,7 @@ from tests.service.connectors.engine_core.vllmhost import (
 
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import adapters as module
-from kvstow_service.connectors.engine_core import hubcache
+from kvstow_service.connectors.engine_core import vllmprocess
 from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, AdapterFiles, Adapters
 
 PROMPT = "abcdefghijkl"
@@ -140,7 +140,7 @@ def test_an_adapter_that_has_changed_has_no_keys_for_the_engines_life(
 
 
 def test_what_cannot_be_seen_has_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubcache, "find_snapshot", lambda repository, revision: None)
+    monkeypatch.setattr(vllmprocess, "find_snapshot", lambda repository, revision: None)
     adapters = make_adapters()
     for path in (str(tmp_path / "absent"), "org/absent"):
         assert "in no folder" in ask(adapters, path).reason
@@ -165,7 +165,7 @@ def write_snapshot(cache: Path, commit: str, weights: str = "weights") -> Path:
 
 
 def test_a_repository_is_its_commit_until_its_branch_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubcache, "_folder", lambda repository, cache: tmp_path / "models--org--name")
+    monkeypatch.setattr(vllmprocess, "_folder", lambda repository, cache: tmp_path / "models--org--name")
     first = write_snapshot(tmp_path, "1" * 40)
     adapters = make_adapters()
     adapter = ask(adapters, "org/name")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 
 from kvstow.keys import make_key
-from kvstow_service.connectors.engine_core.backlog import Backlog, RetryPause
-from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks
+from kvstow_service.connectors.engine_core.stores import Backlog, GPUBlocks, RetryPause
 
 HASH_BYTES = 8
 

@@ -23,8 +23,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.loads import Loads
-from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
+from kvstow_service.connectors.engine_core.loads import Loads, SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 

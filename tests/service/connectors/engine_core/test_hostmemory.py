@@ -12,9 +12,9 @@ from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.testing.fakes import FakeRegistrar
-from kvstow_service.connectors.engine_core import hostmemory
-from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
+from kvstow_service.connectors.engine_core import workerside
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.workerside import require_memory, wait_until_pinned
 
 PAGE = 4096
 
@@ -30,7 +30,7 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "advised": MemoryLimits(meminfo, tmp_path / "none", tmp_path),
         "reserved": HugePageLimits(meminfo, tmp_path / "none", tmp_path, tmp_path),
     }
-    monkeypatch.setattr(hostmemory, "limits_of", limits.__getitem__)
+    monkeypatch.setattr(workerside, "limits_of", limits.__getitem__)
     return meminfo
 
 

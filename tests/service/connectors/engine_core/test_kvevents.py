@@ -12,9 +12,8 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.rank import make_ranks
-from kvstow_service.connectors.engine_core import blocknews, kvevents
-from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
-from kvstow_service.connectors.engine_core.kvevents import EventFeed, Kind, Vocabulary
+from kvstow_service.connectors.engine_core import kvevents
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, EventFeed, GroupKind, Vocabulary
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
 SLOT = 4096
@@ -74,7 +73,7 @@ class Host:
         self.engine = OffloadEngine(config)
         (self.rank,) = make_ranks(self.engine)
         vocabulary = Vocabulary(stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
-        self.feed = EventFeed(EmbeddedBlocks(self.engine), [Kind("full"), Kind("window", 8)], vocabulary)
+        self.feed = EventFeed(EmbeddedBlocks(self.engine), [GroupKind("full"), GroupKind("window", 8)], vocabulary)
 
     def store(self, first: int, end: int, request: Request | None = None, group: KVGroup = FULL) -> None:
         request = request or Request()
@@ -226,7 +225,7 @@ def test_after_lost_events_a_block_that_is_there_is_announced() -> None:
 
 
 def test_a_block_that_was_found_is_not_announced_again_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocknews, "_BATCHES_PER_READ", 1)
+    monkeypatch.setattr(kvevents, "_BATCHES_PER_READ", 1)
     host = Host(event_buffer=2)
     lose_events(host)
     host.store(0, 1)
@@ -266,7 +265,7 @@ def test_nothing_is_kept_of_announced_blocks() -> None:
         return keys
 
     host.feed = EventFeed(
-        EmbeddedBlocks(host.engine), [Kind("full")], Vocabulary(Stored, Removed, bytes.hex, extra_keys)
+        EmbeddedBlocks(host.engine), [GroupKind("full")], Vocabulary(Stored, Removed, bytes.hex, extra_keys)
     )
     request = Request()
     host.store(0, 2, request)

@@ -8,9 +8,8 @@ import pytest
 
 from kvstow.errors import CopyError
 from kvstow.messages import Op, StepPlan
-from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.engine_core.workerside import LayerWaits, WorkerSide
+from kvstow_service.connectors.engine_core.workerside import LayerWaits, NoDataPlane, WorkerSide
 
 PARTS = {"layer.0": 0, "layer.1": 1, "layer.2": 2, "shares.1": 1}
 

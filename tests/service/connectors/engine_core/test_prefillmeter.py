@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.connectors.engine_core.prefillmeter import Prefill, PrefillMeter
+from kvstow_service.connectors.vllm.attachedfeeds import PrefillMeter, PrefillSpeed
 
 
 def step(scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) -> Any:
@@ -29,16 +29,16 @@ def meter(clock: FakeClock) -> PrefillMeter:
     return PrefillMeter(100, clock)
 
 
-def run(meter: PrefillMeter, clock: FakeClock, number: int, planned: Any, seconds: float) -> Prefill | None:
+def run(meter: PrefillMeter, clock: FakeClock, number: int, planned: Any, seconds: float) -> PrefillSpeed | None:
     meter.planned(number, planned)
     clock.advance(seconds)
     return meter.ended(number)
 
 
 def test_a_step_of_prompts_counts_with_its_own_time_alone(meter: PrefillMeter, clock: FakeClock) -> None:
-    assert run(meter, clock, 1, step({"a": 300, "b": 200}), 0.5) == Prefill(500, 0.5)
+    assert run(meter, clock, 1, step({"a": 300, "b": 200}), 0.5) == PrefillSpeed(500, 0.5)
     clock.advance(60)  # idle
-    assert run(meter, clock, 2, step({"a": 500}), 0.25) == Prefill(500, 0.25)
+    assert run(meter, clock, 2, step({"a": 500}), 0.25) == PrefillSpeed(500, 0.25)
 
 
 def test_steps_of_few_tokens_or_none_say_nothing(meter: PrefillMeter, clock: FakeClock) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstow.messages import DesiredState, Op, StepPlan
-from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
+from kvstow_service.connectors.engine_core.workerside import NoDataPlane
 
 
 def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_the_desired_state() -> None:

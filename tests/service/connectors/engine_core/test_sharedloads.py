@@ -18,8 +18,8 @@ from tests.service.connectors.engine_core.vllmhost import (
 from tests.service.connectors.engine_core.waitingqueue import WaitingQueue
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.sharedloads import WAIT_SECONDS, LoadWait, SharedLoad, SharedLoads
-from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+from kvstow_service.connectors.engine_core.loads import WAIT_SECONDS, SharedLoads
+from kvstow_service.connectors.engine_core.trackedrequests import LoadWait, SharedLoad, TrackedRequest
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 HIT = 12
@@ -348,7 +348,7 @@ def failed_loads_are_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_have_no_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvstow_service.connectors.engine_core.sharedloads.WAIT_SECONDS", float("inf"))
+    patch.setattr("kvstow_service.connectors.engine_core.loads.WAIT_SECONDS", float("inf"))
 
 
 def only_equal_prompts_wait(patch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
 from kvstow.testing.fakes import Latch
 from kvstow.testing.rank import ready_report
-from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.engine_core.workerside import FinishedLoads, WorkerSide
+from kvstow_service.connectors.engine_core.stepplan import FinishedLoads, PlannedStep
+from kvstow_service.connectors.engine_core.workerside import NoDataPlane, WorkerSide
 
 NOTHING = FinishedLoads(set(), set(), set())
 

@@ -8,9 +8,8 @@ from random import Random
 import pytest
 
 from kvstow.messages import StepPlan
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.engine_core.workerside import LoadId
-from kvstow_service.connectors.tpu.endedloads import EndedLoads
+from kvstow_service.connectors.engine_core.stepplan import LoadId, PlannedStep
+from kvstow_service.connectors.tpu.support import EndedLoads
 
 
 def plan(step: int, *loads: str, lost: tuple[str, ...] = ()) -> PlannedStep:

@@ -9,9 +9,13 @@ from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW
 from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
-from kvstow_service.connectors.vllm.attachedhits import MOST_AHEAD
-from kvstow_service.connectors.vllm.attachstate import AttachState, sharing_word
+from kvstow_service.connectors.vllm.attachedcontrol import (
+    MOST_AHEAD,
+    SILENT_SECONDS,
+    SLOW_SECONDS,
+    AttachState,
+    sharing_word,
+)
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])

@@ -14,10 +14,10 @@ from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import kvevents
-from kvstow_service.connectors.engine_core.kvevents import EventFeed, Kind, Vocabulary
+from kvstow_service.connectors.engine_core.kvevents import EventFeed, GroupKind, Vocabulary
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
-from kvstow_service.connectors.vllm.attachedblocks import PERIOD_SECONDS, AttachedBlocks
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+from kvstow_service.connectors.vllm.attachedfeeds import PERIOD_SECONDS, AttachedBlocks
 
 SLOTS = 16
 FULL = KVGroup(0, 2, 1)
@@ -46,7 +46,7 @@ class Bench:
         self.has_memory = True
         self.source = AttachedBlocks(self.control, lambda: self.has_memory, self.clock)
         vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
-        self.feed = EventFeed(self.source, [Kind("full")], vocabulary)
+        self.feed = EventFeed(self.source, [GroupKind("full")], vocabulary)
         self.told: dict[int, Stored] = {}
         """What a router knows: by block hash."""
         self.step()

@@ -10,9 +10,13 @@ from kvstow.attach.calls import Prefill, SettledOp, SettledOps
 from kvstow.attach.channel import Frame
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
-from kvstow_service.connectors.vllm.attachedhits import LONGEST_PATIENCE_SECONDS, PATIENCE_SECONDS
-from kvstow_service.connectors.vllm.attachstate import AttachState
+from kvstow_service.connectors.vllm.attachedcontrol import (
+    LONGEST_PATIENCE_SECONDS,
+    PATIENCE_SECONDS,
+    SILENT_SECONDS,
+    SLOW_SECONDS,
+    AttachState,
+)
 
 
 def holding_lookups(groups: KVGroups = ONE_GROUP) -> AttachedVllmHost:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
+from kvstow_service.connectors.vllm.rankdataplane import KVGeometry, kv_geometry
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 5, 3, 2, 4, 6
 LOGICAL = "BHNC"

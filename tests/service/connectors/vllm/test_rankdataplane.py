@@ -17,11 +17,10 @@ from kvstow.memory.limits import HugePageLimits
 from kvstow.memory.pinning import MlockRegistrar
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
-from kvstow_service.connectors.engine_core.hostmemory import wait_until_pinned
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.workerside import wait_until_pinned
 from kvstow_service.connectors.vllm import rankdataplane
-from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
-from kvstow_service.connectors.vllm.rankdataplane import build_plane, fence_of
+from kvstow_service.connectors.vllm.rankdataplane import KVGeometry, build_plane, fence_of, kv_geometry
 
 BLOCKS, PAGE = 4, 4096
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvstow_service.connectors.vllm import weightsdigest
-from kvstow_service.connectors.vllm.weightsdigest import SAMPLE_BYTES, digest_of_weights
+from kvstow_service.connectors.vllm import modelweights
+from kvstow_service.connectors.vllm.modelweights import SAMPLE_BYTES, digest_of_weights
 
 TENSORS = 40
 TENSOR_BYTES = 3 * SAMPLE_BYTES
@@ -176,7 +176,7 @@ def test_small_files_are_read_whole_and_once(tmp_path: Path, monkeypatch: pytest
 
 def test_less_of_each_file_is_read_if_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the whole is bounded."""
-    monkeypatch.setattr(weightsdigest, "SAMPLE_BYTES", 8)
+    monkeypatch.setattr(modelweights, "SAMPLE_BYTES", 8)
     for number in range(200):
         (tmp_path / f"{number}.bin").write_bytes(bytes(1000))
     before = digest_of_weights(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstow_service.connectors.vllm.weightsid import Weights, identify_weights
+from kvstow_service.connectors.vllm.modelweights import Weights, identify_weights
 
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 

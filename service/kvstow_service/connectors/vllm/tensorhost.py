@@ -14,13 +14,18 @@ from kvstow.devices.base import Fence
 from kvstow.messages import RankReport
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
+from kvstow_service.connectors.engine_core.stepplan import RankSession
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, WorkerHost
-from kvstow_service.connectors.engine_core.workerside import RankSession
-from kvstow_service.connectors.vllm.attachedplane import AttachedPlane, build_attached_plane
-from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
-from kvstow_service.connectors.vllm.rankdataplane import build_plane, fence_of
+from kvstow_service.connectors.engine_core.workerside import RankDataPlane
+from kvstow_service.connectors.vllm.rankdataplane import (
+    AttachedPlane,
+    KVGeometry,
+    build_attached_plane,
+    build_plane,
+    fence_of,
+    kv_geometry,
+)
 
 _TELL_SECONDS = 0.5
 

@@ -1,10 +1,11 @@
-"""Numbers, times and field values as text for people. Standard library only, so that clients can use it."""
+"""Numbers, times, field values and switches as text for people. Standard library only, so that clients can use it."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
 from kvstow.bytesize import format_size
+from kvstow.status import BypassStatus, DrainStatus
 
 ABSENT = "-"
 
@@ -30,14 +31,6 @@ def rate(per_second: float | None) -> str:
     '3 GiB/s'
     """
     return ABSENT if per_second is None else f"{format_size(per_second)}/s"
-
-
-def blocks_per_second(number: float | None) -> str:
-    """
-    >>> blocks_per_second(12.34), blocks_per_second(None)
-    ('12.3/s', '-')
-    """
-    return ABSENT if number is None else f"{number:,.1f}/s"
 
 
 def percent(ratio: float | None) -> str:
@@ -66,6 +59,8 @@ def field_text(name: str, value: object) -> str:
 
     >>> field_text("load_bytes", 2048), field_text("timeout", 2.5), field_text("hit_ratio", 0.5)
     ('2 KiB', '2.5 s', '50.0 %')
+    >>> field_text("load_bytes_per_second", 2048.0), field_text("blocks_per_second", 12.34)
+    ('2 KiB/s', '12.3/s')
     >>> field_text("blocks", 1234), field_text("op_id", 12345), field_text("paused", True), field_text("error", None)
     ('1,234', '12345', 'yes', '-')
     """
@@ -95,6 +90,8 @@ def _number(name: str, value: float) -> str:
         return str(value)
     if name.endswith("bytes_per_second"):
         return rate(value)
+    if name.endswith("per_second"):
+        return f"{value:,.1f}/s"
     if words & _SIZES:
         return format_size(value)
     if words & _TIMES:
@@ -102,3 +99,26 @@ def _number(name: str, value: float) -> str:
     if name.endswith("ratio"):
         return percent(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def bypassed(bypass: BypassStatus) -> list[str]:
+    """The directions that are switched off."""
+    return [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+
+
+def bypass_words(bypass: BypassStatus) -> str:
+    off, left = bypassed(bypass), bypass.ttl_seconds_left
+    if not off:
+        return "nothing is bypassed"
+    return f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for another {duration(left)}")
+
+
+def drain_words(drain: DrainStatus) -> str:
+    if not drain.active:
+        return "the server is not draining"
+    if drain.drained:
+        return "drained: nothing is in flight"
+    stays = " (loads continue)" if drain.mode == "stop_stores" else ""
+    words = f"draining{stays}: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
+    left = drain.deadline_seconds_left
+    return words if left is None else f"{words}, {duration(left)} until the deadline"

@@ -1,4 +1,4 @@
-"""`kvstow wait`: wait for a state of the server."""
+"""`kvstow doctor`, `kvstow events` and `kvstow wait`: what is wrong, what happens, and when it is over."""
 
 from __future__ import annotations
 
@@ -6,17 +6,124 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import click
 
-from kvstow_service.cli.connection import Connection, remote
+from kvstow_api.texts import counted, moment
+from kvstow_service.cli.connection import TIME, Connection, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
-from kvstow_service.cli.valuetypes import TIME
+from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, text_of, wide_format_flag
 
 if TYPE_CHECKING:
-    from kvstow_api.answers import ReadinessView
+    from kvstow_api.answers import DoctorView, EventView, ReadinessView
     from kvstow_api.client import ApiError, Client
+    from kvstow_api.client.eventstream import Subscription
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@wide_format_flag
+@remote
+def doctor(connection: Connection, style: Format) -> None:
+    """Tell what is wrong, whom it concerns, and what mends it.
+
+    Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
+    """
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        view = client.send(calls.doctor())
+    emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
+    click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
+
+
+def _lines(view: DoctorView, *, wide: bool) -> Iterator[str]:
+    for one in view.conditions:
+        yield f"{styled(one.severity, STATE_STYLES.get(one.severity))}  {one.what}"
+        yield f"  why  {one.why}"
+        yield f"  fix  {one.fix}"
+        if wide:
+            numbers = ", ".join(f"{name} {value:,g}" for name, value in one.evidence.items())
+            yield f"  {one.name}: {numbers or 'no numbers'}"
+        yield ""
+    yield f"{counted(len(view.conditions), 'condition')}; {counted(len(view.checked), 'kind')} looked for"
+    if wide:
+        yield from (f"not looked for: {name}: {reason}" for name, reason in view.skipped.items())
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+_RETRY_SECONDS = 1.0
+
+
+@click.command()
+@click.option("--type", "types", multiple=True, metavar="TYPE", help="Only this type; repeatable.")
+@click.option(
+    "--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Number of past events to start with."
+)
+@click.option("--limit", type=click.IntRange(1), help="Stop after this many.")
+@wide_format_flag
+@pool_flag
+@remote
+def events(
+    connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format, pool: str | None
+) -> None:
+    """Print events as they happen, until Ctrl-C.
+
+    Types: state, session, rank, tier, operation, change, lost. Events of blocks, stored and removed, come only if
+    --type names them, and only of one pool: --pool where there are several.
+    After a lost connection the stream resumes where it was. json prints one object a line.
+    """
+    from kvstow_api.client.eventstream import Subscription
+
+    stream = _stream(connection, Subscription(types, recent=recent, pool=pool))
+    try:
+        for event in islice(stream, limit):
+            click.echo(_line(event, style))
+    except KeyboardInterrupt:
+        click.get_current_context().exit()
+
+
+def _stream(connection: Connection, subscription: Subscription) -> Iterator[EventView]:
+    """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
+    from dataclasses import replace
+
+    from kvstow_api.client import ApiError
+
+    seen = False
+    with connection.client() as client:
+        while True:
+            try:
+                for event in client.events(subscription):
+                    seen = True
+                    subscription = replace(subscription, after=event.id or subscription.after, recent=0)
+                    yield event
+            except ApiError as error:
+                if error.problem is not None or not seen:
+                    raise
+                click.echo(f"{error}; trying again", err=True)
+            time.sleep(_RETRY_SECONDS)
+
+
+def _line(event: EventView, style: Format) -> str:
+    return text_of(event, style, lambda _: _words(event, with_id=style == "wide"), one_line=True)
+
+
+def _words(event: EventView, *, with_id: bool) -> str:
+    data = dict(event.data)
+    said = data.pop("time", None)
+    when = moment(datetime.fromisoformat(said) if said else None)
+    words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
+    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if with_id else "")
+
+
+# -- wait -------------------------------------------------------------------------------------------------------------
+
 
 Condition = Literal["ready", "pinned", "drained"]
 
@@ -82,7 +189,7 @@ def _display() -> Iterator[Callable[[_Status], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    from kvstow_api.rankrows import rank_rows
+    from kvstow_api.overview import rank_rows
     from kvstow_service.cli.board import rank_bars
 
     console = Console(stderr=True, highlight=False)
@@ -151,7 +258,7 @@ def _pinned(client: Client) -> _Status:
 
 def _drained(client: Client) -> _Status:
     from kvstow_api.client import calls
-    from kvstow_api.switches import drain_words
+    from kvstow_api.texts import drain_words
 
     drain = client.send(calls.drain_status())
     hint = "" if drain.active else "; `kvstow drain` starts that"

@@ -1,18 +1,45 @@
-"""Eager stores: each block is stored once, as soon as its tokens are confirmed. The last blocks are stored when the
-request ends."""
+"""What finds the GPU blocks that are worth storing.
+
+Eager stores take each block once, as soon as its tokens are confirmed, and the last blocks when the request ends. Lazy
+stores take blocks that the GPU's cache is about to evict. The states of recurrent layers (Mamba) are blocks that sum up
+all tokens before them instead of holding some."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from kvstow_service.connectors.engine_core.backlog import Backlog
-from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks, Offer, WrittenBlocks
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.stepplan import Step
-from kvstow_service.connectors.engine_core.stores import Stores
+from kvstow_service.connectors.engine_core.stores import Backlog, GPUBlocks, Offer, Stores, WrittenBlocks
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+
+class StoreFinder(Protocol):
+    """Finds the GPU blocks that are worth storing, and offers them to `Stores`."""
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether blocks wait that only the finder knows about: they were offered and not stored, or their request has
+        ended before they could be offered."""
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """The request has its tables."""
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Offer what is due in step `number`, with at most `room` blocks of the backlog. Returns how many blocks were
+        offered."""
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Offer what is complete at the end of a request that has run."""
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        """Take back blocks that were offered and not stored. They join the backlog."""
+
+    def forget_blocks(self) -> None:
+        """The pool was emptied."""
 
 
 class EagerStores:
@@ -210,3 +237,142 @@ def _blocks_of(tokens: range, group: KVGroup) -> range:
     if not tokens:
         return range(0)
     return range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
+
+
+class LazyStores:
+    """Finds the first `ahead_blocks` of the GPU's free queue, the next to be evicted, and stores them.
+
+    Stored blocks return to their old place in the queue, so the GPU's order of eviction does not change. Only those
+    first blocks are ever stored. A step reads the queue, at 60 ns a block, in three cases: its head has changed since
+    the last read, fewer blocks were free then, or blocks wait that were not stored. A step offers at most
+    `step_blocks`. Used by the scheduler's thread.
+    """
+
+    def __init__(
+        self, control: ControlPlane, gpu: GPUBlocks, stores: Stores, ahead_blocks: int, step_blocks: int
+    ) -> None:
+        self._control, self._gpu, self._stores = control, gpu, stores
+        self._ahead_blocks, self._step_blocks = ahead_blocks, step_blocks
+        self._head: Any = None
+        self._offered: dict[int, bytes] = {}  # by block: the content that was offered
+        self._not_stored: dict[int, bytes] = {}  # the same, for blocks that the pool did not take
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._not_stored)
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """Does nothing: lazy stores do not use block tables."""
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Offer blocks near eviction that were not offered yet and are not in the pool. Blocks that are being stored
+        return to the front of the queue. Blocks that were not stored are offered again, up to the pool's `room`."""
+        most = self._step_blocks
+        if room:
+            most = min(most, room)
+            if self._not_stored:
+                self._not_stored, self._head = {}, None
+        offer = self._missing(self._next_evicted(most))
+        if offer.keys:
+            self._stores.plan_store(offer)
+        return len(offer.keys)
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Does nothing: the blocks of an ended request join the free queue."""
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            content = self._offered.pop(block_id, None)
+            if content is not None:
+                self._not_stored[block_id] = content
+
+    def forget_blocks(self) -> None:
+        self._offered.clear()
+        self._not_stored.clear()
+        self._head = None
+
+    def _next_evicted(self, most: int) -> Offer:
+        queue = self._gpu.pool.free_block_queue
+        block, tail = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
+        if block is self._head or not self._gpu.hash_bytes:
+            return Offer([], [])
+        self._head = block
+        hashes: list[bytes] = []
+        blocks: list[int] = []
+        for _ in range(self._ahead_blocks - self._gpu.num_sources()):
+            if block is None or block is tail or len(blocks) == most:
+                self._head = None  # look again, for blocks freed next or blocks beyond `most`
+                break
+            content, block_id = block.block_hash, block.block_id
+            if content is not None and content not in (self._offered.get(block_id), self._not_stored.get(block_id)):
+                self._offered[block_id] = content
+                hashes.append(content)
+                blocks.append(block_id)
+            block = block.next_free_block
+        return self._gpu.offer_of(hashes, blocks)
+
+    def _missing(self, found: Offer) -> Offer:
+        there = self._control.present(found.keys) if found.keys else ()
+        kept = [pair for pair, is_there in zip(zip(*found, strict=True), there, strict=True) if not is_there]
+        return Offer([key for key, _ in kept], [block for _, block in kept])
+
+
+class RecurrentStates:
+    """Stores the states that vLLM hands over at block boundaries (vLLM 0.30, `mamba_cache_mode` "align").
+
+    vLLM hands a state over with the step that computes it, so the state is read one step later. It is referenced until
+    then. A request's block table does not contain states: their blocks are taken as they are handed over, under the
+    hash by which vLLM caches them. Used by the scheduler's thread.
+    """
+
+    def __init__(self, gpu: GPUBlocks, stores: Stores) -> None:
+        self._gpu, self._stores = gpu, stores
+        self._waiting: list[tuple[Any, bytes]] = []  # blocks, and their hashes when they were handed over
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether states wait for the step that computes them."""
+        return bool(self._waiting)
+
+    def blocks_computed(self, step: Any) -> list[int]:
+        """Blocks of the states that this step computes."""
+        return [block_id for states in _handed_over(step).values() for _, block_id, _ in states]
+
+    def follow_step(self, step: Any) -> None:
+        """Store what the previous step handed over, as far as vLLM still caches it. Then take over the states of this
+        step."""
+        waiting, self._waiting = self._waiting, []
+        cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
+        hashes = [block_hash for _, block_hash in cached]
+        self._stores.plan_store(self._gpu.offer_of(hashes, [block.block_id for block, _ in cached]))
+        self._unreference(waiting)  # blocks that are being stored have their own references by now
+        if self._gpu.hash_bytes:
+            self._take_over(step)
+
+    def forget_states(self) -> None:
+        """Forget the waiting states: they belong to weights that were replaced."""
+        waiting, self._waiting = self._waiting, []
+        self._unreference(waiting)
+
+    def _take_over(self, step: Any) -> None:
+        """Take over the states of this step. Blocks of requests that have ended may belong to other requests by now."""
+        states = _handed_over(step)
+        gone = {*(step.preempted_req_ids or ()), *step.finished_req_ids} if states else ()
+        blocks = [
+            self._gpu.pool.blocks[block_id]
+            for request_id, entries in states.items()
+            if request_id not in gone
+            for _, block_id, _ in entries
+        ]
+        kept = [block for block in blocks if not block.is_null and block.block_hash is not None]
+        self._gpu.pool.touch(kept)
+        self._waiting += [(block, block.block_hash) for block in kept]
+
+    def _unreference(self, waiting: Sequence[tuple[Any, bytes]]) -> None:
+        self._gpu.pool.free_blocks([block for block, _ in waiting])
+
+
+def _handed_over(step: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """The (group, block, tokens) of each request's states."""
+    handed_over = step.kv_connector_block_state
+    return {} if handed_over is None else handed_over.boundary_state_offloads

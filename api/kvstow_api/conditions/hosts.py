@@ -1,0 +1,442 @@
+"""Conditions of hosts: what keeps traffic away, a node's memory, the engines that attach to it, and the fleet tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvstow.bytesize import format_size
+from kvstow.tier.tierstatus import TierStatus
+from kvstow_api.answers import ConditionView, Severity
+from kvstow_api.conditions.evidence import Evidence, NodeEvidence, NothingToMeasure, TierEvidence, make_condition
+from kvstow_api.conditions.pools import session_name
+from kvstow_api.directory import NO_POOL
+from kvstow_api.sampler import REJECTED_SECONDS
+from kvstow_api.texts import bypass_words, bypassed, counted, duration
+
+_PROCESS_FIXES = {
+    "loop": "give the process more CPU, or find out what keeps it busy",
+    "ticker": "run `kvstow bypass --load --store`, save the log, and restart the process",
+}
+"""By the name of the check."""
+_SEE_LOG = "see the log of the process, and restart it"
+CERTIFICATE_DAYS = 7
+_DAY_SECONDS = 86_400
+
+
+def find_process(evidence: Evidence) -> Iterator[ConditionView]:
+    """Failed checks of the process itself."""
+    for name, failure in evidence.failures.items():
+        yield make_condition(
+            "error",
+            f"the check {name} fails: {failure}",
+            "load balancers send no traffic here, or requests are served without the cache",
+            _PROCESS_FIXES.get(name, _SEE_LOG),
+        )
+
+
+def find_certificate(evidence: Evidence) -> Iterator[ConditionView]:
+    """A TLS certificate that has expired, or is about to."""
+    left = evidence.certificate_seconds_left
+    if left is None:
+        raise NothingToMeasure("the admin server does not use TLS")
+    days = left / _DAY_SECONDS
+    if days < CERTIFICATE_DAYS:
+        yield make_condition(
+            "warning" if left > 0 else "error",
+            f"the certificate of the admin server expires in {days:.1f} days"
+            if left > 0
+            else f"the certificate of the admin server expired {-days:.1f} days ago",
+            "clients that verify it cannot connect: Prometheus, operators, ranks on other nodes",
+            "renew the files; they are reloaded when they change, and the log (kvstow.tls) says if they are not usable",
+            seconds_left=round(left),
+        )
+
+
+def find_token_files(evidence: Evidence) -> Iterator[ConditionView]:
+    """Token files that other users of the machine may read or change."""
+    if evidence.exposed_files is None:
+        raise NothingToMeasure("no token file is set")
+    for setting, exposure in evidence.exposed_files.items():
+        yield make_condition(
+            "warning",
+            f"{setting}: {exposure}",
+            "anyone who can read a token has its rights, and anyone who can write the file can add tokens",
+            "chmod 600 (in Kubernetes: defaultMode 0440 for the volume, with an fsGroup)",
+            exposed_files=len(evidence.exposed_files),
+        )
+
+
+def find_bypass(evidence: Evidence) -> Iterator[ConditionView]:
+    """Directions that an operator has switched off."""
+    bypass = evidence.bypass
+    if off := bypassed(bypass):
+        yield make_condition(
+            "info" if bypass.ttl_seconds_left is not None else "warning",
+            bypass_words(bypass),
+            "the cache has no effect in that direction",
+            f"`kvstow bypass --off{evidence.of_pool}`, when the bypass is no longer needed",
+            bypassed_directions=len(off),
+        )
+
+
+def find_drain(evidence: Evidence) -> Iterator[ConditionView]:
+    """A host or a pool that an operator drains."""
+    drain = evidence.drain
+    if drain.active:
+        yield make_condition(
+            "warning",
+            f"an operator drains the {'engine' if evidence.node is None else 'pool' if evidence.pool else 'node'} "
+            f"(mode {drain.mode}): "
+            + ("nothing is in flight" if drain.drained else f"{counted(drain.pending_transfers, 'transfer')} left"),
+            "the cache accepts nothing new" + ("" if evidence.pool else ", and /readyz fails"),
+            f"`kvstow undrain{evidence.of_pool}` lets it serve again",
+            pending_transfers=drain.pending_transfers,
+        )
+
+
+def find_pause(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools whose pinning an operator has paused."""
+    readiness = evidence.readiness
+    if evidence.desired is not None and evidence.desired.paused:
+        yield make_condition(
+            "warning" if readiness.usable_slots < readiness.capacity_slots else "info",
+            "pinning is paused",
+            f"the pool stays at {readiness.usable_slots} of {readiness.capacity_slots} slots",
+            f"`kvstow pinning resume{evidence.of_pool}`, when the pause is no longer needed",
+            usable_slots=readiness.usable_slots,
+            capacity_slots=readiness.capacity_slots,
+        )
+
+
+# -- a server that engines attach to ----------------------------------------------------------------------------------
+
+
+_NAMED_RANKS = 3
+_USUAL_SECONDS = 10.0
+"""How long memory may take to change hands, before that is a matter for people."""
+
+
+def find_memory(evidence: Evidence) -> Iterator[ConditionView]:
+    """Memory that the node could not get."""
+    memory = _node(evidence).memory
+    if memory.failure:
+        yield make_condition(
+            "error",
+            f"the node has {format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)} of its memory: "
+            f"{memory.failure}",
+            "the pools get less memory than --memory promises",
+            "raise the memory limit of the container, or lower --memory and restart the service",
+            populated_bytes=memory.populated_bytes,
+            target_bytes=memory.target_bytes,
+        )
+
+
+def find_populating(evidence: Evidence) -> Iterator[ConditionView]:
+    """Memory that is still being populated, as after each start."""
+    memory = _node(evidence).memory
+    if memory.populated_bytes < memory.target_bytes and not memory.failure:
+        yield make_condition(
+            "info",
+            f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)} of memory are populated",
+            "pools grow with it",
+            "`kvstow wait --for=pinned`",
+            populated_bytes=memory.populated_bytes,
+            target_bytes=memory.target_bytes,
+        )
+
+
+def find_waits(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools that wait for memory that engines hold."""
+    sessions = {session.id: session for session in evidence.sessions}
+    for wait in _node(evidence).memory.waits:
+        holder = sessions.get(wait.session)
+        name = f"session {wait.session}" + (f" ({holder.engine}, pool {holder.pool})" if holder else " (which is gone)")
+        yield replace(
+            make_condition(
+                "warning" if wait.seconds > _USUAL_SECONDS else "info",
+                f"pool {wait.pool} waits for {format_size(wait.num_bytes)} that {name} holds",
+                "memory moves from one pool to another only when nobody can reach it any more",
+                f"nothing, for some seconds; if it lasts, `kvstow detach {wait.session} --kill` ends what holds it",
+                num_bytes=wait.num_bytes,
+            ),
+            pool=wait.pool,
+            session=wait.session,
+        )
+    for notice in _node(evidence).memory.notices:
+        yield make_condition(
+            "info",
+            notice,
+            "until then a pool has less memory than it should",
+            "nothing, for some seconds; then `kvstow get operations` and `kvstow get transfers` show what is under way",
+            recalled_bytes=_node(evidence).memory.recalled_bytes,
+        )
+
+
+def find_kept(evidence: Evidence) -> Iterator[ConditionView]:
+    """Memory that engines have given back and have all the same."""
+    by_id = {session.id: session for session in evidence.sessions}
+    for kept in _node(evidence).memory.kept:
+        there = [by_id[session] for session in kept.sessions if session in by_id]
+        names = " or ".join(session_name(evidence, session) for session in there) or "an engine that is gone"
+        first = there[0] if there else None
+        yield make_condition(
+            "warning" if kept.seconds > _USUAL_SECONDS else "info",
+            f"some process still has {format_size(kept.num_bytes)} that {names} has given back",
+            "this memory counts in --memory, and no pool gets it, until the kernel says that nobody has it",
+            f"`kvstow detach {first.id} --kill` ends what had it"
+            if first
+            else "`kvstow doctor` on the machine, as root, shows processes that have memory of no service; end them",
+            first,
+            num_bytes=kept.num_bytes,
+        )
+
+
+def find_keeper(evidence: Evidence) -> Iterator[ConditionView]:
+    """A service whose keeper is gone."""
+    memory = _node(evidence).memory
+    if memory.keeper is None:
+        raise NothingToMeasure("the service has no keeper (--state)")
+    if memory.keeper == "gone":
+        yield make_condition(
+            "warning",
+            "the keeper is gone, and no other one can be started",
+            "if the service crashes, the cache is lost",
+            "`journalctl` or `kubectl logs` of the service says why (kvstow.keeper); it tries again every second",
+            keeper_restarts=memory.keeper_restarts,
+        )
+
+
+def find_orphaned_memory(evidence: Evidence) -> Iterator[ConditionView]:
+    """Memory that an earlier service has left behind."""
+    for orphan in _node(evidence).orphans:
+        yield make_condition(
+            "warning",
+            orphan.words,
+            "this memory is taken twice: the service has populated its own",
+            "end the process, or wait until it lets go of the memory",
+            num_bytes=orphan.num_bytes,
+        )
+
+
+def find_lost(evidence: Evidence) -> Iterator[ConditionView]:
+    """Engines that have gone and left processes behind."""
+    for session in evidence.sessions:
+        if session.state == "lost":
+            held = session.leased_slots + session.quarantined_slots
+            yield make_condition(
+                "warning",
+                f"{session_name(evidence, session)} is lost, and {counted(session.processes, 'worker')} of it may "
+                "still copy",
+                f"{counted(held, 'slot')} stay reserved until these workers have ended",
+                f"if they do not end by themselves, `kvstow detach {session.id} --kill` ends them",
+                session,
+                processes=session.processes,
+                held_slots=held,
+            )
+
+
+def find_attaching(evidence: Evidence) -> Iterator[ConditionView]:
+    """Engines that have not registered a slot on every rank. Ranks that never report are told as silent."""
+    for session in evidence.sessions:
+        late = [rank.rank for rank in session.ranks if not rank.pinned_slots and rank.pid is not None]
+        if session.state == "attaching" and (late or session.id in evidence.starting):
+            ranks = f"rank {', '.join(map(str, late))}" if 0 < len(late) <= _NAMED_RANKS else f"{len(late)} ranks"
+            yield make_condition(
+                "info" if session.id in evidence.starting else "warning",
+                f"{session_name(evidence, session)} is not attached yet: "
+                + (f"no slot is registered on {ranks}" if late else "not all ranks have reported"),
+                "until then the engine is served without the cache",
+                f"`kvstow get ranks --session {session.id}` shows how far each is; the engine's log says what stops it",
+                session,
+                late_ranks=len(late),
+            )
+
+
+def find_rejected(evidence: Evidence) -> Iterator[ConditionView]:
+    """Engines that could not attach lately."""
+    rejected = {reason: count for reason, count in _node(evidence).rejected.items() if count}
+    if rejected:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
+        yield make_condition(
+            "warning",
+            f"connections of engines were refused or ended within {duration(REJECTED_SECONDS)}: {reasons}",
+            "these engines serve without the cache until they can attach",
+            "the log (kvstow.attach) says who was refused, and why; the runbook of KvstowSessionRejected, what to do",
+            **{f"rejected_{reason}": count for reason, count in rejected.items()},
+        )
+
+
+def find_sharing(evidence: Evidence) -> Iterator[ConditionView]:
+    """Namespaces whose engines share no blocks with others."""
+    namespaces = _node(evidence).namespaces
+    if not namespaces:
+        raise NothingToMeasure(NO_POOL)
+    for namespace in namespaces:
+        if namespace.sharing_off:
+            reasons = "; ".join(namespace.sharing_off)
+            yield make_condition(
+                "info",
+                f"namespace {namespace.name} of pool {namespace.pool} is not shared: {reasons}",
+                "engines of the same model compute and store the same blocks again",
+                "set what the reason names, and restart the engine; `kvstow get namespaces` shows the result",
+                sessions=namespace.sessions,
+                blocks=namespace.blocks,
+            )
+
+
+def find_trust_eof(evidence: Evidence) -> Iterator[ConditionView]:
+    """Whether memory may be reused by time instead of by the end of a process."""
+    seconds = _node(evidence).trust_eof
+    if seconds is not None:
+        yield make_condition(
+            "warning",
+            f"a process whose end cannot be seen counts as ended {duration(seconds)} after its socket (--trust-eof)",
+            "one that lives longer than that may write into slots that others use by then",
+            "use a kernel from 6.5 on, or let the service see the engines' pids; then drop --trust-eof",
+            trust_eof_seconds=seconds,
+        )
+
+
+def _node(evidence: Evidence) -> NodeEvidence:
+    assert evidence.node is not None, "these conditions are of nodes only"
+    return evidence.node
+
+
+# -- the fleet tier ---------------------------------------------------------------------------------------------------
+
+
+def find_failed_clients(evidence: Evidence) -> Iterator[ConditionView]:
+    """Clients of the store that do not try again."""
+    told = set[str]()
+    for one in _tier(evidence).view.items:
+        for client in one.clients:
+            if client.health.state == "failed" and client.purpose not in told:  # the pools of a node share clients
+                told.add(client.purpose)
+                yield _of(
+                    one,
+                    "error",
+                    f"{client.purpose} ({_name(one)}) have failed: {client.health.reason}",
+                    "they do not try again by themselves, so nothing is put or fetched by them",
+                    "remove the cause, then restart the service",
+                    restarts=client.stats.restarts,
+                )
+
+
+def find_down(evidence: Evidence) -> Iterator[ConditionView]:
+    """A store that gives no answers."""
+    given = _tier(evidence)
+    for one in given.view.items:
+        if one.state == "down":
+            yield _of(
+                one,
+                "warning",
+                f"the store {given.view.url} is left alone by {_name(one)}: {one.reason}",
+                "requests compute what other nodes have; nothing else is affected",
+                "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s",
+                opened=one.counters.breaker_opened,
+                timeouts=sum(client.stats.timeouts for client in one.clients),
+                restarts=sum(client.stats.restarts for client in one.clients),
+            )
+
+
+def find_off(evidence: Evidence) -> Iterator[ConditionView]:
+    """Namespaces that do not use the store."""
+    for one in _tier(evidence).view.items:
+        if one.state == "off":
+            yield _of(
+                one,
+                "warning",
+                f"{_name(one)} does not use the store: {one.reason}",
+                "its requests compute what other nodes have, and other nodes what it has",
+                "remove the cause; an engine that has reset its prefix cache uses the store again when it restarts",
+            )
+
+
+def find_lost_time(evidence: Evidence) -> Iterator[ConditionView]:
+    """Requests that wait longer for the store than computing takes."""
+    for one in _tier(evidence).view.items:
+        if loses_time(one):
+            waited, saved = one.counters.wait_seconds, one.counters.saved_seconds
+            yield _of(
+                one,
+                "warning",
+                f"since the start, requests of {_name(one)} have waited {duration(waited)} for the store, and saved "
+                f"{duration(saved)}",
+                "without the store they would have been served sooner",
+                "compare the rate of fetches with what the network should give (`kvstow get tier`); until it is "
+                "fixed, start the service without --tier",
+                wait_seconds=waited,
+                saved_seconds=saved,
+                cut_waits=one.counters.cut_waits,
+                fetch_bytes_per_second=one.fetch_bytes_per_second or 0.0,
+            )
+
+
+def find_corrupt_objects(evidence: Evidence) -> Iterator[ConditionView]:
+    """Objects that are not what was put."""
+    told = set[str]()
+    for one in _tier(evidence).view.items:
+        corrupt = sum(client.stats.corrupt_objects for client in one.clients if client.purpose not in told)
+        told |= {client.purpose for client in one.clients if client.stats.corrupt_objects}
+        if corrupt:
+            yield _of(
+                one,
+                "error",
+                f"{counted(corrupt, 'object')} that {_name(one)} has fetched were not what was put",
+                "they were not loaded, and were removed; but the store or the network changes bytes",
+                "check memory, disks and network cards of the store's machines; to be sure, empty the store",
+                corrupt_objects=corrupt,
+                fetched_blocks=one.counters.fetched_blocks,
+            )
+
+
+def find_access(evidence: Evidence) -> Iterator[ConditionView]:
+    """A store that strangers may reach."""
+    given = _tier(evidence)
+    addresses, is_guarded = given.measured.public_addresses, given.measured.has_access_control
+    if addresses and not is_guarded:
+        yield make_condition(
+            "warning",
+            f"the store {given.view.url} has the public address {', '.join(addresses)}, and has no access control",
+            "anyone who can reach it can read and delete the blocks of all nodes",
+            "bind it to an address of a private network, and let only the nodes reach its ports (in Kubernetes with a "
+            "NetworkPolicy); a Redis can ask for a password",
+            public_addresses=len(addresses),
+        )
+
+
+def find_tier_memlock(evidence: Evidence) -> Iterator[ConditionView]:
+    """A limit of locked memory that is too small for RDMA."""
+    given = _tier(evidence)
+    limit = given.measured.memlock_bytes
+    if given.measured.pins_memory and limit is not None and limit < given.pool_bytes:
+        yield make_condition(
+            "warning",
+            f"RDMA has to lock {format_size(given.pool_bytes)} of the pools, and RLIMIT_MEMLOCK is "
+            f"{format_size(limit)}",
+            "the network card cannot register the memory, so nothing is put or fetched",
+            "LimitMEMLOCK=infinity for the service, in Kubernetes a setting of the container runtime; then restart it",
+            memlock_bytes=limit,
+            pool_bytes=given.pool_bytes,
+        )
+
+
+def loses_time(tier: TierStatus) -> bool:
+    """Whether requests have waited longer than it would have taken to compute what they waited for, so far. Not known
+    before the prefill speed is."""
+    counters = tier.counters
+    return tier.prefill_tokens_per_second is not None and counters.wait_seconds > max(1.0, counters.saved_seconds)
+
+
+def _of(one: TierStatus, severity: Severity, what: str, why: str, fix: str, **found: float) -> ConditionView:
+    return replace(make_condition(severity, what, why, fix, **found), pool=one.pool)
+
+
+def _name(one: TierStatus) -> str:
+    return one.namespace if one.namespace == one.pool else f"{one.namespace} of pool {one.pool}"
+
+
+def _tier(evidence: Evidence) -> TierEvidence:
+    assert evidence.tier is not None  # else nothing is looked for
+    return evidence.tier

@@ -1,0 +1,424 @@
+"""Conditions of pools: their memory, their engines and ranks, and how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from kvstow.bytesize import format_size
+from kvstow.stats import EngineStats
+from kvstow.status import RankStatus, SessionStatus
+from kvstow_api.answers import ConditionView
+from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_condition, rank_name
+from kvstow_api.figures import ends_of_now
+from kvstow_api.texts import counted, duration
+
+SHARE_RATIO = 0.5
+GIVEN_BACK_BYTES = 64 << 20  # less is no matter
+PIN_FIXES = {
+    "memlock": "raise RLIMIT_MEMLOCK of the process, or set lock to false in kv_connector_extra_config",
+    "cgroup_limit": "raise the memory limit of the container or shrink the pool, then `kvstow pinning retry`",
+    "out_of_memory": "free memory on the machine or shrink the pool, then `kvstow pinning retry`",
+    "hugepages": "reserve more 2 MiB pages on the node (sysctl vm.nr_hugepages) and for the pod (hugepages-2Mi), or "
+    "shrink the pool; then `kvstow pinning retry`",
+    "driver": "look up the driver's error in the rank's log, then `kvstow pinning retry`, or restart the rank",
+}
+
+
+def find_pinning(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks that could not pin the whole pool."""
+    for rank in evidence.readiness.ranks:
+        if rank.error_reason in PIN_FIXES:
+            yield make_condition(
+                "error",
+                f"{rank_name(evidence, rank)} stopped pinning at {format_size(rank.pinned_bytes)} of "
+                f"{format_size(rank.target_bytes)}: {rank.error or rank.error_reason}",
+                "the pool has only as many usable slots as the rank with the fewest",
+                PIN_FIXES[rank.error_reason],
+                rank,
+                pinned_bytes=rank.pinned_bytes,
+                target_bytes=rank.target_bytes,
+            )
+
+
+def find_giving_back(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks that have more memory than their smaller pool needs. On a node, memory goes from pool to pool."""
+    for rank in evidence.readiness.ranks:
+        left = rank.resident_bytes - rank.target_bytes
+        if evidence.node is None and left > GIVEN_BACK_BYTES:
+            yield make_condition(
+                "info",
+                f"{rank_name(evidence, rank)} has yet to give back {format_size(left)} of memory",
+                "memory of a pool that has become smaller is unregistered chunk by chunk, slowly beside busy steps",
+                "nothing; `kvstow get ranks -o wide` shows what is resident",
+                rank,
+                left_bytes=left,
+            )
+
+
+def find_memory_limit(evidence: Evidence) -> Iterator[ConditionView]:
+    """Memory still to be pinned, compared with what the memory limit leaves."""
+    host = evidence.host
+    if host is None or host.headroom_bytes is None:
+        raise NothingToMeasure("the memory limit cannot be read")
+    failed = evidence.node is not None and evidence.node.memory.failure
+    if failed or any(rank.error_reason in PIN_FIXES for rank in evidence.readiness.ranks):
+        return  # what has been refused is told already, with the reason
+    needed = evidence.bytes_to_come
+    numbers = {"needed_bytes": needed, "headroom_bytes": host.headroom_bytes, "reserve_bytes": host.reserve_bytes}
+    if needed and needed + host.reserve_bytes > host.headroom_bytes:
+        yield make_condition(
+            "error",
+            f"{format_size(needed)} are still to be pinned, but {host.limit}",
+            "if all ranks are on this host, pinning will stop before the pool has its full size"
+            if evidence.node is None
+            else "populating will stop before the node has all of its memory",
+            PIN_FIXES["hugepages"]
+            if host.huge_pages == "reserved"
+            else "raise the memory limit of the container (pool plus overhead), or shrink the pool",
+            **numbers,
+        )
+    elif host.headroom_bytes < host.reserve_bytes:
+        yield make_condition(
+            "warning",
+            f"{host.limit}, less than the reserve of {format_size(host.reserve_bytes)}",
+            "the kernel cannot reclaim pinned memory, so the next allocation may get the process killed",
+            "raise the memory limit of the container, or shrink the pool",
+            **numbers,
+        )
+
+
+def find_huge_pages(evidence: Evidence) -> Iterator[ConditionView]:
+    """Transparent huge pages switched off; pools in reserved huge pages do not need them."""
+    if evidence.node is not None:
+        raise NothingToMeasure("memory of a node gets huge pages whatever the machine's setting is")
+    if evidence.host is None or not evidence.host.huge_pages:
+        raise NothingToMeasure("the kernel's setting for transparent huge pages cannot be read")
+    if evidence.host.huge_pages == "never":
+        yield make_condition(
+            "warning",
+            "transparent huge pages are disabled on this machine",
+            "with small pages, registering memory with a GPU takes 10 times as long",
+            "on the node, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; then restart the ranks",
+            pinned_bytes=sum(rank.pinned_bytes for rank in evidence.readiness.ranks),
+        )
+
+
+def find_share(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools with less than half of the memory that they should have."""
+    granted, due = evidence.granted_bytes, evidence.due_bytes
+    if granted < SHARE_RATIO * due:
+        yield make_condition(
+            "warning",
+            f"{format_size(granted)} of memory, and it should have {format_size(due)}",
+            "another pool should give memory back and has not yet: an engine uses it, or does not let go of it",
+            "`kvstow doctor` names the engine that it waits for, if there is one: end or detach it",
+            granted_bytes=granted,
+            due_bytes=due,
+        )
+
+
+def find_numa(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools that are not bound to the NUMA node of their device."""
+    for rank in evidence.reporting:
+        if rank.notice and "NUMA" in rank.notice:
+            yield make_condition(
+                "warning",
+                f"{rank_name(evidence, rank)}: {rank.notice}",
+                "copies between sockets are slower, and share one link",
+                "allow mbind (seccomp profile or CAP_SYS_NICE), or start the rank with numactl on the device's node",
+                rank,
+                pinned_bytes=rank.pinned_bytes,
+            )
+
+
+def find_memlock(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools that should be locked and are not. RLIMIT_MEMLOCK does not apply to memory that CUDA registers."""
+    for rank in evidence.reporting:
+        if rank.pin_mode == "populate" and rank.notice and "RLIMIT_MEMLOCK" in rank.notice:
+            yield make_condition(
+                "warning",
+                f"{rank_name(evidence, rank)} has locked {format_size(rank.locked_bytes)} of "
+                f"{format_size(rank.pinned_bytes)}",
+                "on a machine with swap, memory that is not locked may be swapped out",
+                "raise LimitMEMLOCK of the container runtime (CAP_IPC_LOCK helps only root), or disable swap",
+                rank,
+                locked_bytes=rank.locked_bytes,
+                pinned_bytes=rank.pinned_bytes,
+            )
+
+
+_WITHOUT_HITS = "its engine's requests are served without the cache"
+_DROPS: Mapping[str, tuple[str, str]] = {
+    "dropped_cpu_full": ("every slot is in use", ""),
+    "dropped_not_ready": ("not every rank can copy", "see `kvstow get ranks`"),
+    "failed": ("copies fail", "the log of the engine says why; look up the error of the first rank that failed"),
+}
+"""Outcomes of stores that nobody has asked for: in words, and what mends it."""
+_BUSY: Mapping[str, tuple[str, str]] = {
+    "protected": ("protected by an operator", "`kvstow unprotect` lets them be evicted"),
+    "quarantined": ("in quarantine", "`kvstow get sessions` shows whose processes may still write them; detach those"),
+    "leased": ("leased by requests that wait for their loads", "`kvstow get transfers` shows the loads"),
+    "filling": ("being filled", "`kvstow get transfers` shows the stores: the link is too slow for them"),
+}
+"""States in which a slot cannot be evicted, in words, and what ends them."""
+
+
+def find_failed(evidence: Evidence) -> Iterator[ConditionView]:
+    """An engine, or its records, that only a restart repairs."""
+    state, reason = evidence.readiness.state, evidence.readiness.reason
+    if evidence.integrity_error:
+        yield make_condition(
+            "error",
+            f"its records are inconsistent: {evidence.integrity_error}",
+            "this is a defect of KVStow, and what is cached cannot be trusted",
+            "run `kvstow bypass --load --store`, save the log, and restart the process",
+        )
+    elif evidence.node is None and (state == "stopped" or (state == "degraded" and not _has_other_reason(evidence))):
+        yield make_condition(
+            "error",
+            f"the engine is {state}: {reason}",
+            "requests are served without the cache",
+            "the log has the time and the reason; restart the process",
+        )
+
+
+def _has_other_reason(evidence: Evidence) -> bool:
+    is_stuck = any(session.state == "stuck" for session in evidence.sessions)
+    return is_stuck or any(_is_bad(rank) or _silence(evidence, rank) for rank in evidence.readiness.ranks)
+
+
+def find_silent_ranks(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks that do not report. During the start-up grace they need not have."""
+    for rank in evidence.readiness.ranks:
+        silence = _silence(evidence, rank)
+        if silence:
+            who = f" (pid {rank.pid} on {rank.host})" if rank.pid is not None else ""
+            yield make_condition(
+                "error",
+                f"{rank_name(evidence, rank)}{who} {silence}",
+                f"it may be stopped or hang, and its transfers with it; until then {_WITHOUT_HITS}",
+                f"look at the process: `ps -o stat,wchan -p {rank.pid}` on {rank.host} (T is stopped), and its log"
+                if rank.pid is not None
+                else "look for the rank's process, and at its log",
+                rank,
+                silent_seconds=rank.last_report_age_seconds or 0.0,
+            )
+
+
+def _silence(evidence: Evidence, rank: RankStatus) -> str:
+    age = rank.last_report_age_seconds
+    if age is None:
+        return "" if rank.session in evidence.starting else "has never reported"
+    return f"has been silent for {duration(age)}" if age > evidence.report_timeout else ""
+
+
+def find_failed_ranks(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks that cannot copy, or say that they are not well."""
+    for rank in evidence.readiness.ranks:
+        if _is_bad(rank) and rank.error_reason not in PIN_FIXES and not _silence(evidence, rank):
+            reason = ": ".join(part for part in (rank.error_reason, rank.error) if part)
+            yield make_condition(
+                "error",
+                f"{rank_name(evidence, rank)} is {rank.state}" + (f" ({reason})" if reason else ""),
+                _WITHOUT_HITS,
+                "see the rank's log (kvstow.agent, kvstow.dataplane); if it has failed, restart its process",
+                rank,
+                pinned_bytes=rank.pinned_bytes,
+            )
+
+
+def _is_bad(rank: RankStatus) -> bool:
+    return rank.state in ("degraded", "failed", "stopped")
+
+
+def rank_failure(rank: RankStatus, report_timeout: float) -> bool:
+    """Whether the rank does not report, or cannot pin or copy."""
+    age = rank.last_report_age_seconds
+    return age is None or age > report_timeout or _is_bad(rank)
+
+
+def find_stuck(evidence: Evidence) -> Iterator[ConditionView]:
+    """Engines whose oldest transfer is too old."""
+    for session in evidence.sessions:
+        if session.state == "stuck":
+            end = f"`kvstow detach {session.id} --kill` ends it" if evidence.node else "a restart of the pod ends it"
+            yield make_condition(
+                "error",
+                f"{session_name(evidence, session)} is stuck: "
+                f"its oldest transfer is {duration(session.oldest_seconds)} old",
+                "it loads and stores nothing, and the slots of its transfers are kept from all others",
+                f"`kvstow get transfers` names what they wait for: check the logs and GPUs of these ranks, or the "
+                f"process that plans transfers; {end}",
+                session,
+                oldest_seconds=session.oldest_seconds,
+                in_flight=session.in_flight,
+            )
+
+
+def session_name(evidence: Evidence, session: SessionStatus) -> str:
+    if evidence.node is None:
+        return "the engine"
+    return f"session {session.id} ({session.engine}, pool {session.pool})"
+
+
+def find_no_slots(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools that engines use, and that have no slot yet."""
+    live = [session for session in evidence.sessions if session.state != "lost"]
+    if live and not evidence.readiness.usable_slots:
+        yield make_condition(
+            "info" if any(session.id in evidence.starting for session in live) else "warning",
+            "no slot is usable yet",
+            "nothing can be stored or found",
+            "`kvstow get ranks` shows how far each rank is",
+            capacity_slots=evidence.readiness.capacity_slots,
+        )
+
+
+def find_growing(evidence: Evidence) -> Iterator[ConditionView]:
+    """Pools that do not have all of their slots yet. Engines of a node register what the pool has one after another."""
+    readiness = evidence.readiness
+    usable, whole = readiness.usable_slots, readiness.capacity_slots
+    if evidence.node is not None:
+        if evidence.bytes_to_come and evidence.slot_bytes:
+            whole = max(whole, evidence.due_bytes // evidence.slot_bytes)
+        attached = [one.registered_slots for one in evidence.sessions if one.state in ("attached", "stuck")]
+        usable = min([usable, *attached])
+    if not usable or usable >= whole:
+        return
+    lacking = _since(evidence, lambda stats: stats.evicted_for_capacity + stats.stores.get("dropped_cpu_full", 0))
+    paused = evidence.desired is not None and evidence.desired.paused
+    yield make_condition(
+        "warning" if lacking else "info",
+        f"the pool is still growing: {usable:,} of {whole:,} slots"
+        + (f", and {counted(lacking, 'block')} were evicted or dropped meanwhile" if lacking else ""),
+        "what was stored early makes room for what comes later, so early requests find less of it again",
+        f"`kvstow pinning resume{evidence.of_pool}`"
+        if paused
+        else "`kvstow wait --for=pinned` before sending requests that should be found again",
+        usable_slots=usable,
+        capacity_slots=whole,
+        evicted_blocks=lacking,
+    )
+
+
+def find_dropped_stores(evidence: Evidence) -> Iterator[ConditionView]:
+    """Blocks that were offered in the last seconds and not stored, by reason. Not what an operator has switched off."""
+    offered = _since(
+        evidence, lambda stats: sum(count for name, count in stats.stores.items() if name != "skipped_bypass")
+    )
+    is_told = any(session.state in ("stuck", "lost") for session in evidence.sessions)
+    for outcome, (words, fix) in _DROPS.items():
+        dropped = _since(evidence, partial(_outcome, outcome))
+        if dropped and not (outcome == "failed" and is_told):  # with the engine that stores them
+            states = _busy_states(evidence.recent[-1].stats) if outcome == "dropped_cpu_full" else []
+            yield make_condition(
+                "warning",
+                f"{dropped:,} of {offered:,} blocks were not stored in the last seconds: {words}"
+                + (f" ({', '.join(f'{count:,} {_BUSY[state][0]}' for state, count in states)})" if states else ""),
+                "requests compute them again when they need them",
+                fix
+                or (_BUSY[states[0][0]][1] if states else "")
+                or f"enlarge the pool: `kvstow describe pool{' ' + evidence.pool if evidence.of_pool else ''}`",
+                dropped_blocks=dropped,
+                offered_blocks=offered,
+            )
+
+
+def _outcome(name: str, stats: EngineStats) -> int:
+    return stats.stores.get(name, 0)
+
+
+def _busy_states(stats: EngineStats) -> list[tuple[str, int]]:
+    """The states in which slots cannot be evicted, the commonest first."""
+    counts = [(state, getattr(stats.pool.slots, state)) for state in _BUSY]
+    return sorted((one for one in counts if one[1]), key=lambda one: -one[1])
+
+
+def _since(evidence: Evidence, counter: Callable[[EngineStats], int]) -> int:
+    """How much a counter has grown within the last seconds."""
+    if len(evidence.recent) < 2:
+        return 0
+    first, last = ends_of_now(evidence.recent)
+    return max(0, counter(last.stats) - counter(first.stats))
+
+
+CLOCK_SECONDS = 1.0
+LINK_BYTES = 1 << 30  # below this a rank's rate means little
+LINK_RATIO = 0.5
+THRASHING_REUSE = 0.1
+
+
+def find_clocks(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks whose clock differs from the server's."""
+    if not evidence.clock_offsets:
+        raise NothingToMeasure("no rank has sent its time")
+    for rank, offset in sorted(evidence.clock_offsets.items()):
+        if abs(offset) > CLOCK_SECONDS:
+            yield make_condition(
+                "warning",
+                f"the clock of rank {rank} differs from the server's by {offset:+.1f} s",
+                "log lines of the two cannot be ordered by time; KVStow itself does not depend on clocks",
+                "synchronize the clock of that node (NTP, chrony)",
+                rank=rank,
+                offset_seconds=round(offset, 3),
+            )
+
+
+def find_links(evidence: Evidence) -> Iterator[ConditionView]:
+    """Ranks that move bytes at less than half the rate of the fastest."""
+    rates = {direction: _rates(evidence.reporting, direction) for direction in ("load", "store")}
+    compared = {direction: of_ranks for direction, of_ranks in rates.items() if len(of_ranks) > 1}
+    if not compared:
+        raise NothingToMeasure(f"fewer than 2 ranks have moved {format_size(LINK_BYTES)} in one direction")
+    for direction, of_ranks in compared.items():
+        fastest = max(rate for _, rate in of_ranks)
+        for rank, rate in of_ranks:
+            if rate < LINK_RATIO * fastest:
+                yield make_condition(
+                    "warning",
+                    f"{rank_name(evidence, rank)} {direction}s at {format_size(int(rate))}/s, "
+                    f"the fastest rank at {format_size(int(fastest))}/s",
+                    "a transfer ends when its slowest rank has finished, so this rank slows all of them down",
+                    "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and other users of the link",
+                    rank,
+                    bytes_per_second=rate,
+                    fastest_bytes_per_second=fastest,
+                )
+
+
+def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus, float]]:
+    """Bytes per busy second, of the ranks that have moved at least `LINK_BYTES`. Engines of a node have ranks of the
+    same numbers."""
+    found = []
+    for rank in ranks:
+        if direction == "load":
+            num_bytes, busy = rank.load_bytes_total, rank.load_busy_seconds
+        else:
+            num_bytes, busy = rank.store_bytes_total, rank.store_busy_seconds
+        if num_bytes >= LINK_BYTES and busy > 0:
+            found.append((rank, num_bytes / busy))
+    return found
+
+
+def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
+    """A pool that evicts blocks before they are reused."""
+    samples = evidence.kept
+    if len(samples) < 2:
+        raise NothingToMeasure("the server has not sampled its counters for long enough")
+    first, last = samples[0], samples[-1]
+    evicted = last.stats.evicted_for_capacity - first.stats.evicted_for_capacity
+    hits = last.stats.lookups.hit_blocks - first.stats.lookups.hit_blocks
+    slots = last.stats.pool.usable_slots
+    if slots and evicted >= slots and hits < THRASHING_REUSE * evicted:
+        seconds = last.time - first.time
+        yield make_condition(
+            "warning",
+            f"in {seconds:.0f} s {evicted} blocks were evicted from {slots} slots, for {hits} hits",
+            "blocks are evicted before their prefix is requested again, so stores cost bandwidth and save little",
+            "enlarge the pool, route requests with a common prefix to the same engine, or bypass stores",
+            evicted_blocks=evicted,
+            hit_blocks=hits,
+            usable_slots=slots,
+            window_seconds=seconds,
+        )

@@ -1,0 +1,440 @@
+"""Commands that change how a running server works: its settings, what is switched off, its engines and its pools."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow.bytesize import format_size
+from kvstow_api.texts import bypass_words, bypassed, counted, drain_words, duration
+from kvstow_service.cli.blocks import follow, no_wait_flag, server_wait, started
+from kvstow_service.cli.connection import (
+    SIZE,
+    TIME,
+    Connection,
+    Effect,
+    chosen_pool,
+    confirm,
+    dry_run_flag,
+    evicted,
+    find_session,
+    pool_flag,
+    remote,
+    yes_flag,
+)
+from kvstow_service.cli.failures import CommandError, ExitCode
+from kvstow_service.cli.get import details
+from kvstow_service.cli.output import Format, emit, format_flag, table
+
+if TYPE_CHECKING:
+    from kvstow.status import BypassStatus, DrainStatus, SessionStatus
+    from kvstow_api.answers import DetachView, PlanView, PoolView
+
+# -- resize and config ------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("size", type=SIZE, required=False)
+@click.option("--slots", type=click.IntRange(1), help="Number of slots instead of a size.")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@pool_flag
+@remote
+def resize(
+    connection: Connection,
+    size: int | None,
+    slots: int | None,
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+    style: Format,
+    pool: str | None,
+) -> None:
+    """Set the pool size of every rank to SIZE bytes, such as 16GiB.
+
+    A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
+    """
+    from kvstow_api.client import calls
+
+    if (size is None) == (slots is None):
+        raise click.UsageError("give a size, or --slots")
+    with connection.client() as client:
+        name = chosen_pool(client, pool)
+        now = client.send(calls.pool(name))
+        _check_size(size if size is not None else (slots or 0) * now.slot_bytes, now)
+        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size, pool=name))
+        if dry_run:
+            emit(plan, style, _would_resize)
+            return
+        words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
+        confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
+        change = calls.resize(slots=slots, num_bytes=size, if_match=now.etag, wait=server_wait(no_wait), pool=name)
+        answer = follow(client, change, no_wait=no_wait)
+        emit(answer, style, partial(_resized, now.capacity_slots, plan.capacity_slots))
+
+
+def _check_size(size: int, pool: PoolView) -> None:
+    """The server refuses it as well, but counts in slots or bytes."""
+    if not pool.resizable:
+        hint = "the budget of the node (--memory) and the number of pools decide"
+        raise CommandError(f"the size of pool {pool.name} is the server's to set", hint, ExitCode.CONFLICT)
+    if size > pool.max_capacity_bytes:
+        most = f"{format_size(pool.max_capacity_bytes)}, {counted(pool.max_capacity_slots, 'slot')}"
+        hint = "ask for less, or restart the engine with a larger max_bytes"
+        raise CommandError(f"{format_size(size)} is too much: each rank can hold {most}", hint, ExitCode.USAGE)
+
+
+def _would_resize(plan: PlanView) -> str:
+    return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)}"
+
+
+def _resized(before: int, slots: int, answer: Any) -> str:
+    if getattr(answer, "state", "") == "running":
+        return started(answer)
+    grown = "; ranks pin the new ones in the background" if slots > before else ""
+    return f"the pool has {counted(slots, 'slot')}{grown}"
+
+
+_SETTINGS = ("capacity_slots", "policy", "pinning_paused")
+"""Of a pool: those that a `PATCH` changes."""
+
+
+def _settings_of(pool: PoolView) -> dict[str, Any]:
+    return {name: getattr(pool, name) for name in _SETTINGS}
+
+
+@click.group()
+def config() -> None:
+    """Show and change the server's settings."""
+
+
+@config.command()
+@format_flag
+@pool_flag
+@remote
+def view(connection: Connection, style: Format, pool: str | None) -> None:
+    """Show the settings: those of the pool, which can change now, and those of the start."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        startup = client.send(calls.info()).settings
+        pools = [one for one in client.send(calls.pools()).items if pool in (None, one.name)]
+    found = {"pools": {one.name: _settings_of(one) for one in pools}, "startup": startup}
+    emit(found, style, details)
+
+
+@config.command("set")
+@click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@pool_flag
+@remote
+def set_values(
+    connection: Connection,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+    style: Format,
+    pool: str | None,
+) -> None:
+    """Change settings of the running server: capacity_slots, policy, pinning_paused."""
+    from kvstow_api.answers import OperationView
+    from kvstow_api.client import calls
+
+    runtime = dict(_parse(setting) for setting in settings)
+    with connection.client() as client:
+        pool = chosen_pool(client, pool)
+        etag = client.send(calls.pool(pool)).etag
+        plan = client.send(calls.plan_pool(runtime, pool=pool))
+        if dry_run:
+            emit(plan, style, details)
+            return
+        words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
+        confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
+        change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait), pool=pool)
+        answer = follow(client, change, no_wait=no_wait)
+        emit(answer if isinstance(answer, OperationView) else _settings_of(answer), style, details)
+
+
+@config.command("log-level")
+@click.argument("level")
+@click.option("--logger", default="kvstow", show_default=True, help="A logger of `kvstow get log-levels`.")
+@format_flag
+@remote
+def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
+    """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
+    from kvstow_api.client import calls
+    from kvstow_api.columns import LOG_LEVELS
+
+    with connection.client() as client:
+        answer = client.send(calls.set_log_level(level, logger=logger))
+    emit(answer, style, lambda view: table([view], LOG_LEVELS))
+
+
+def _parse(setting: str) -> tuple[str, Any]:
+    """A value that is not JSON is a string."""
+    key, equals, text = setting.partition("=")
+    if not key or not equals:
+        raise click.UsageError(f"{setting!r} is not KEY=VALUE")
+    if key not in _SETTINGS:
+        raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(_SETTINGS)}")
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, text
+
+
+# -- drain, bypass, pinning -------------------------------------------------------------------------------------------
+
+
+_DRAINS = {
+    "all": "stop loads and stores, and make /readyz fail,",
+    "stop-stores": "stop stores, and make /readyz fail,",
+}
+_POOL_DRAINS = {"all": "stop loads and stores", "stop-stores": "stop stores"}
+
+switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool. Default: all, and pools made later.")
+
+
+@click.command()
+@click.option(
+    "--mode",
+    type=click.Choice(list(_DRAINS)),
+    default="all",
+    show_default=True,
+    help="all: no loads and no stores; stop-stores: no stores.",
+)
+@click.option("--deadline", type=TIME, help="Shown to those who wait for the drain. Nothing is aborted when it passes.")
+@dry_run_flag
+@yes_flag
+@format_flag
+@switch_pool_flag
+@remote
+def drain(
+    connection: Connection,
+    mode: str,
+    deadline: float | None,
+    dry_run: bool,
+    yes: bool,
+    style: Format,
+    pool: str | None,
+) -> None:
+    """Finish what is in flight, and accept nothing new.
+
+    Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
+    waits until nothing is in flight.
+    """
+    from kvstow_api.client import calls
+
+    wanted: Any = mode.replace("-", "_")
+    with connection.client() as client:
+        if dry_run:
+            emit(client.send(calls.drain_status(pool=pool)), style, partial(_would_drain, mode))
+            return
+        words = _DRAINS[mode] if pool is None else f"{_POOL_DRAINS[mode]} in pool {pool},"
+        confirm(Effect(words, fails_readyz=pool is None), connection, yes)
+        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline, pool=pool)), style, drain_words)
+
+
+@click.command()
+@dry_run_flag
+@format_flag
+@switch_pool_flag
+@remote
+def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | None) -> None:
+    """Accept traffic again."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        if dry_run:
+            emit(client.send(calls.drain_status(pool=pool)), style, _would_undrain)
+            return
+        was_active = client.send(calls.drain_status(pool=pool)).active
+        now = client.send(calls.undrain(pool=pool))
+        emit(now, style, drain_words if was_active else lambda _: "nothing to do: there was no drain")
+
+
+def _would_drain(mode: str, now: DrainStatus) -> str:
+    left = f"{counted(now.pending_transfers, 'transfer')} and {counted(now.leases, 'lease')}"
+    return f"would {_DRAINS[mode].rstrip(',')}; in flight: {left}"
+
+
+def _would_undrain(now: DrainStatus) -> str:
+    return "would end the drain" if now.active else "would change nothing: there is no drain"
+
+
+@click.command()
+@click.option("--load", is_flag=True, help="Switch loads off: every lookup is a miss.")
+@click.option("--store", is_flag=True, help="Switch stores off.")
+@click.option("--off", is_flag=True, help="End the bypass: switch loads and stores on.")
+@click.option("--ttl", type=TIME, help="For this long; otherwise until --off.")
+@dry_run_flag
+@format_flag
+@switch_pool_flag
+@remote
+def bypass(
+    connection: Connection,
+    load: bool,
+    store: bool,
+    off: bool,
+    ttl: float | None,
+    dry_run: bool,
+    style: Format,
+    pool: str | None,
+) -> None:
+    """Switch loads or stores off without touching the pool.
+
+    Replaces any earlier bypass.
+    """
+    from kvstow.status import BypassStatus
+    from kvstow_api.client import calls
+
+    if off == (load or store) or (off and ttl is not None):
+        raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
+    if dry_run:
+        emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
+        return
+    with connection.client() as client:
+        before = client.send(calls.bypass_status(pool=pool))
+        now = client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl, pool=pool))
+        is_nothing = off and not bypassed(before)
+        emit(now, style, (lambda _: "nothing to do: there was no bypass") if is_nothing else bypass_words)
+
+
+def _would_bypass(plan: BypassStatus) -> str:
+    if not (off := bypassed(plan)):
+        return "would switch loads and stores on"
+    ends = "" if plan.ttl_seconds_left is None else f" for {duration(plan.ttl_seconds_left)}"
+    return f"would switch {' and '.join(off)} off{ends}"
+
+
+@click.group()
+def pinning() -> None:
+    """Pause, resume or retry the pinning of memory."""
+
+
+@pinning.command()
+@pool_flag
+@remote
+def pause(connection: Connection, pool: str | None) -> None:
+    """Pin no further chunk of memory. What is pinned stays usable."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        client.send(calls.pause_pinning(pool=chosen_pool(client, pool)))
+    click.echo("pinning is paused")
+
+
+@pinning.command()
+@pool_flag
+@remote
+def resume(connection: Connection, pool: str | None) -> None:
+    """Continue a paused pinning."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        client.send(calls.resume_pinning(pool=chosen_pool(client, pool)))
+    click.echo("pinning continues")
+
+
+@pinning.command()
+@pool_flag
+@remote
+def retry(connection: Connection, pool: str | None) -> None:
+    """Let ranks whose pinning failed try again."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        attempt = client.send(calls.retry_pinning(pool=chosen_pool(client, pool))).pin_attempt
+    click.echo(f"ranks try again: attempt {attempt}")
+
+
+# -- engines and pools of a node --------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("session_id", metavar="SESSION")
+@click.option("--kill", is_flag=True, help="Kill its processes, too.")
+@dry_run_flag
+@yes_flag
+@format_flag
+@remote
+def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, yes: bool, style: Format) -> None:
+    """Detach an engine from the node.
+
+    Its connections end at once, and it serves without the cache until it attaches again. What it holds is freed when
+    its processes have ended, and not before, because until then they may still copy: --kill ends them. SESSION is an id
+    of `kvstow get sessions`.
+    """
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        session = find_session(client, session_id)
+        if dry_run:
+            emit(session, style, partial(_would_detach, kill))
+            return
+        confirm(Effect(f"{_detach_words(session, kill)},", ends_engine=True), connection, yes)
+        emit(client.send(calls.detach(session_id, kill=kill)), style, _detached)
+
+
+def _detach_words(session: SessionStatus, kill: bool) -> str:
+    name = f"session {session.id} ({session.engine}, pool {session.pool})"
+    return f"detach {name}" + (" and kill its processes" if kill else "")
+
+
+def _would_detach(kill: bool, session: SessionStatus) -> str:
+    held = session.leased_slots + session.quarantined_slots
+    return (
+        f"would {_detach_words(session, kill)}; it has {counted(session.in_flight, 'transfer')} in flight and holds "
+        + (f"{counted(held, 'slot')}")
+    )
+
+
+def _detached(view: DetachView) -> str:
+    how = "its processes are killed" if view.killed else "its processes were left alone"
+    return f"session {view.id} is detached, and {how}; it is gone from `kvstow get sessions` when they have ended"
+
+
+@click.group()
+def delete() -> None:
+    """Delete a pool that no engine uses."""
+
+
+@delete.command()
+@click.argument("name")
+@dry_run_flag
+@yes_flag
+@format_flag
+@remote
+def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: Format) -> None:
+    """Delete a pool with all its blocks.
+
+    Its memory is for other pools as soon as no process can reach it. Exit code 5 while sessions use the pool.
+    """
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        now = client.send(calls.pool(name))
+        if now.sessions:
+            uses = f"{counted(now.sessions, 'session')} {'uses' if now.sessions == 1 else 'use'}"
+            raise CommandError(
+                f"{uses} pool {name}", "`kvstow get sessions` lists them; detach them first", ExitCode.CONFLICT
+            )
+        if dry_run:
+            emit(now, style, lambda view: f"would delete pool {name} and {_blocks(view)}")
+            return
+        confirm(Effect(f"delete pool {name} and {_blocks(now)},", lost_blocks=None), connection, yes)
+        client.send(calls.delete_pool(name))
+    click.echo(f"deleted pool {name}")
+
+
+def _blocks(pool: PoolView) -> str:
+    return counted(pool.slots.cached + pool.slots.leased + pool.slots.protected, "block")
