@@ -163,7 +163,7 @@ class Bench:
     def pieces(self, plane: Any, device: Any) -> dict[str, float]:
         """What a store is made of, each piece by itself: gathers with their way to pinned memory, and the copies from
         there to the pool by number of threads."""
-        from kvstow.devices.jax.rangecopier import Range, RangeCopier
+        from kvstow.devices.jax.hostcopies import Range, RangeCopier
 
         jax, np = self.jax, self.np
         chosen = list(self.blocks[: min(self.num_blocks, 8 * device._most)])
@@ -235,7 +235,7 @@ def _link(num_bytes: int) -> dict[str, float]:
 
 
 def copies(num_bytes: int, dtype: str) -> dict[str, Any]:
-    from kvstow.devices.jax.rangecopier import cached_copy_bytes
+    from kvstow.devices.jax.hostcopies import cached_copy_bytes
 
     bench = Bench(num_bytes, dtype)
     limits = bench.limits()

@@ -87,6 +87,8 @@ ORDER = {
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
+    "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
+    "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
     "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
     "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from kvstow.devices.cuda.context import primary_context
-from kvstow.devices.cuda.kernels import machine_code, pointers_to_fields
+from kvstow.devices.cuda.copier import machine_code, pointers_to_fields
 from kvstow.devices.cuda.layerloader import PIECE_BYTES, PLACE
 from kvstow.devices.cuda.plan import PIECE
 

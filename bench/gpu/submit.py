@@ -27,7 +27,7 @@ from bench.gpu.rank import BOTH, GIB, KIB, KVCache, Shape, Traffic
 from bench.report import Table, verdict
 from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cuda import CudaDevice
-from kvstow.devices.cuda.transfer import Transfer
+from kvstow.devices.cuda.copier import Transfer
 from kvstow.messages import Direction
 
 SHAPES = (

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.cuda.context import Context, primary_context
-from kvstow.devices.cuda.registrar import CudaRegistrar
+from kvstow.devices.cuda.context import Context, CudaRegistrar, primary_context
 from kvstow.memory.hostpool import HostPool
 
 _SLOT_BYTES, _SLOTS = 1 << 20, 256

@@ -18,7 +18,7 @@ from kvstow.config import PoolConfig
 from kvstow.devices.base import Ticket, TicketState, start_load
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
-from kvstow.devices.cuda.kernels import pointers_to_fields
+from kvstow.devices.cuda.copier import pointers_to_fields
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import Polled

@@ -16,8 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tests.jax.rank import JaxRank
 
+from kvstow.devices.jax.hostcopies import CopyJob
 from kvstow.devices.jax.programs import DevicePrograms
-from kvstow.devices.jax.rangecopier import CopyJob
 from kvstow.messages import Completion, DesiredState, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
 
 

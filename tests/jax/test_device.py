@@ -14,11 +14,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax.rank import DEADLINE, JaxRank, mesh
 
-from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV, loads, stores
-from kvstow.devices.jax.inflight import wait_until
+from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV, deviceloads, devicestores
+from kvstow.devices.jax.devicestores import Gather
+from kvstow.devices.jax.hostcopies import CopyJob, wait_until
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, copies_rows, pieces_of
-from kvstow.devices.jax.rangecopier import CopyJob
-from kvstow.devices.jax.stores import Gather
 from kvstow.errors import ConfigError, CopyError
 from kvstow.messages import LoadLaunch, Op, StepPlan
 
@@ -369,7 +368,7 @@ class Gate:
             return start(ranges)
 
         monkeypatch.setattr(copier, "start", gated)
-        for module in (loads, stores):
+        for module in (deviceloads, devicestores):
             monkeypatch.setattr(module, "wait_until", self._wait_until)
 
     def _wait_until(self, condition: Callable[[], bool], stopping: threading.Event) -> bool:
@@ -928,9 +927,9 @@ def test_options_are_checked(key: str) -> None:
 def test_pinned_memory_that_a_platform_lays_out_in_another_way_is_not_written_in_place(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstow.devices.jax import loadbuffers
+    from kvstow.devices.jax import hostcopies
 
-    monkeypatch.setattr(loadbuffers.PinnedBuffer, "upload", lambda self: -self._rows)
+    monkeypatch.setattr(hostcopies.PinnedBuffer, "upload", lambda self: -self._rows)
     rank = make_rank(host_memory="pinned")
     assert rank.device.notice is not None
     assert "loads do not use pinned memory" in rank.device.notice

@@ -16,8 +16,8 @@ from tests.jax.test_processes import STEPS, make_cluster
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
-from kvstow.devices.jax.loads import LoadPiece, Loads
-from kvstow.devices.jax.stores import GatheredPiece, Stores
+from kvstow.devices.jax.deviceloads import DeviceLoads, LoadPiece
+from kvstow.devices.jax.devicestores import DeviceStores, GatheredPiece
 from kvstow.messages import Op, StepPlan
 
 __all__ = ["make_cluster"]  # a fixture
@@ -37,34 +37,34 @@ def gather_after_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def gather_rest_after_the_step(patch: pytest.MonkeyPatch) -> None:
-    submit, launch_rest = DataPlane.submit, Stores.launch_rest
+    submit, launch_rest = DataPlane.submit, DeviceStores.launch_rest
 
     def submit_late(self: DataPlane, plan: StepPlan, after: Fence | None = None) -> None:
         device: Any = self._launcher
         launch_rest(device._stores)
         submit(self, plan)
 
-    patch.setattr(Stores, "launch_rest", lambda self: None)
+    patch.setattr(DeviceStores, "launch_rest", lambda self: None)
     patch.setattr(DataPlane, "submit", submit_late)
 
 
 def upload_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
-    end_fill = Loads._end_fill
+    end_fill = DeviceLoads._end_fill
 
-    def upload_too(self: Loads, piece: LoadPiece) -> None:
+    def upload_too(self: DeviceLoads, piece: LoadPiece) -> None:
         piece.arrays = [buffer.upload() for buffer in piece.buffers]
         end_fill(self, piece)
 
-    patch.setattr(Loads, "_end_fill", upload_too)
+    patch.setattr(DeviceLoads, "_end_fill", upload_too)
 
 
 def download_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
-    address = Stores._address
+    address = DeviceStores._address
 
-    def download_too(self: Stores, piece: GatheredPiece, rows: jax.Array) -> int:
+    def download_too(self: DeviceStores, piece: GatheredPiece, rows: jax.Array) -> int:
         return address(self, piece, jax.device_put(rows, rows.sharding))
 
-    patch.setattr(Stores, "_address", download_too)
+    patch.setattr(DeviceStores, "_address", download_too)
 
 
 def load_without_witness(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.jax.rank import JaxRank
 
-from kvstow.devices.jax import rangecopier
+from kvstow.devices.jax import hostcopies
 
 pytestmark = pytest.mark.jax
 
@@ -35,8 +35,8 @@ def test_a_device_says_how_its_copies_get_past_the_cache(
     loader = tmp_path / "loader"
     loader.write_text(f"#!/bin/sh\necho 'glibc.rtld.nns: 0x4 (min: 0x1, max: 0x10)'\necho '{answer}'\n")
     loader.chmod(0o755)
-    monkeypatch.setattr(rangecopier, "_LOADER", str(loader))
-    assert rangecopier.cached_copy_bytes() == cached
+    monkeypatch.setattr(hostcopies, "_LOADER", str(loader))
+    assert hostcopies.cached_copy_bytes() == cached
     with caplog.at_level("INFO", "kvstow.jax"):
         make_rank(layers=[(64, 64, 128)] * 4, num_blocks=2, num_slots=2, host_memory="pinned")
         assert ("GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576" in caplog.text) == logged
@@ -47,12 +47,12 @@ def test_a_device_says_how_its_copies_get_past_the_cache(
 
 
 def test_the_tunable_of_glibc_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    if rangecopier.cached_copy_bytes() is None:
+    if hostcopies.cached_copy_bytes() is None:
         pytest.skip("not glibc on x86-64")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=1048576")
-    assert rangecopier.cached_copy_bytes() == 1 << 20
+    assert hostcopies.cached_copy_bytes() == 1 << 20
 
 
 def test_a_machine_without_that_loader_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rangecopier, "_LOADER", "/nonexistent")
-    assert rangecopier.cached_copy_bytes() is None
+    monkeypatch.setattr(hostcopies, "_LOADER", "/nonexistent")
+    assert hostcopies.cached_copy_bytes() is None

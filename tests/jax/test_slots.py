@@ -14,7 +14,7 @@ from kvstow.config import EngineConfig
 from kvstow.control import placement
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.ops import OpsInFlight
-from kvstow.devices.jax.stores import GatheredPiece
+from kvstow.devices.jax.devicestores import GatheredPiece
 from kvstow.messages import Completion, StepPlan
 from kvstow.results import StoreGrant
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstow.dataplane import DataPlane
-from kvstow.devices.jax.rangecopier import RangeCopier
+from kvstow.devices.jax.hostcopies import RangeCopier
 
 if TYPE_CHECKING:
     from tests.tpu.engine import Engine

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.wire import MOST_LISTED, VERSION, Kind, Message, Name, Role, Text, Whole, decoded
@@ -15,6 +15,7 @@ from kvstow.errors import AttachRefusedError
 from kvstow.plaintext import plain
 
 _COUNT_BITS = 40
+_MOST_SETTINGS = 16 << 10  # those of an engine take 2 KB
 
 
 class SessionTicket(NamedTuple):
@@ -85,6 +86,11 @@ class Hello(Message, frozen=True, kw_only=True):
     numa_node: Whole | None = None
     settled_tokens: _Texts = ()
 
+    def in_session(self) -> Self:
+        """What is still of use once the process is in a session. A session must not keep identities of its own: they
+        take up to seven times as much memory as the frame, and those of the pool and the namespace are equal."""
+        return replace(self, pool=None, namespace=None, fleet_weights=UNNAMED_WEIGHTS, settled_tokens=())
+
     @property
     def is_farewell(self) -> bool:
         """Whether the process only says that its copies have ended."""
@@ -104,8 +110,14 @@ class Hello(Message, frozen=True, kw_only=True):
         return super().unpack(payload)
 
     def check(self) -> None:
-        if self.role == "scheduler" and (self.pool is None or self.namespace is None):
+        if self.role == "worker":
+            for name in ("pool", "namespace"):
+                force_setattr(self, name, None)
+            force_setattr(self, "fleet_weights", UNNAMED_WEIGHTS)
+        elif self.pool is None or self.namespace is None:
             raise ValueError("a scheduler half needs pool and namespace")
+        elif sum(len(name) + len(value) for name, value in self.namespace.value_settings) > _MOST_SETTINGS:
+            raise ValueError(f"the settings are long; allowed: texts of at most {_MOST_SETTINGS} characters together")
         super().check()
 
 
@@ -131,6 +143,7 @@ TRANSIENT_REFUSALS: Final = frozenset(
         "too_many_lost",
         "too_many_strangers",
         "unknown_token",
+        "user_limit",
     }
 )
 """Reasons that may soon no longer apply. A client tries again soon."""

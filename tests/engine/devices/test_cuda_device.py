@@ -15,8 +15,8 @@ import torch
 from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState, start_load
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
-from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
 from kvstow.devices.cuda.context import primary_context
+from kvstow.devices.cuda.device import CANDIDATES, NEVER, choose_threshold
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd

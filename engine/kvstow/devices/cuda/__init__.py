@@ -3,9 +3,8 @@
 Importing this package loads no CUDA library: `driver.load_driver` does, at first use.
 """
 
+from kvstow.devices.cuda.context import CudaFence, CudaRegistrar
 from kvstow.devices.cuda.device import CudaDevice, CudaOptions
 from kvstow.devices.cuda.driver import DriverError, DriverUnavailableError
-from kvstow.devices.cuda.fence import CudaFence
-from kvstow.devices.cuda.registrar import CudaRegistrar
 
 __all__ = ["CudaDevice", "CudaFence", "CudaOptions", "CudaRegistrar", "DriverError", "DriverUnavailableError"]

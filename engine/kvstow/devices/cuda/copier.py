@@ -21,21 +21,129 @@ write the KV cache). So the kernel of one batch runs during the copies of anothe
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import Literal, TypeVar
 
-from kvstow.devices.cuda.batchresources import BatchMarks, StagingBuffer, Timer, new_stream
-from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle
-from kvstow.devices.cuda.fence import CudaFence
-from kvstow.devices.cuda.kernels import PageKernels
-from kvstow.devices.cuda.plan import Copies, Split
-from kvstow.devices.cuda.transfer import Transfer
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.devices.base import Fence, TicketState
+from kvstow.devices.cuda.context import BatchMarks, Context, CudaFence, StagingBuffer, Timer, new_stream
+from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle, Int64Array
+from kvstow.devices.cuda.plan import BatchedCopies, Copies, Split
 from kvstow.errors import CopyError
+
+MAX_BLOCKS = 1000  # per launch; the arguments then just fit into a kernel's limit of 4 KiB
+_THREADS = 128
+
+
+@cache
+def machine_code(driver: Driver, capability: tuple[int, int]) -> bytes:
+    """Compiled once per process and kind of GPU."""
+    source = files("kvstow.devices.cuda").joinpath("pages.cu").read_text()
+    return driver.compile(source, capability)
+
+
+class _PageArguments(ctypes.Structure):
+    """The arguments of both kernels, in their order (pages.cu)."""
+
+    _fields_ = [
+        ("pieces", ctypes.c_uint64),
+        ("staging", ctypes.c_uint64),
+        ("block_bytes", ctypes.c_uint64),
+        ("blocks", ctypes.c_int32 * MAX_BLOCKS),
+    ]
+
+
+class PageKernels:
+    """Moves the pages described by `pieces` (dtype `plan.PIECE`) between the KV cache and staging buffers, where a
+    block takes `block_bytes`. Used by one thread. `undo` frees the memory on the device."""
+
+    def __init__(self, context: Context, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
+        driver = self._driver = context.driver
+        module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
+        undo.callback(driver.unload_module, module)
+        self._functions = {name: driver.get_function(module, name) for name in ("gather", "scatter")}
+        table = driver.allocate(pieces.nbytes)
+        undo.callback(driver.free, table)
+        driver.write(table, pieces)
+        self._num_pieces, self._block_bytes = len(pieces), block_bytes
+        self._arguments = _PageArguments(pieces=table, block_bytes=block_bytes)
+        self._blocks = np.ctypeslib.as_array(self._arguments.blocks)
+        self._pointers = pointers_to_fields(self._arguments)
+
+    def launch(self, name: Literal["gather", "scatter"], staging: int, blocks: Int64Array, stream: Handle) -> None:
+        """Move the pages of `blocks`: `gather` to the staging buffer at address `staging`, `scatter` from it."""
+        for start in range(0, len(blocks), MAX_BLOCKS):
+            part = blocks[start : start + MAX_BLOCKS]
+            self._blocks[: len(part)] = part
+            self._arguments.staging = staging + start * self._block_bytes
+            grid = (self._num_pieces, len(part))
+            # The driver copies the arguments during the call.
+            self._driver.launch(self._functions[name], grid, _THREADS, stream, ctypes.addressof(self._pointers))
+
+
+def pointers_to_fields(arguments: ctypes.Structure) -> ctypes.Array[ctypes.c_uint64]:
+    """What `Driver.launch` takes; `arguments` must outlive it."""
+    start = ctypes.addressof(arguments)
+    offsets = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
+    return (ctypes.c_uint64 * len(offsets))(*(start + offset for offset in offsets))
+
+
+class Transfer:
+    """The ticket of an op, complete before a copier takes it. Its batches begin and finish in order. Used by one
+    thread."""
+
+    def __init__(
+        self,
+        blocks: Int64Array,
+        num_batches: int,
+        staged: BatchedCopies,
+        direct: BatchedCopies,
+        after: Fence | None,
+    ) -> None:
+        """`blocks`, `staged` and `direct` are in the order of the slots in memory."""
+        self.blocks, self.num_batches, self.staged, self.direct = blocks, num_batches, staged, direct
+        self.after = after
+        self.begun = self.finished = 0
+        self.source_free = False
+        self.fence_queued = False  # the copier's stream waits for the fence
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+
+    def may_touch_blocks(self) -> bool:
+        """Whether work on the KV cache may be queued. The device waits for a CUDA fence; any other must be reached
+        first. A fence that raises fails the transfer."""
+        if self.after is None or isinstance(self.after, CudaFence):
+            return True
+        try:
+            reached = self.after.query()
+        except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its ticket
+            self.fail(error)
+            return False
+        if reached:
+            self.after = None
+        return reached
+
+    def fail(self, error: BaseException) -> None:
+        """Begin no further batch. Keeps the first error, without its traceback, which would keep the op and its fence
+        alive until a garbage collection."""
+        self.error = self.error or error.with_traceback(None)
+
+    def poll(self) -> TicketState:
+        if self.error is not None:
+            return TicketState.FAILED if self.finished >= self.begun else TicketState.PENDING
+        if self.finished == self.num_batches:
+            return TicketState.DONE
+        return TicketState.SOURCE_FREE if self.source_free else TicketState.PENDING
+
 
 _Value = TypeVar("_Value")
 

@@ -18,12 +18,9 @@ from itertools import accumulate
 import numpy as np
 
 from kvstow.devices.base import Fence, TicketState
-from kvstow.devices.cuda.batchresources import Timer, new_event, new_stream
-from kvstow.devices.cuda.context import Context
-from kvstow.devices.cuda.copier import twice
+from kvstow.devices.cuda.context import Context, CudaFence, Timer, new_event, new_stream
+from kvstow.devices.cuda.copier import machine_code, pointers_to_fields, twice
 from kvstow.devices.cuda.driver import Driver, DriverError, Handle, Int64Array
-from kvstow.devices.cuda.fence import CudaFence
-from kvstow.devices.cuda.kernels import machine_code, pointers_to_fields
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout, Part

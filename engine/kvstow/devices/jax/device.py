@@ -13,14 +13,11 @@ from typing import Literal, get_args
 import numpy as np
 
 from kvstow.devices.base import Fence, PreparedLoad
-from kvstow.devices.jax.cell import KVCell
-from kvstow.devices.jax.inflight import BytesInFlight
-from kvstow.devices.jax.loadbuffers import load_buffers
-from kvstow.devices.jax.loads import Loads, LoadTicket
+from kvstow.devices.jax.deviceloads import DeviceLoads, LoadTicket
+from kvstow.devices.jax.devicestores import DeviceStores, Gather, StoreTicket
+from kvstow.devices.jax.hostcopies import PAST_CACHE_BYTES, BytesInFlight, RangeCopier, cached_copy_bytes, load_buffers
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all, copies_rows
-from kvstow.devices.jax.rangecopier import PAST_CACHE_BYTES, RangeCopier, cached_copy_bytes
-from kvstow.devices.jax.shards import ShardedKV
-from kvstow.devices.jax.stores import Gather, Stores, StoreTicket
+from kvstow.devices.jax.shards import KVCell, ShardedKV
 from kvstow.errors import ConfigError, CopyError
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messages import LoadLaunch, StagedLoad
@@ -114,14 +111,14 @@ class JaxDevice:
             _log_cached_copies(kv.part_bytes)
         self._copier = RangeCopier(options.copy_threads)
         parts = kv, cell, programs, self._copier, buckets
-        self._stores = Stores(
+        self._stores = DeviceStores(
             *parts,
             BytesInFlight(options.bytes_in_flight),
             self._stopping,
             pinned=pinned,
             addressable=platform == "cpu" or self.notice is None,
         )
-        self._loads = Loads(*parts, buffers, self._stopping)
+        self._loads = DeviceLoads(*parts, buffers, self._stopping)
 
     # The host's thread.
 

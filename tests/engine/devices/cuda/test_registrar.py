@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvstow.devices.cuda.context import CudaRegistrar
 from kvstow.devices.cuda.driver import DriverError
-from kvstow.devices.cuda.registrar import CudaRegistrar
 from kvstow.errors import PinError
 
 
@@ -105,7 +105,7 @@ def test_an_error_outside_the_drivers_call_keeps_records_and_driver_consistent(
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstow.devices.cuda.registrar.np", NoMemory())
+        patch.setattr("kvstow.devices.cuda.context.np", NoMemory())
         patch.setattr(registrar, "_starts", Unfilterable())
         with pytest.raises(MemoryError):
             getattr(registrar, call)(4096 if call == "unregister" else 8192, 4096)

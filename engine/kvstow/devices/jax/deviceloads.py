@@ -22,12 +22,9 @@ import jax
 import numpy as np
 
 from kvstow.devices.base import TicketState
-from kvstow.devices.jax.cell import KVCell
-from kvstow.devices.jax.inflight import wait_until
-from kvstow.devices.jax.loadbuffers import LoadBuffer
+from kvstow.devices.jax.hostcopies import CopyJob, LoadBuffer, Range, RangeCopier, wait_until
 from kvstow.devices.jax.programs import DevicePrograms, bucket_of, pieces_of
-from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
-from kvstow.devices.jax.shards import ShardedKV, Shards
+from kvstow.devices.jax.shards import KVCell, ShardedKV, Shards
 from kvstow.errors import CopyError
 from kvstow.messages import LoadLaunch, StagedLoad
 
@@ -38,8 +35,8 @@ Buffers = Sequence[LoadBuffer]
 
 
 class LoadTicket:
-    """A `Ticket`, and before that what says that the host has announced the load. `Loads.advance` moves it on. Without
-    slots until it is queued."""
+    """A `Ticket`, and before that what says that the host has announced the load. `DeviceLoads.advance` moves it on.
+    Without slots until it is queued."""
 
     def __init__(self, op_id: int, num_blocks: int, most: int) -> None:
         """`most`: blocks in a piece."""
@@ -91,7 +88,7 @@ class LoadPiece:
         return all(witness.is_ready() for witness in self.witnesses)
 
 
-class Loads:
+class DeviceLoads:
     """All loads of a rank. `expect`, `launch` and `fail` belong to the host's thread, the others to the copy thread.
     The caller keeps `launch` and `stop` apart, after which no block is written."""
 

@@ -22,11 +22,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from kvstow.devices.base import TicketState
-from kvstow.devices.jax.cell import KVCell
-from kvstow.devices.jax.inflight import BytesInFlight, Held, wait_until
+from kvstow.devices.jax.hostcopies import BytesInFlight, CopyJob, Held, Range, RangeCopier, wait_until
 from kvstow.devices.jax.programs import DevicePrograms, bucket_of, pieces_of
-from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
-from kvstow.devices.jax.shards import ShardedKV, Shards
+from kvstow.devices.jax.shards import KVCell, ShardedKV, Shards
 from kvstow.errors import CopyError
 
 Rows = Sequence[jax.Array]
@@ -80,7 +78,7 @@ class Gather:
 
 
 class StoreTicket:
-    """A `Ticket`; `Stores.advance` moves it on. `slots`: their addresses."""
+    """A `Ticket`; `DeviceStores.advance` moves it on. `slots`: their addresses."""
 
     def __init__(self, gather: Gather, slots: Sequence[int]) -> None:
         self.gather, self.slots = gather, slots
@@ -105,7 +103,7 @@ class StoreTicket:
         return TicketState.PENDING if self.gather.num_unlaunched else TicketState.SOURCE_FREE
 
 
-class Stores:
+class DeviceStores:
     """All stores of a rank. `gather` and `launch_rest` belong to the host's thread, the others to the copy thread."""
 
     def __init__(

@@ -1,0 +1,216 @@
+"""Host memory on the way between the pool and the devices: how much of it ops may hold, the buffers of loads, and
+copies between its ranges.
+
+JAX never sees the pool itself: on the CPU an array would be a view of it, and CUDA refuses copies that span two
+registrations of it. Copies run on several threads: one reaches a tenth of a fast link, or a fifth where glibc writes
+past the cache (see docs/copying.md)."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
+from threading import Event
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+_PATIENCE = 30.0  # seconds; a copy takes milliseconds
+_POLL = 1e-4
+
+
+class Held:
+    """Bytes in flight; they are given back when it is dropped."""
+
+    def __init__(self, num_bytes: int, returned: deque[int]) -> None:
+        self._num_bytes, self._returned = num_bytes, returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._num_bytes)  # without a lock: a finalizer may run in the middle of anything
+
+
+class BytesInFlight:
+    """Counts bytes up to `limit`; one piece larger than that may be in flight alone. Used by one thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._returned: deque[int] = deque()
+
+    def take(self, num_bytes: int) -> Held | None:
+        """Count these bytes for as long as the result lives; None if that exceeds the limit."""
+        while self._returned:
+            self._taken -= self._returned.popleft()
+        if self._taken and self._taken + num_bytes > self._limit:
+            return None
+        self._taken += num_bytes
+        return Held(num_bytes, self._returned)
+
+
+def wait_until(condition: Callable[[], bool], stopping: Event) -> bool:
+    """Wait for what the copy thread does, and no longer than until `stopping` is set, or 30 seconds. False if it has
+    not come true."""
+    deadline = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() >= deadline or stopping.wait(_POLL):
+            return False
+    return True
+
+
+PAST_CACHE_BYTES = 1 << 20
+"""Copies of this size and more are worth writing past the cache: nothing reads the bytes soon."""
+
+_SHARE_BYTES = 1 << 20  # less is copied sooner than another thread wakes up
+_LOADER = "/lib64/ld-linux-x86-64.so.2"
+
+
+class Range(NamedTuple):
+    """Addresses, and the length in bytes."""
+
+    target: int
+    source: int
+    num_bytes: int
+
+
+class CopyJob:
+    """Ranges that are being copied."""
+
+    def __init__(self, shares: Sequence[Future[None]] = ()) -> None:
+        self._shares = shares
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no thread uses the memory any more."""
+        return all(share.done() for share in self._shares)
+
+    def result(self) -> None:
+        """Wait for the end. Raises what a copy has raised."""
+        wait(self._shares)
+        for share in self._shares:
+            share.result()
+
+
+class RangeCopier:
+    """Owns its threads. A thread that has done its share of a job begins with the next job."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "kvstow-memcpy")
+
+    def start(self, ranges: Sequence[Range]) -> CopyJob:
+        """Begin to copy all ranges; few bytes are copied at once. The caller guarantees that the memory stays until the
+        job has ended, and that targets are disjoint."""
+        num_bytes = sum(one.num_bytes for one in ranges)
+        if num_bytes <= _SHARE_BYTES:
+            _copy(ranges)
+            return CopyJob()
+        shares = max(1, min(self._num_threads, num_bytes // _SHARE_BYTES, len(ranges)))
+        bounds = [share * len(ranges) // shares for share in range(shares + 1)]
+        return CopyJob([self._threads.submit(_copy, ranges[start:end]) for start, end in pairwise(bounds)])
+
+    def close(self) -> None:
+        """Wait for all jobs."""
+        self._threads.shutdown()
+
+
+def cached_copy_bytes() -> int | None:
+    """The size up to which glibc copies through the CPU's cache in processes started with this environment; None where
+    that is unknown: on other processors, with other C libraries, and with glibc before 2.33."""
+    command = [_LOADER, "--list-tunables"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"x86_non_temporal_threshold: 0x([0-9a-f]+)", told)
+    return int(found[1], 16) if found else None
+
+
+def _copy(ranges: Sequence[Range]) -> None:
+    for target, source, num_bytes in ranges:
+        ctypes.memmove(target, source, num_bytes)  # it releases the interpreter
+
+
+_ALIGNMENT = 64  # of memory that the CPU backend uses in place
+
+
+class LoadBuffer(Protocol):
+    """The rows of up to `bucket` blocks, for one device (see `DevicePrograms`)."""
+
+    bucket: int
+    address: int
+    """Of the first row; they lie back to back."""
+
+    def upload(self) -> jax.Array:
+        """An array of the device with the current contents, on the host's thread. Does not wait for it. The memory may
+        be written again when the program that uses the array has ended."""
+
+
+class PlainBuffer:
+    """Ordinary memory. The CPU backend uses it in place; other devices copy from it, slowly."""
+
+    def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype) -> None:
+        self.bucket, self._sharding = bucket, SingleDeviceSharding(device)
+        self._rows = _aligned(bucket, width, dtype)
+        self.address: int = self._rows.ctypes.data
+
+    def upload(self) -> jax.Array:
+        return jax.device_put(self._rows, self._sharding)
+
+
+class PinnedBuffer:
+    """Arrays in JAX's own pinned memory, which are written in place."""
+
+    def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype) -> None:
+        self.bucket, self._sharding = bucket, SingleDeviceSharding(device)
+        empty = _aligned(bucket, width, dtype)
+        pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+        self._rows = jax.block_until_ready(jax.device_put(jax.device_put(empty, self._sharding), pinned))
+        self.address: int = self._rows.unsafe_buffer_pointer()
+
+    def upload(self) -> jax.Array:
+        return jax.device_put(self._rows, self._sharding)
+
+
+def load_buffers(
+    devices: Sequence[jax.Device], sizes: Sequence[int], width: int, dtype: np.dtype, *, pinned: bool
+) -> tuple[list[list[LoadBuffer]], str | None]:
+    """For each size one buffer per device; and a message for operators if loads are slower than they could be."""
+    notice = None
+    if pinned and (reason := _why_not_pinned(devices[0], sizes, width, dtype)) is not None:
+        pinned, notice = False, f"loads do not use pinned memory, which makes them slow: {reason}"
+    kind: type[PinnedBuffer] | type[PlainBuffer] = PinnedBuffer if pinned else PlainBuffer
+    return [[kind(device, size, width, dtype) for device in devices] for size in sizes], notice
+
+
+def _why_not_pinned(device: jax.Device, sizes: Sequence[int], width: int, dtype: np.dtype) -> str | None:
+    """Write to pinned buffers and look whether the bytes arrive: a platform may lay out its pinned arrays in another
+    way than row after row, or not tell where they are."""
+    try:
+        for size in sorted(set(sizes)):
+            buffer = PinnedBuffer(device, size, width, dtype)
+            for seed in (1, 2):  # the second round would find a stale copy of the first
+                if not _arrives(buffer, width * dtype.itemsize, seed):
+                    return f"{device} does not see what is written to its pinned arrays"
+    except Exception as error:  # noqa: BLE001 - whatever the platform has against it
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _arrives(buffer: PinnedBuffer, row_bytes: int, seed: int) -> bool:
+    sent = np.random.default_rng(seed).integers(0, 256, (buffer.bucket, row_bytes), np.uint8)
+    ctypes.memmove(buffer.address, sent.ctypes.data, sent.nbytes)
+    return np.array_equal(np.asarray(buffer.upload()).view(np.uint8), sent)
+
+
+def _aligned(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
+    num_bytes = rows * width * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(rows, width)
