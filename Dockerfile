@@ -54,7 +54,7 @@ COPY locks/images.txt /
 COPY --from=wheel /cli.txt /service.txt /redis.txt /mooncake.txt /
 RUN python3 -m venv /opt/kvstow \
     && /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt \
-        --requirement /cli.txt --requirement /service.txt numpy \
+        --requirement /cli.txt --requirement /service.txt msgspec numpy \
     && for tier in ${TIERS}; do \
         /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt --requirement "/${tier}.txt" || exit 1; \
     done

@@ -23,24 +23,24 @@ from typing import Any
 
 from bench.attachbaseline import CALLS, chains, fill_pool, timed
 from bench.subject import CHAIN_BLOCKS
-from kvstow.attach.calls import Hold
-from kvstow.attach.channel import close_fds
-from kvstow.attach.connection import AttachConnection
-from kvstow.attach.engine import AttachedEngine, Hits
-from kvstow.attach.extentcalls import (
+from kvstow.attach.calls import (
     Detach,
     ExtentGrant,
     ExtentSlots,
     GrantedExtents,
+    Hold,
     PopulatedExtents,
     RegisteredExtents,
     ReleasedExtents,
     Report,
     RevokedExtents,
 )
+from kvstow.attach.channel import close_fds
+from kvstow.attach.connection import AttachConnection
+from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
 

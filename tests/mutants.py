@@ -497,8 +497,8 @@ MUTANTS = [
     ),
     Mutant(
         "settings_of_any_length",
-        "engine/kvstow/attach/payloads.py",
-        "> _MAX_PAIRS_TEXT:",
+        "engine/kvstow/attach/hello.py",
+        "> _MOST_SETTINGS:",
         "< 0:",
         "tests/engine/attach/test_messages.py::test_the_settings_of_an_engine_have_a_bound",
     ),
@@ -912,6 +912,20 @@ MUTANTS = [
         "_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})",
         "_NO_DESCRIPTOR_ERRNOS = frozenset[int]()",
         "tests/engine/attach/test_peer.py::test_a_service_without_descriptors_says_so",
+    ),
+    Mutant(
+        "bad_utf8_of_a_peer_is_an_error_of_pythons",
+        "engine/kvstow/attach/wire.py",
+        "InvalidRequestError, ValueError, RecursionError)",
+        "InvalidRequestError, RecursionError)",
+        "tests/engine/attach/test_messages.py::test_text_that_is_no_utf8_is_malformed",
+    ),
+    Mutant(
+        "what_the_types_of_a_message_cannot_exclude_is_not_checked",
+        "engine/kvstow/attach/wire.py",
+        "        message.check()\n",
+        "",
+        "tests/engine/attach/test_messages.py::test_values_out_of_range_are_malformed",
     ),
     Mutant(
         "text_of_clients_is_not_checked",

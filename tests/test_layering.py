@@ -39,7 +39,6 @@ FORBIDDEN = {
     "engine/kvstow/attach": {
         "torch",
         "cuda",
-        "msgspec",
         "zmq",
         *(f"kvstow.{part}" for part in ("control", "memory", "devices", "dataplane", "testing")),
     },
@@ -87,7 +86,7 @@ ORDER = {
     "indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
-    "engine/kvstow/attach": "payloads channel identity peer extentcalls calls hello connection openops engine worker",
+    "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
     "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
@@ -191,6 +190,13 @@ def test_jax_is_imported_by_its_device_and_its_hosts_alone() -> None:
     }
 
 
+def test_msgspec_is_imported_for_messages_and_identities_alone() -> None:
+    """A bare checkout runs the devices, and so an engine that embeds KVStow, without it."""
+    engine = ROOT / "engine/kvstow"
+    users = [path for path in engine.rglob("*.py") if any(is_of(one, {"msgspec"}) for one in imports_of(path))]
+    assert {path.relative_to(engine).parts[0] for path in users} == {"attach", "tier"}
+
+
 def test_mooncake_is_imported_by_a_child_process_alone() -> None:
     sources = [path for folder in ("engine", "api", "service") for path in (ROOT / folder).rglob("*.py")]
     users = {path.name for path in sources if "mooncake" in {name.split(".")[0] for name in imports_of(path)}}
@@ -204,9 +210,9 @@ def test_the_check_sees_a_violation() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("kvstow.control.engine", ["torch", "fastapi", "httpx", "prometheus_client"]),
-        ("kvstow.attach.engine", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
-        ("kvstow.attach.worker", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
+        ("kvstow.control.engine", ["torch", "msgspec", "fastapi", "httpx", "prometheus_client"]),
+        ("kvstow.attach.engine", ["torch", "fastapi", "httpx", "prometheus_client", "zmq"]),
+        ("kvstow.attach.worker", ["torch", "fastapi", "httpx", "prometheus_client", "zmq"]),
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.admin.agent", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
@@ -215,12 +221,14 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.offloadmetrics", ["kvstow.control.engine"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
-        ("kvstow.memory.pinning", ["torch"]),
+        ("kvstow.memory.pinning", ["torch", "msgspec"]),
+        ("kvstow.dataplane", ["msgspec"]),
+        ("kvstow.devices.cuda", ["msgspec"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
-        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
+        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "msgspec", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
         ("kvstow_service.tiers.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
-        ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
+        ("kvstow_service.cli", ["torch", "msgspec", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )
 def test_importing_a_module_leaves_out_what_it_does_not_need(module: str, absent: list[str]) -> None:

@@ -99,7 +99,8 @@ def test_the_command_line_runs_without_numpy_and_web_server(
     status, output = run_read_only(image, "kvstow", "--help")
     assert status == 0, output
     assert "serve" in output
-    absent = "import importlib.util as u; print([n for n in ('torch', 'numpy', 'fastapi', 'pip') if u.find_spec(n)])"
+    packages = ("torch", "msgspec", "numpy", "fastapi", "pip")
+    absent = f"import importlib.util as u; print([name for name in {packages} if u.find_spec(name)])"
     assert run_read_only(image, "/opt/kvstow/bin/python", "-c", absent) == (0, "[]\n")
 
 

@@ -1,24 +1,44 @@
-"""What the scheduler half of an engine asks of the node service, and the answers.
+"""What the halves of an engine and the node service send each other after the hello.
 
 Slots are the pool's. Blocks are the engine's own and stay with it: pair `i` of an op is the engine's block `i`. The
 blocks of its namespace that were stored or removed are events, which it reads page by page.
+
+A rank's memory is a list of extents. An extent is a sealed memfd that holds the slots from `first_slot` on, back to
+back at the pool's slot stride. The service publishes how far each extent is populated. The worker maps no further, and
+reports how many slots it has registered. It starts no copy in a revoked extent, and reports when it has nothing of the
+extent mapped any more.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from enum import IntEnum
-from math import inf
-from typing import ClassVar, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from kvstow.attach.payloads import Kind, PayloadReader, pack_keys, pack_rows, pack_text, pack_u32s, pack_u64s
-from kvstow.messages import Completion, Direction, Mark
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from kvstow.attach.wire import (
+    MOST_LISTED,
+    U32,
+    U64,
+    Counts,
+    Keys,
+    Kind,
+    Message,
+    Packed,
+    Row,
+    Runs,
+    Text,
+    U32s,
+    U64s,
+    decoded,
+)
+from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
 from kvstow.plaintext import plain
-
-_MARKS: Final[tuple[Mark, ...]] = ("source_free", "done", "failed")
-_DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "load")
 
 
 class Hold(IntEnum):
@@ -33,71 +53,34 @@ class Hold(IntEnum):
     """All keys, or nothing if one of them is absent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(Packed, frozen=True):
     """Which of `keys` are present. `counted`: it counts as a lookup of a request."""
 
-    KIND: ClassVar[Kind] = Kind.LOOKUP
-    keys: Sequence[bytes]
+    KIND: ClassVar = Kind.LOOKUP
+    keys: Keys
     hold: Hold = Hold.LEADING
     counted: bool = True
 
-    def pack(self) -> bytes:
-        return _LOOKUP.pack(self.hold, self.counted) + pack_keys(self.keys)
 
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "lookup")
-        hold, counted = reader.fields(_LOOKUP)
-        if hold > Hold.ALL:
-            raise reader.error(f"hold is {hold}")
-        keys = reader.keys()
-        reader.end()
-        return cls(keys, Hold(hold), counted)
-
-
-@dataclass(frozen=True, slots=True)
-class LookupPrompt:
+class LookupPrompt(Packed, frozen=True):
     """Which of `keys` are present. `keys` are those of all blocks of a prompt, one KV group after the other. Holds
     nothing. The service may fetch the missing keys that a hit needs from the fleet tier before it answers."""
 
-    KIND: ClassVar[Kind] = Kind.LOOKUP_PROMPT
-    keys: Sequence[bytes]
-
-    def pack(self) -> bytes:
-        return pack_keys(self.keys)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "lookup of a prompt")
-        keys = reader.keys()
-        reader.end()
-        return cls(keys)
+    KIND: ClassVar = Kind.LOOKUP_PROMPT
+    keys: Keys
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Packed, frozen=True):
     """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held. `fetched`:
     the runs of those keys that came while the lookup waited for the fleet tier.
 
     A lease holds the keys of all runs, in order. `BeginLoad.first` is an index into them.
     """
 
-    KIND: ClassVar[Kind] = Kind.FOUND
-    lease_id: int
-    runs: tuple[tuple[int, int], ...]
-    fetched: tuple[tuple[int, int], ...] = ()
-
-    def pack(self) -> bytes:
-        return _U64.pack(self.lease_id) + pack_rows(_PAIR, self.runs) + pack_rows(_PAIR, self.fetched)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "answer to a lookup")
-        lease_id = reader.u64()
-        runs, fetched = tuple(reader.rows(_PAIR)), tuple(reader.rows(_PAIR))
-        reader.end()
-        return cls(lease_id, runs, fetched)
+    KIND: ClassVar = Kind.FOUND
+    lease_id: U64
+    runs: Runs
+    fetched: Runs = ()
 
     @property
     def leading(self) -> int:
@@ -105,385 +88,281 @@ class Found:
         return self.runs[0][1] if self.runs and self.runs[0][0] == 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(Packed, frozen=True):
     """The answer to a lookup takes time: the fleet tier may have more blocks, or the ranks are still registering the
     memory. The answer comes later, under the same request id. Answers to other calls may come before it."""
 
-    KIND: ClassVar[Kind] = Kind.PENDING
-
-    def pack(self) -> bytes:
-        return b""
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        PayloadReader(payload, "notice about a lookup").end()
-        return cls()
+    KIND: ClassVar = Kind.PENDING
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(Packed, frozen=True):
     """How many prompt tokens the model has computed, and in how many seconds. No answer."""
 
-    KIND: ClassVar[Kind] = Kind.PREFILL
-    tokens: int
-    seconds: float
-
-    def pack(self) -> bytes:
-        return _PREFILL.pack(self.tokens, self.seconds)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "prefill speed")
-        tokens, seconds = reader.fields(_PREFILL)
-        reader.end()
-        if not 0 < seconds < inf:
-            raise reader.error(f"seconds are {seconds}")
-        return cls(tokens, seconds)
+    KIND: ClassVar = Kind.PREFILL
+    tokens: U64
+    seconds: Annotated[float, Meta(gt=0, lt=1e9)]
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Packed, frozen=True):
     """End leases. No answer; a lease that has ended is ignored."""
 
-    KIND: ClassVar[Kind] = Kind.RELEASE
-    lease_ids: tuple[int, ...]
-
-    def pack(self) -> bytes:
-        return pack_u64s(self.lease_ids)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "release")
-        lease_ids = reader.u64s()
-        reader.end()
-        return cls(lease_ids)
+    KIND: ClassVar = Kind.RELEASE
+    lease_ids: U64s
 
 
-@dataclass(frozen=True, slots=True)
-class BeginLoad:
+class BeginLoad(Packed, frozen=True):
     """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease."""
 
-    KIND: ClassVar[Kind] = Kind.BEGIN_LOAD
-    lease_id: int
-    first: int
-    count: int
-    request_id: str = ""
-
-    def pack(self) -> bytes:
-        return _LOAD.pack(self.lease_id, self.first, self.count) + pack_text(self.request_id)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "load")
-        lease_id, first, count = reader.fields(_LOAD)
-        request_id = reader.text()
-        reader.end()
-        return cls(lease_id, first, count, request_id)
+    KIND: ClassVar = Kind.BEGIN_LOAD
+    lease_id: U64
+    first: U32
+    count: U32
+    request_id: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadBegun:
+class LoadBegun(Packed, frozen=True):
     """The op of a load, and the slots to read."""
 
-    KIND: ClassVar[Kind] = Kind.LOAD_BEGUN
-    op_id: int
-    slots: tuple[int, ...]
-
-    def pack(self) -> bytes:
-        return _U64.pack(self.op_id) + pack_u32s(self.slots)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "answer to a load")
-        op_id, slots = reader.u64(), reader.u32s()
-        reader.end()
-        return cls(op_id, slots)
+    KIND: ClassVar = Kind.LOAD_BEGUN
+    op_id: U64
+    slots: U32s
 
 
-@dataclass(frozen=True, slots=True)
-class BeginStore:
+class BeginStore(Packed, frozen=True):
     """Store blocks under `keys`."""
 
-    KIND: ClassVar[Kind] = Kind.BEGIN_STORE
-    keys: Sequence[bytes]
-    request_id: str = ""
-
-    def pack(self) -> bytes:
-        return pack_text(self.request_id) + pack_keys(self.keys)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "store")
-        request_id, keys = reader.text(), reader.keys()
-        reader.end()
-        return cls(keys, request_id)
+    KIND: ClassVar = Kind.BEGIN_STORE
+    keys: Keys
+    request_id: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreBegun:
+class StoreBegun(Packed, frozen=True):
     """The op of a store. Block `accepted[i]`, an index into the requested keys, goes to `slots[i]`. `op_id` is 0 if
     there is nothing to store. `outcomes` and `unplaced` are those of `StoreGrant`. `room` is the number of blocks that
     the next store would find a slot for."""
 
-    KIND: ClassVar[Kind] = Kind.STORE_BEGUN
-    op_id: int
-    accepted: tuple[int, ...]
-    slots: tuple[int, ...]
-    unplaced: tuple[int, ...] = ()
-    outcomes: Mapping[str, int] = field(default_factory=dict)
-    room: int = 0
+    KIND: ClassVar = Kind.STORE_BEGUN
+    op_id: U64
+    accepted: U32s
+    slots: U32s
+    unplaced: U32s = ()
+    outcomes: Counts = msgspec.field(default_factory=dict)
+    room: U64 = 0
 
-    def pack(self) -> bytes:
-        counts = [pack_text(name) + _U32.pack(count) for name, count in self.outcomes.items()]
-        return b"".join(
-            (
-                _TWO_U64.pack(self.op_id, self.room),
-                pack_u32s(self.accepted),
-                pack_u32s(self.slots),
-                pack_u32s(self.unplaced),
-                _U32.pack(len(counts)),
-                *counts,
-            )
-        )
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "answer to a store")
-        op_id, room = reader.fields(_TWO_U64)
-        accepted, slots, unplaced = reader.u32s(), reader.u32s(), reader.u32s()
-        if len(accepted) != len(slots):
-            raise reader.error(f"{len(accepted)} blocks and {len(slots)} slots")
-        outcomes: dict[str, int] = {}
-        for _ in range(reader.u32()):
-            name = reader.text()
-            outcomes[name] = reader.u32()
-        reader.end()
-        return cls(op_id, accepted, slots, unplaced, outcomes, room)
+    def check(self) -> None:
+        if len(self.accepted) != len(self.slots):
+            raise ValueError(f"{len(self.accepted)} blocks and {len(self.slots)} slots")
 
 
-@dataclass(frozen=True, slots=True)
-class Completions:
+_TOO_LONG = 1e9
+
+
+class Completions(Packed, frozen=True):
     """What `rank` reports about its ops, in order. No answer: see `SettledOps`."""
 
-    KIND: ClassVar[Kind] = Kind.COMPLETIONS
-    rank: int
-    boot_id: str
+    KIND: ClassVar = Kind.COMPLETIONS
+    rank: U32
+    boot_id: Text
     completions: tuple[Completion, ...]
 
-    def pack(self) -> bytes:
-        parts = [_U32.pack(self.rank), pack_text(self.boot_id), _U32.pack(len(self.completions))]
+    def __post_init__(self) -> None:
+        if any(done.error for done in self.completions):
+            clean = [replace(done, error=plain(done.error)) if done.error else done for done in self.completions]
+            force_setattr(self, "completions", tuple(clean))
+
+    def check(self) -> None:
+        # The type is the data plane's, which needs no msgspec.
         for done in self.completions:
-            mark = _MARKS.index(done.mark)
-            parts.append(_COMPLETION.pack(done.op_id, mark, done.num_bytes, done.seconds, done.queue_seconds))
-            parts.append(_pack_error(done.error))
-        return b"".join(parts)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "completions")
-        rank, boot_id = reader.u32(), reader.text()
-        found: list[Completion] = []
-        for _ in range(reader.u32()):
-            op_id, mark, num_bytes, seconds, queue_seconds = reader.fields(_COMPLETION)
-            error = _take_error(reader)
-            if mark >= len(_MARKS) or not (0 <= seconds < _TOO_LONG and 0 <= queue_seconds < _TOO_LONG):
-                raise reader.error(f"op {op_id} has mark {mark} after {seconds} and {queue_seconds} seconds")
-            found.append(Completion(op_id, _MARKS[mark], error, num_bytes, seconds, queue_seconds))
-        reader.end()
-        return cls(rank, boot_id, tuple(found))
+            seconds, queued = done.seconds, done.queue_seconds
+            if done.op_id < 0 or done.num_bytes < 0 or not (0 <= seconds < _TOO_LONG and 0 <= queued < _TOO_LONG):
+                raise ValueError(f"op {done.op_id} has moved {done.num_bytes} bytes in {seconds} and {queued} seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class SettledOp:
+class SettledOp(Row, frozen=True):
     """A final result of an op of this session: see `kvstow.control.ops.Settled`."""
 
-    op_id: int
+    op_id: U64
     direction: Direction
     mark: Mark
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.error:
+            force_setattr(self, "error", plain(self.error))
 
-@dataclass(frozen=True, slots=True)
-class SettledOps:
+
+class SettledOps(Packed, frozen=True):
     """Results that became final, in order. Sent unasked. `room` as in `StoreBegun`."""
 
-    KIND: ClassVar[Kind] = Kind.SETTLED
+    KIND: ClassVar = Kind.SETTLED
     ops: tuple[SettledOp, ...]
-    room: int = 0
-
-    def pack(self) -> bytes:
-        parts = [_U64.pack(self.room), _U32.pack(len(self.ops))]
-        for op in self.ops:
-            parts.append(_SETTLED.pack(op.op_id, _DIRECTIONS.index(op.direction), _MARKS.index(op.mark)))
-            parts.append(_pack_error(op.error))
-        return b"".join(parts)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "settled ops")
-        room = reader.u64()
-        found: list[SettledOp] = []
-        for _ in range(reader.u32()):
-            op_id, direction, mark = reader.fields(_SETTLED)
-            if direction >= len(_DIRECTIONS) or mark >= len(_MARKS):
-                raise reader.error(f"op {op_id} has direction {direction} and mark {mark}")
-            found.append(SettledOp(op_id, _DIRECTIONS[direction], _MARKS[mark], _take_error(reader)))
-        reader.end()
-        return cls(tuple(found), room)
+    room: U64 = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(Packed, frozen=True):
     """A request has used these keys; see `OffloadEngine.use`. No answer."""
 
-    KIND: ClassVar[Kind] = Kind.USE
-    keys: Sequence[bytes]
-    start: int
-    looked_up: tuple[int, int]
-
-    def pack(self) -> bytes:
-        return _USE.pack(self.start, *self.looked_up) + pack_keys(self.keys)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "use")
-        start, *looked_up = reader.fields(_USE)
-        keys = reader.keys()
-        reader.end()
-        return cls(keys, start, (looked_up[0], looked_up[1]))
+    KIND: ClassVar = Kind.USE
+    keys: Keys
+    start: U32
+    looked_up: tuple[U32, U32]
 
 
-@dataclass(frozen=True, slots=True)
-class CountLookup:
+class CountLookup(Packed, frozen=True):
     """Count one lookup of `queried` blocks that found `hits`. No answer."""
 
-    KIND: ClassVar[Kind] = Kind.COUNT_LOOKUP
-    queried: int
-    hits: int
+    KIND: ClassVar = Kind.COUNT_LOOKUP
+    queried: U32
+    hits: U32
 
-    def pack(self) -> bytes:
-        return _PAIR.pack(self.queried, self.hits)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "count of a lookup")
-        queried, hits = reader.fields(_PAIR)
-        reader.end()
-        if hits > queried:
-            raise reader.error(f"{hits} hits of {queried} blocks")
-        return cls(queried, hits)
+    def check(self) -> None:
+        if self.hits > self.queried:
+            raise ValueError(f"{self.hits} hits of {self.queried} blocks")
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(Packed, frozen=True):
     """Move this session to a fresh epoch. Nothing that other sessions use is removed."""
 
-    KIND: ClassVar[Kind] = Kind.RESET
-
-    def pack(self) -> bytes:
-        return b""
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        PayloadReader(payload, "reset").end()
-        return cls()
+    KIND: ClassVar = Kind.RESET
 
 
-@dataclass(frozen=True, slots=True)
-class ResetDone:
+class ResetDone(Packed, frozen=True):
     """The session's namespace after a reset."""
 
-    KIND: ClassVar[Kind] = Kind.RESET_DONE
-    namespace: str
-
-    def pack(self) -> bytes:
-        return pack_text(self.namespace)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "answer to a reset")
-        namespace = reader.text()
-        reader.end()
-        return cls(namespace)
-
-
-_U32, _U64, _PAIR, _TWO_U64 = (struct.Struct(layout) for layout in ("<I", "<Q", "<II", "<QQ"))
-_LOOKUP = struct.Struct("<B?")
-_PREFILL = struct.Struct("<Qd")
-_LOAD = struct.Struct("<QII")
-_USE = struct.Struct("<III")
-_COMPLETION = struct.Struct("<QBQdd")
-_SETTLED = struct.Struct("<QBB")
-_TOO_LONG = 1e9
-
-
-def _pack_error(error: str | None) -> bytes:
-    """Pack an error message; no error is packed as an empty text."""
-    return pack_text(error or "")
-
-
-def _take_error(reader: PayloadReader) -> str | None:
-    return plain(reader.text()) or None
-
-
-_KINDS: Final[tuple[Literal["stored", "removed"], ...]] = ("stored", "removed")
+    KIND: ClassVar = Kind.RESET_DONE
+    namespace: Text
 
 
 class BlockChange(NamedTuple):
-    """Blocks that can be found from now on, or no longer. The keys have equal lengths."""
+    """Blocks that can be found from now on, or no longer."""
 
     kind: Literal["stored", "removed"]
-    keys: Sequence[bytes]
+    keys: Keys
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEvents:
+class ReadEvents(Packed, frozen=True):
     """Ask what has happened after this cursor. 0 starts at the oldest event that the service keeps."""
 
-    KIND: ClassVar[Kind] = Kind.READ_EVENTS
-    after: int
-
-    def pack(self) -> bytes:
-        return _U64.pack(self.after)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "read of events")
-        after = reader.u64()
-        reader.end()
-        return cls(after)
+    KIND: ClassVar = Kind.READ_EVENTS
+    after: U64
 
 
-@dataclass(frozen=True, slots=True)
-class EventPage:
+class EventPage(Packed, frozen=True):
     """What has happened to the blocks of the session's namespace, in order. `cursor` is the position after the last
     event that was read. `lost`: earlier events were dropped. `has_more`: another page can be read at once."""
 
-    KIND: ClassVar[Kind] = Kind.EVENTS
-    cursor: int
+    KIND: ClassVar = Kind.EVENTS
+    cursor: U64
     changes: tuple[BlockChange, ...]
     lost: bool = False
     has_more: bool = False
 
+
+class ExtentGrant(NamedTuple):
+    """A piece of a rank's memory. `number` is its position among the rank's extents, the same on all ranks of a
+    pool."""
+
+    extent_id: U64
+    number: U32
+    first_slot: U32
+    num_slots: U32
+    num_bytes: U64
+    populated_bytes: U64
+
+
+class ExtentBytes(NamedTuple):
+    """The first `num_bytes` of an extent."""
+
+    extent_id: U64
+    num_bytes: U64
+
+
+class ExtentSlots(NamedTuple):
+    extent_id: U64
+    num_slots: U32
+
+
+class GrantedExtents(Packed, frozen=True):
+    """Extents that the rank may map from now on. The frame has one descriptor per extent, in the same order.
+
+    With `is_all`, the worker now has everything that there is for it. What it still has mapped from an earlier session
+    and was not granted in this one is of no use, and it releases it. The service sends that in each session, also if it
+    has no extents for the worker.
+    """
+
+    KIND: ClassVar = Kind.EXTENTS
+    slot_stride: U64
+    extents: Annotated[tuple[ExtentGrant, ...], Meta(max_length=MOST_LISTED)]
+    is_all: bool
+
+    def check(self) -> None:
+        for extent in self.extents:
+            if max(extent.num_slots * self.slot_stride, extent.populated_bytes) > extent.num_bytes:
+                raise ValueError(f"extent {extent.extent_id} is too short for what it says")
+
+
+class RegisteredExtents(Packed, frozen=True):
+    """How many slots of each extent, counted from its first slot, the worker can copy to and from."""
+
+    KIND: ClassVar = Kind.REGISTERED
+    extents: tuple[ExtentSlots, ...]
+
+
+class PopulatedExtents(Packed, frozen=True):
+    """How many bytes of each extent, counted from its start, are populated. The numbers only grow."""
+
+    KIND: ClassVar = Kind.POPULATED
+    extents: tuple[ExtentBytes, ...]
+
+
+class RevokedExtents(Packed, frozen=True):
+    """Extents to unregister and unmap as soon as no copy uses them. Answered with `ReleasedExtents`."""
+
+    KIND: ClassVar = Kind.REVOKED
+    extent_ids: U64s
+
+
+class ReleasedExtents(Packed, frozen=True):
+    """Extents that this process no longer has mapped, registered or open."""
+
+    KIND: ClassVar = Kind.LET_GO
+    extent_ids: U64s
+
+
+class Report(Message, frozen=True):
+    """A rank's report. The answer is its desired state."""
+
+    KIND: ClassVar = Kind.REPORT
+    report: RankReport
+
     def pack(self) -> bytes:
-        parts = [_HEAD.pack(self.cursor, self.lost, self.has_more, len(self.changes))]
-        for change in self.changes:
-            parts += (_U8.pack(_KINDS.index(change.kind)), pack_keys(change.keys))
-        return b"".join(parts)
+        return _dump(self.report.to_json())
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "page of events")
-        cursor, lost, has_more, count = reader.fields(_HEAD)
-        changes: list[BlockChange] = []
-        for _ in range(count):
-            (kind,) = reader.fields(_U8)
-            if kind >= len(_KINDS):
-                raise reader.error(f"an event has kind {kind}")
-            changes.append(BlockChange(_KINDS[kind], reader.keys()))
-        reader.end()
-        return cls(cursor, tuple(changes), lost, has_more)
+        return cls(decoded(lambda data: RankReport.from_json(msgspec.json.decode(data)), payload, "report"))
 
 
-_U8, _HEAD = struct.Struct("<B"), struct.Struct("<Q??I")
+class Desired(Message, frozen=True):
+    """A rank's desired state: the answer to its report. Also sent unasked when it changes."""
+
+    KIND: ClassVar = Kind.DESIRED
+    desired: DesiredState
+
+    def pack(self) -> bytes:
+        return _dump(self.desired.to_json())
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        return cls(decoded(lambda data: DesiredState.from_json(msgspec.json.decode(data)), payload, "desired state"))
+
+
+class Detach(Packed, frozen=True):
+    """This process leaves. It has nothing of the pool mapped, and no copy under way. No answer."""
+
+    KIND: ClassVar = Kind.DETACH
+    reason: Text = ""
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from kvstow.attach.channel import Channel, Frame, close_fds, encode_header
 from kvstow.attach.hello import TRANSIENT_REFUSALS, CallError, Hello, Refused, Welcome
-from kvstow.attach.payloads import Kind, refusal_of
+from kvstow.attach.wire import Kind, Message, refusal_of
 from kvstow.errors import (
     AttachError,
     AttachRefusedError,
@@ -35,17 +35,6 @@ REFUSED_PAUSE_SECONDS = 30.0
 HELLO_SECONDS = 10.0
 
 State = Literal["detached", "greeting", "attached", "closed"]
-
-
-class Message(Protocol):
-    """A message as `kvstow.attach.calls` and its sibling modules define it."""
-
-    KIND: ClassVar[Kind]
-
-    def pack(self) -> bytes: ...
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Self: ...
 
 
 _SELECTABLE = 1024  # descriptors that `select` takes: FD_SETSIZE

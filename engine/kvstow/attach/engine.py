@@ -8,17 +8,19 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from secrets import randbits
 from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
+    Detach,
     EventPage,
     Found,
     Hold,
@@ -35,12 +37,11 @@ from kvstow.attach.calls import (
     Use,
 )
 from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Answer, AttachConnection, Call, Message
-from kvstow.attach.extentcalls import Detach
+from kvstow.attach.connection import Answer, AttachConnection, Call
 from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_of, unique_id
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -85,8 +86,8 @@ class AttachedEngine:
     The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
     `complete`. A worker fails an op that it cannot run.
 
-    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys differ in
-    length or do not fit in a frame (8 MiB).
+    Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not
+    fit in a frame (8 MiB).
     """
 
     def __init__(
@@ -282,7 +283,8 @@ class AttachedEngine:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
         Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
         assert self._hello.namespace is not None
-        self._hello = replace(self._hello, namespace=replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS)))
+        namespace = replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS))
+        self._hello = replace(self._hello, namespace=namespace)
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
@@ -435,7 +437,7 @@ class AttachedEngine:
 
     def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
         begun = call.answer(StoreBegun)
-        if any(number >= len(blocks) for number in begun.accepted):
+        if max(begun.accepted, default=0) >= max(1, len(blocks)):
             raise ProtocolError("malformed", f"the service stores more than the {len(blocks)} blocks it was asked for")
         self._room = begun.room
         op = None

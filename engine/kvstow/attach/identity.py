@@ -10,11 +10,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final
 
-from kvstow.attach.payloads import JsonObject
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import fields, force_setattr
+
+from kvstow.attach.wire import MOST_LISTED, Text, Whole
+from kvstow.plaintext import plain
 
 SLOT_FORMAT = 1
 """How KVStow places pages in a slot (`KVLayout.offsets`)."""
@@ -23,17 +27,21 @@ DRAFTER_WEIGHTS: Final = "drafter_weights"
 _NAME_DIGITS = 6
 _MAX_SLUG = 40
 
+_Listed = Meta(max_length=MOST_LISTED)
 
-class Identity:
-    """A frozen dataclass of plain values. Two are equal if their digests are."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # both kinds are dataclasses
+class Identity(Struct, frozen=True, dict=True):
+    """Plain values. Two are equal if their digests are."""
+
+    def canonical_value(self) -> dict[str, Any]:
+        """What `canonical` is made of. Fixed: it does not follow the form in which an identity is sent."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     @cached_property
     def canonical(self) -> bytes:
         """The same bytes for equal identities, in every version of Python: JSON with sorted names, ASCII only."""
-        value = {"identity": type(self).__name__, **self.to_json()}
+        value = {"identity": type(self).__name__, **self.canonical_value()}
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
     @cached_property
@@ -46,28 +54,28 @@ class Identity:
         return f"{slug(model)}-{self.digest.hex()[:_NAME_DIGITS]}"
 
 
-@dataclass(frozen=True)
-class RegionIdentity:
+class RegionIdentity(Struct, frozen=True):
     """The pages of one region (layer) in a slot. `layout`: how a page's bytes are arranged (shape, order)."""
 
-    name: str
-    page_bytes: int
-    layout: str = ""
+    name: Text
+    page_bytes: Whole
+    layout: Text = ""
 
 
-@dataclass(frozen=True)
-class GroupIdentity:
+class GroupIdentity(Struct, frozen=True):
     """A KV group: what its blocks hold, how many tokens are in a block, how many tokens a hash covers, and its window
     if it has one."""
 
-    kind: str
-    block_tokens: int
-    hash_tokens: int
-    window: int | None = None
+    kind: Text
+    block_tokens: Whole
+    hash_tokens: Whole
+    window: Whole | None = None
 
 
-@dataclass(frozen=True)
-class PoolIdentity(Identity):
+_Regions = Annotated[tuple[RegionIdentity, ...], _Listed]
+
+
+class PoolIdentity(Identity, frozen=True):
     """One memory layout and one owner.
 
     `regions` are those of rank 0, in the order in which they lie in a slot. `other_regions` are those of the ranks that
@@ -76,18 +84,18 @@ class PoolIdentity(Identity):
     kernel; None in a hello.
     """
 
-    slot_bytes: tuple[int, ...]
-    regions: tuple[RegionIdentity, ...]
-    kv_cache_dtype: str
-    groups: tuple[GroupIdentity, ...]
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    prefill_context_parallel: int = 1
-    decode_context_parallel: int = 1
+    slot_bytes: Annotated[tuple[Whole, ...], _Listed]
+    regions: _Regions
+    kv_cache_dtype: Text
+    groups: Annotated[tuple[GroupIdentity, ...], _Listed]
+    tensor_parallel: Whole = 1
+    pipeline_parallel: Whole = 1
+    prefill_context_parallel: Whole = 1
+    decode_context_parallel: Whole = 1
     replicated: bool = False
-    other_regions: tuple[tuple[int, tuple[RegionIdentity, ...]], ...] = ()
-    slot_format: int = SLOT_FORMAT
-    uid: int | None = None
+    other_regions: Annotated[tuple[tuple[Whole, _Regions], ...], _Listed] = ()
+    slot_format: Whole = SLOT_FORMAT
+    uid: Whole | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -99,40 +107,13 @@ class PoolIdentity(Identity):
         same bytes."""
         return self.slot_bytes[:1] if self.replicated else self.slot_bytes
 
-    def to_json(self) -> dict[str, Any]:
-        value = super().to_json()
+    def canonical_value(self) -> dict[str, Any]:
+        value = super().canonical_value()
         value["other_regions"] = [{"rank": rank, "regions": regions} for rank, regions in value["other_regions"]]
         return value
 
-    @classmethod
-    def from_json(cls, value: JsonObject) -> Self:
-        """Raises `InvalidRequestError`, which names the field."""
-        return cls(
-            slot_bytes=value.wholes("slot_bytes"),
-            regions=_regions(value),
-            kv_cache_dtype=value.text("kv_cache_dtype"),
-            groups=tuple(
-                GroupIdentity(
-                    group.text("kind"),
-                    group.whole("block_tokens"),
-                    group.whole("hash_tokens"),
-                    group.optional_whole("window"),
-                )
-                for group in value.children("groups")
-            ),
-            tensor_parallel=value.whole("tensor_parallel", 1),
-            pipeline_parallel=value.whole("pipeline_parallel", 1),
-            prefill_context_parallel=value.whole("prefill_context_parallel", 1),
-            decode_context_parallel=value.whole("decode_context_parallel", 1),
-            replicated=value.flag("replicated", False),
-            other_regions=tuple((other.whole("rank"), _regions(other)) for other in value.children("other_regions")),
-            slot_format=value.whole("slot_format"),
-            uid=value.optional_whole("uid"),
-        )
 
-
-@dataclass(frozen=True)
-class NamespaceIdentity(Identity):
+class NamespaceIdentity(Identity, frozen=True):
     """One meaning of keys.
 
     `weights_id` names the weights, and `weights_source` says where that name comes from (`snapshot`, `files`,
@@ -142,52 +123,36 @@ class NamespaceIdentity(Identity):
     set, `hash_probe` is one that no other engine has.
     """
 
-    model: str
-    weights_id: str
-    weights_source: str
-    hash_probe: str
-    value_settings: tuple[tuple[str, str], ...] = ()
-    epoch: int = 0
+    model: Text
+    weights_id: Text
+    weights_source: Text
+    hash_probe: Text
+    value_settings: Annotated[tuple[tuple[Text, Text], ...], _Listed] = ()
+    epoch: Whole = 0
     unshared: str = ""
 
     def __post_init__(self) -> None:
         written = ((name, value if value.isprintable() else ascii(value)) for name, value in self.value_settings)
-        object.__setattr__(self, "value_settings", tuple(sorted(written)))
+        force_setattr(self, "value_settings", tuple(sorted(written)))
+        force_setattr(self, "unshared", plain(self.unshared))
 
-    def to_json(self) -> dict[str, Any]:
-        # Not `asdict`, which copies each of thousands of settings.
-        value = {one.name: getattr(self, one.name) for one in fields(self)}
-        value["value_settings"] = dict(self.value_settings)
+    def canonical_value(self) -> dict[str, Any]:
+        value = {**super().canonical_value(), "value_settings": dict(self.value_settings)}
         if not self.unshared:
             del value["unshared"]
         return value
 
-    @classmethod
-    def from_json(cls, value: JsonObject) -> Self:
-        """Raises `InvalidRequestError`, which names the field."""
-        return cls(
-            model=value.text("model"),
-            weights_id=value.text("weights_id"),
-            weights_source=value.text("weights_source"),
-            hash_probe=value.text("hash_probe"),
-            value_settings=value.text_pairs("value_settings"),
-            epoch=value.whole("epoch", 0),
-            unshared=value.sentence("unshared"),
-        )
 
-
-class FleetWeights(NamedTuple):
+class FleetWeights(Struct, frozen=True):
     """The name of an engine's weights, including the drafter's, that is valid on every node. If there is none,
     `weights_id` is empty and the reason is a sentence. It is not part of an identity, because a node identifies its own
     weights more strictly."""
 
-    weights_id: str = ""
+    weights_id: Text = ""
     reason: str = ""
 
-    @classmethod
-    def from_json(cls, value: JsonObject) -> Self:
-        """Raises `InvalidRequestError`, which names the field."""
-        return cls(value.text("weights_id", ""), value.sentence("reason"))
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", plain(self.reason))
 
 
 UNNAMED_WEIGHTS: Final = FleetWeights()
@@ -244,10 +209,3 @@ def _tuple_difference(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...])
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) and value else repr(value)
     return text if len(text) <= 160 else f"{text[:160]}..."
-
-
-def _regions(value: JsonObject) -> tuple[RegionIdentity, ...]:
-    return tuple(
-        RegionIdentity(region.text("name"), region.whole("page_bytes"), region.text("layout", ""))
-        for region in value.children("regions")
-    )

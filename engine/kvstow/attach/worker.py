@@ -11,13 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from kvstow.attach.channel import Channel, Frame, close_fds
-from kvstow.attach.connection import AttachConnection, Call
-from kvstow.attach.extentcalls import (
+from msgspec.structs import replace
+
+from kvstow.attach.calls import (
     Desired,
     Detach,
     ExtentGrant,
@@ -29,8 +28,10 @@ from kvstow.attach.extentcalls import (
     Report,
     RevokedExtents,
 )
+from kvstow.attach.channel import Channel, Frame, close_fds
+from kvstow.attach.connection import AttachConnection, Call
 from kvstow.attach.hello import Hello, SessionTicket, Welcome, number_of
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind
 from kvstow.errors import AttachError, KvstowError, PinError
 from kvstow.messageorder import is_news
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan

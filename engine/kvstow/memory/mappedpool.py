@@ -206,7 +206,7 @@ _MAX_SLOTS = 1 << 32  # slots are 32-bit numbers on the wire
 
 
 class Grant(Protocol):
-    """What the service says of an extent; `kvstow.attach.extentcalls.ExtentGrant` is one."""
+    """What the service says of an extent; `kvstow.attach.calls.ExtentGrant` is one."""
 
     @property
     def extent_id(self) -> int: ...

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity, slug
 
@@ -34,11 +35,12 @@ def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: Fleet
     if not weights.weights_id:
         return Fingerprint(None, weights.reason or "weights_unknown: this engine does not name its weights; update it")
     settings = tuple([(name, value) for name, value in namespace.value_settings if name != DRAFTER_WEIGHTS])
+    everywhere = replace(namespace, model="", weights_id="", weights_source="", value_settings=settings)
     parts = {
         "fingerprint": 1,
         "weights": weights.weights_id,
-        "pool": replace(pool, uid=None).to_json(),
-        "namespace": replace(namespace, model="", weights_id="", weights_source="", value_settings=settings).to_json(),
+        "pool": replace(pool, uid=None).canonical_value(),
+        "namespace": everywhere.canonical_value(),
     }
     canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     return Fingerprint(hashlib.sha256(canonical).hexdigest()[:_DIGITS])

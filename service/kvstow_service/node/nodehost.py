@@ -6,9 +6,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from threading import RLock
+
+from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -16,6 +17,7 @@ from kvstow.attach.calls import (
     Completions,
     CountLookup,
     EventPage,
+    ExtentSlots,
     Found,
     LoadBegun,
     Lookup,
@@ -27,11 +29,10 @@ from kvstow.attach.calls import (
     StoreBegun,
     Use,
 )
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport

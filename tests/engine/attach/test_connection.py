@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.attach.calls import Found, Lookup, Reset, ResetDone, SettledOps
+from kvstow.attach.calls import (
+    BeginLoad,
+    ExtentGrant,
+    Found,
+    GrantedExtents,
+    Lookup,
+    Reset,
+    ResetDone,
+    RevokedExtents,
+    SettledOps,
+)
 from kvstow.attach.channel import Channel, Frame, _Unsent
 from kvstow.attach.connection import (
     FIRST_PAUSE_SECONDS,
@@ -18,12 +28,10 @@ from kvstow.attach.connection import (
     LONGEST_PAUSE_SECONDS,
     REFUSED_PAUSE_SECONDS,
     AttachConnection,
-    Message,
     socket_path,
 )
-from kvstow.attach.extentcalls import ExtentGrant, GrantedExtents, RevokedExtents
 from kvstow.attach.hello import CallError, Hello, Refused, Welcome
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, CallFailedError, ConfigError, DisconnectedError, ProtocolError
 
 HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")
@@ -333,8 +341,8 @@ def test_a_message_that_no_frame_holds_is_the_hosts_error(client: Client, servic
     client.attach(service)
     with pytest.raises(ProtocolError, match="a payload has"):
         client.connection.call(Lookup([bytes(256)] * 40_000))
-    with pytest.raises(ProtocolError, match="different lengths"):
-        client.connection.tell(Lookup([b"a", b"bc"]))
+    with pytest.raises(ProtocolError, match=r"begin_load: .*surrogates not allowed"):
+        client.connection.tell(BeginLoad(1, 0, 1, "\ud800"))
     assert client.connection.state == "attached"
 
 

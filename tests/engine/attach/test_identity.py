@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import fields, replace
 
 from kvstow.attach.identity import (
     GroupIdentity,
@@ -17,7 +18,7 @@ from kvstow.attach.identity import (
     difference,
     slug,
 )
-from kvstow.attach.payloads import JsonObject
+from kvstow.attach.wire import read_value
 from kvstow.errors import InvalidRequestError
 
 POOL = PoolIdentity(
@@ -109,8 +110,7 @@ def test_the_difference_names_values_of_both_sides() -> None:
 
 @pytest.mark.parametrize("identity", [POOL, replace(POOL, **POOL_CHANGES), NAMESPACE, replace(NAMESPACE, epoch=2)])
 def test_an_identity_survives_json(identity: Identity) -> None:
-    value = JsonObject(json.loads(json.dumps(identity.to_json())), "hello.pool")
-    again: Identity = type(identity).from_json(value)  # type: ignore[attr-defined]
+    again = read_value(json.loads(json.dumps(msgspec.to_builtins(identity))), type(identity), "it")
     assert again == identity
     assert again.digest == identity.digest
 
@@ -150,10 +150,12 @@ def test_a_slug_has_letters_digits_and_hyphens(model: str, expected: str) -> Non
 
 
 def test_a_missing_field_is_named() -> None:
-    value = NAMESPACE.to_json()
+    value = msgspec.to_builtins(NAMESPACE)
     del value["weights_id"]
-    with pytest.raises(InvalidRequestError, match=r"hello\.namespace\.weights_id is missing"):
-        NamespaceIdentity.from_json(JsonObject(value, "hello.namespace"))
-    groups = POOL.to_json() | {"groups": [{"kind": "full", "block_tokens": "16", "hash_tokens": 16}]}
-    with pytest.raises(InvalidRequestError, match=r"pool.groups\[0\].block_tokens is '16'; allowed: a whole number"):
-        PoolIdentity.from_json(JsonObject(json.loads(json.dumps(groups)), "pool"))
+    with pytest.raises(InvalidRequestError, match="the record: Object missing required field `weights_id`"):
+        read_value(value, NamespaceIdentity, "the record")
+    groups = msgspec.to_builtins(POOL) | {"groups": [{"kind": "full", "block_tokens": "16", "hash_tokens": 16}]}
+    with pytest.raises(InvalidRequestError, match=r"the record: Expected `int`, got `str` - at `\$.groups\[0\].block_"):
+        read_value(groups, PoolIdentity, "the record")
+    with pytest.raises(InvalidRequestError, match=r"the record.model is 'a\\nb'; allowed: printable characters"):
+        read_value(msgspec.to_builtins(NAMESPACE) | {"model": "a\nb"}, NamespaceIdentity, "the record")

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Call
-from kvstow.attach.extentcalls import (
+from kvstow.attach.calls import (
     Desired,
     ExtentSlots,
     GrantedExtents,
@@ -16,7 +14,9 @@ from kvstow.attach.extentcalls import (
     Report,
     RevokedExtents,
 )
-from kvstow.attach.payloads import Kind
+from kvstow.attach.channel import Frame
+from kvstow.attach.connection import Call
+from kvstow.attach.wire import Kind
 from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, RankReport

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvstow.attach.extentcalls import ExtentGrant
 from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState, start_load
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
@@ -464,7 +464,9 @@ def test_copies_reach_the_extents_of_a_node_service(
         for number in range(2):
             fd = create_memfd("extent", 2 << 20)
             os.posix_fallocate(fd, 0, 2 << 20)
-            pool.grant(4096, [ExtentGrant(number, number, 512 * number, 512, 2 << 20, 2 << 20)], [fd])
+            granted: Any = SimpleNamespace(extent_id=number, first_slot=512 * number, num_slots=512)
+            granted.num_bytes = granted.populated_bytes = 2 << 20
+            pool.grant(4096, [granted], [fd])
         pool.start()
         eventually(lambda: pool.pinned_slots == 1024)
         rank.pool = pool

@@ -3,13 +3,13 @@ changes it."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from msgspec.structs import fields, replace
 from tests.engine.attach.test_identity import NAMESPACE, NAMESPACE_CHANGES, POOL, POOL_CHANGES
 
+from kvstow.attach.hello import Hello
 from kvstow.attach.identity import (
     DRAFTER_WEIGHTS,
     FleetWeights,
@@ -18,7 +18,6 @@ from kvstow.attach.identity import (
     PoolIdentity,
     RegionIdentity,
 )
-from kvstow.attach.payloads import JsonObject
 from kvstow.tier.fingerprint import fingerprint, named_weights
 
 WEIGHTS = FleetWeights("commit 0e9e39f2")
@@ -114,13 +113,11 @@ def test_the_same_name_of_two_models_names_other_weights() -> None:
 
 def test_what_crosses_the_wire_has_the_same_fingerprint() -> None:
     """The engine's own, and the one that the node service makes of its hello."""
-    pool, namespace = [json.loads(json.dumps(identity.to_json())) for identity in (POOL, NAMESPACE)]
-    again = fingerprint(
-        PoolIdentity.from_json(JsonObject(pool, "pool")),
-        NamespaceIdentity.from_json(JsonObject(namespace, "namespace")),
-        FleetWeights.from_json(JsonObject(WEIGHTS._asdict(), "fleet_weights")),
-    )
-    assert again.value == value()
+    hello = Hello(role="scheduler", engine="e", host="h", pid=1, pool=POOL, namespace=NAMESPACE, fleet_weights=WEIGHTS)
+    again = Hello.unpack(hello.pack())
+    assert again.pool is not None
+    assert again.namespace is not None
+    assert fingerprint(again.pool, again.namespace, again.fleet_weights).value == value()
 
 
 def test_the_fingerprint_is_the_same_in_every_version() -> None:

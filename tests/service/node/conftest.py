@@ -7,12 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.fakehost import FakeHost
 from tests.service.node.hostbench import HostBench
 
@@ -20,8 +20,8 @@ from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.payloads import Kind
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Kind
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 
 POOL = PoolIdentity(

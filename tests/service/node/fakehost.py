@@ -14,6 +14,7 @@ from kvstow.attach.calls import (
     Completions,
     CountLookup,
     EventPage,
+    ExtentSlots,
     Found,
     Hold,
     LoadBegun,
@@ -28,7 +29,6 @@ from kvstow.attach.calls import (
     StoreBegun,
     Use,
 )
-from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import (
@@ -16,18 +17,22 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     EventPage,
+    ExtentGrant,
+    ExtentSlots,
     Found,
+    GrantedExtents,
     Hold,
     LoadBegun,
     Lookup,
+    PopulatedExtents,
     ReadEvents,
+    RevokedExtents,
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits

@@ -9,9 +9,9 @@ import argparse
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
 
 from kvstow.attach.connection import AttachConnection

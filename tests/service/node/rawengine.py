@@ -10,36 +10,35 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     Completions,
+    ExtentGrant,
+    ExtentSlots,
     Found,
+    GrantedExtents,
     Hold,
     LoadBegun,
     Lookup,
-    Release,
-    SettledOps,
-    StoreBegun,
-)
-from kvstow.attach.connection import AttachConnection, Message
-from kvstow.attach.extentcalls import (
-    ExtentGrant,
-    ExtentSlots,
-    GrantedExtents,
     PopulatedExtents,
     RegisteredExtents,
+    Release,
     ReleasedExtents,
     Report,
     RevokedExtents,
+    SettledOps,
+    StoreBegun,
 )
+from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.messages import Completion
 from kvstow.testing.rank import ready_report
 

@@ -13,7 +13,7 @@ from kvstow.attach.calls import Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
-from kvstow.errors import AttachError, AttachRefusedError, NotFoundError, ProtocolError
+from kvstow.errors import AttachError, AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
@@ -175,12 +175,6 @@ def test_a_lease_is_released_once_and_by_those_who_do_not_want_the_answer(engine
     assert answer.value is None
     assert "released" in str(answer.error)
     engine.release_lease(Lease(0, (), ()))
-
-
-def test_keys_of_unlike_length_are_the_callers_mistake(engine: Engine) -> None:
-    with pytest.raises(ProtocolError, match="different lengths"):
-        engine.find([b"1", b"22"])
-    assert engine.found(KEYS).runs == ()
 
 
 def test_without_a_service_everything_misses_and_says_why(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 
-from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.extentcalls import (
+from kvstow.attach.calls import (
     ExtentBytes,
     ExtentGrant,
     GrantedExtents,
@@ -22,6 +21,7 @@ from kvstow.attach.extentcalls import (
     RegisteredExtents,
     RevokedExtents,
 )
+from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import SessionTicket, unique_id
 from kvstow.attach.peer import Peer
 from kvstow.attach.worker import AttachedWorker

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node import rawengine
 from tests.service.node.keepers import look
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of

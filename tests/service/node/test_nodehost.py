@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO
 
-from kvstow.attach.calls import Completions, Hold
-from kvstow.attach.extentcalls import ExtentSlots
+from kvstow.attach.calls import Completions, ExtentSlots, Hold
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
 from kvstow.control import pool
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError

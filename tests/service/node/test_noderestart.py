@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node import rawengine, restartclient
 from tests.service.node.keepers import end_keeper, kinds_held, listing_of, look
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.attach.test_sessionlife import Clock, quiet
 from tests.service.node.conftest import WORKER, FakeProcess, MakeNode, Node, wait_until
 from tests.service.node.fakehost import FakeSession

@@ -10,17 +10,17 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 from tests.seeds import few_and_many
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, SLOT_BYTES, key_of
 
-from kvstow.attach.calls import Hold
-from kvstow.attach.extentcalls import ExtentSlots
+from kvstow.attach.calls import ExtentSlots, Hold
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity
 from kvstow.attach.peer import Peer

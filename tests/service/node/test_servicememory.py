@@ -6,11 +6,11 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
 from tests.service.node.rawengine import HELLO, POOL, RawEngine, key_of
 from tests.service.node.realservice import RealService

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.service.conftest import Eventually
 from tests.service.node.rawengine import HELLO, RawEngine
 from tests.service.tiers.redisserver import Server

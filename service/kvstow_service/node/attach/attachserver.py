@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from kvstow.attach.channel import SCRATCH_BYTES, close_fds
-from kvstow.attach.connection import Message
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer, peer_of
+from kvstow.attach.wire import Message
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clientcalls import ClientCalls
 from kvstow_service.node.attach.clients import AttachTally, Clients, client_limit

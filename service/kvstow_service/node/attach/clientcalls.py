@@ -13,24 +13,34 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    Desired,
     Lookup,
     LookupPrompt,
     Prefill,
     ReadEvents,
+    RegisteredExtents,
     Release,
+    ReleasedExtents,
+    Report,
     Reset,
     Use,
 )
 from kvstow.attach.channel import MAX_PAYLOAD_BYTES, Frame
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import Desired, RegisteredExtents, ReleasedExtents, Report
 from kvstow.attach.hello import CallError, Hello, Refused
-from kvstow.attach.payloads import Kind, refusal_of
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Kind, Message, refusal_of
 from kvstow.errors import AttachRefusedError, DisconnectedError, InvalidRequestError, KvstowError, ProtocolError
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients
 from kvstow_service.node.attach.sessionhost import Later, SessionHost
 from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
+
+_CALLS: Final[dict[int, type[Message]]] = {
+    call.KIND: call
+    for call in (
+        *(Lookup, LookupPrompt, Release, BeginLoad, BeginStore, Completions, Use, CountLookup, Prefill, Reset),
+        *(ReadEvents, Report, RegisteredExtents, ReleasedExtents),
+    )
+}
 
 
 def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
@@ -38,90 +48,46 @@ def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | No
 
     Raises what the host raises. Raises `ProtocolError` for a payload that is not a message of its kind.
     """
-    if frame.kind == Kind.LOOKUP:
-        return host.lookup(member.session.session_id, Lookup.unpack(frame.payload), later)
-    if frame.kind == Kind.LOOKUP_PROMPT:
-        return host.lookup_prompt(member.session.session_id, LookupPrompt.unpack(frame.payload), later)
-    return _CALLS[frame.kind](host, member, frame)
-
-
-def _release(host: SessionHost, member: Member, frame: Frame) -> None:
-    host.release_leases(member.session.session_id, Release.unpack(frame.payload).lease_ids)
-
-
-def _begin_load(host: SessionHost, member: Member, frame: Frame) -> Message:
-    return host.begin_load(member.session.session_id, BeginLoad.unpack(frame.payload))
-
-
-def _begin_store(host: SessionHost, member: Member, frame: Frame) -> Message:
-    return host.begin_store(member.session.session_id, BeginStore.unpack(frame.payload))
-
-
-def _complete(host: SessionHost, member: Member, frame: Frame) -> None:
-    call = Completions.unpack(frame.payload)
-    if call.rank >= member.session.num_ranks or member.rank not in (None, call.rank):
-        raise InvalidRequestError(f"the sender may not report completions of rank {call.rank}")
-    host.complete(member.session.session_id, call)
-
-
-def _use(host: SessionHost, member: Member, frame: Frame) -> None:
-    host.use(member.session.session_id, Use.unpack(frame.payload))
-
-
-def _count_lookup(host: SessionHost, member: Member, frame: Frame) -> None:
-    host.count_lookup(member.session.session_id, CountLookup.unpack(frame.payload))
-
-
-def _note_prefill(host: SessionHost, member: Member, frame: Frame) -> None:
-    host.note_prefill(member.session.session_id, Prefill.unpack(frame.payload))
-
-
-def _reset(host: SessionHost, member: Member, frame: Frame) -> Message:
-    Reset.unpack(frame.payload)
-    return host.reset(member.session.session_id)
-
-
-def _read_events(host: SessionHost, member: Member, frame: Frame) -> Message:
-    return host.read_events(member.session.session_id, ReadEvents.unpack(frame.payload))
-
-
-def _report(host: SessionHost, member: Member, frame: Frame) -> Message:
-    report = Report.unpack(frame.payload).report
-    rank = _rank_of(member)
-    if report.rank != rank:
-        raise InvalidRequestError(f"a report of rank {report.rank}, from rank {rank}")
-    return Desired(host.take_report(member.session.session_id, rank, report))
-
-
-def _registered(host: SessionHost, member: Member, frame: Frame) -> None:
-    extents = RegisteredExtents.unpack(frame.payload).extents
-    host.extents_registered(member.session.session_id, _rank_of(member), extents)
-
-
-def _released(host: SessionHost, member: Member, frame: Frame) -> None:
-    extent_ids = ReleasedExtents.unpack(frame.payload).extent_ids
-    host.extents_released(member.session.session_id, _rank_of(member), extent_ids)
+    session_id = member.session.session_id
+    match call := _CALLS[frame.kind].unpack(frame.payload):
+        case Lookup():
+            return host.lookup(session_id, call, later)
+        case LookupPrompt():
+            return host.lookup_prompt(session_id, call, later)
+        case BeginLoad():
+            return host.begin_load(session_id, call)
+        case BeginStore():
+            return host.begin_store(session_id, call)
+        case ReadEvents():
+            return host.read_events(session_id, call)
+        case Reset():
+            return host.reset(session_id)
+        case Report(report):
+            if report.rank != _rank_of(member):
+                raise InvalidRequestError(f"a report of rank {report.rank}, from rank {member.rank}")
+            return Desired(host.take_report(session_id, report.rank, report))
+        case Completions(rank):
+            if rank >= member.session.num_ranks or member.rank not in (None, rank):
+                raise InvalidRequestError(f"the sender may not report completions of rank {rank}")
+            host.complete(session_id, call)
+        case Release(lease_ids):
+            host.release_leases(session_id, lease_ids)
+        case Use():
+            host.use(session_id, call)
+        case CountLookup():
+            host.count_lookup(session_id, call)
+        case Prefill():
+            host.note_prefill(session_id, call)
+        case RegisteredExtents(extents):
+            host.extents_registered(session_id, _rank_of(member), extents)
+        case ReleasedExtents(extent_ids):
+            host.extents_released(session_id, _rank_of(member), extent_ids)
+    return None
 
 
 def _rank_of(member: Member) -> int:
     assert member.rank is not None, "the kinds of workers come from workers"
     return member.rank
-
-
-_CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]] = {
-    Kind.RELEASE: _release,
-    Kind.BEGIN_LOAD: _begin_load,
-    Kind.BEGIN_STORE: _begin_store,
-    Kind.COMPLETIONS: _complete,
-    Kind.USE: _use,
-    Kind.COUNT_LOOKUP: _count_lookup,
-    Kind.PREFILL: _note_prefill,
-    Kind.RESET: _reset,
-    Kind.READ_EVENTS: _read_events,
-    Kind.REPORT: _report,
-    Kind.REGISTERED: _registered,
-    Kind.LET_GO: _released,
-}
 
 
 _FRAMES_PER_TURN = 64

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind
 from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.node.attach.sessionlife import Member
 

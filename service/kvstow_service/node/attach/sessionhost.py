@@ -12,6 +12,7 @@ from kvstow.attach.calls import (
     Completions,
     CountLookup,
     EventPage,
+    ExtentSlots,
     Found,
     LoadBegun,
     Lookup,
@@ -24,10 +25,9 @@ from kvstow.attach.calls import (
     Use,
 )
 from kvstow.attach.channel import close_fds
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.messages import DesiredState, RankReport
 
 Later = Callable[[Callable[[], Found | Pending]], object]

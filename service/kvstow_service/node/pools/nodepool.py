@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from kvstow.attach.identity import Identity, NamespaceIdentity, PoolIdentity, difference, slug
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
@@ -99,7 +101,7 @@ class NodePool(SharedPool):
 
     def namespace_label(self, name: str) -> NamespaceLabel:
         known = self.known.get(name)
-        return NamespaceLabel(name, None if known is None else known.identity.to_json())
+        return NamespaceLabel(name, None if known is None else msgspec.to_builtins(known.identity))
 
     @property
     def stored_slot_bytes(self) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from kvstow.attach.calls import (
@@ -14,6 +13,8 @@ from kvstow.attach.calls import (
     BlockChange,
     Completions,
     EventPage,
+    ExtentGrant,
+    ExtentSlots,
     Found,
     Hold,
     LoadBegun,
@@ -25,7 +26,6 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
@@ -381,7 +381,7 @@ class NodeSession(MemoryHolder):
         found = self._find(call)
         if before.lease_id:
             self.release((before.lease_id,))
-        return replace(found, fetched=tuple(runs_without(found.runs, before.runs)))
+        return Found(found.lease_id, found.runs, tuple(runs_without(found.runs, before.runs)))
 
     def _find(self, call: Lookup) -> Found:
         control, keys = self.control, call.keys
@@ -424,8 +424,8 @@ class NodeSession(MemoryHolder):
         num_keys, cursor = 0, page.cursor
         for event in page.events:
             num_keys += len(event.keys)
-            if event.namespace == tag:  # clients may store keys of any length
-                changes += [BlockChange(event.kind, list(keys)) for _, keys in groupby(event.keys, len)]
+            if event.namespace == tag:
+                changes.append(BlockChange(event.kind, list(event.keys)))
             if num_keys >= _KEYS_PER_PAGE:
                 cursor = event.sequence
                 break

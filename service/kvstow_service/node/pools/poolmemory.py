@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from kvstow.attach.calls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.channel import close_fds
-from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import ConflictError, PinError

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
+import msgspec
+
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.payloads import JsonObject
 from kvstow.attach.peer import Peer, pid_of
+from kvstow.attach.wire import read_value
 from kvstow.config import HugePages
 from kvstow.control.indexjournal import IndexJournal, packed_copy, read_header
 from kvstow.errors import JournalError, KvstowError
@@ -176,7 +178,7 @@ def roster_content(
         },
         "pools": [
             {
-                "record": {**asdict(record), "identity": record.identity.to_json()},
+                "record": {**asdict(record), "identity": msgspec.to_builtins(record.identity)},
                 "journal": journal_label(journal),
                 "rows": [[row.first_slot, row.num_slots, row.extents] for _, row in sorted(budget.rows(name).items())],
             }
@@ -275,8 +277,8 @@ class _RosterReader:
             self._spare.add(number)
 
     def _read_pool(self, described: Mapping[str, Any], workers: list[WorkerRecord]) -> None:
-        identity = JsonObject(described["record"]["identity"], "identity of a pool")
-        record = PoolRecord(**{**described["record"], "identity": PoolIdentity.from_json(identity)})
+        identity = read_value(described["record"]["identity"], PoolIdentity, "the identity of a pool")
+        record = PoolRecord(**{**described["record"], "identity": identity})
         label = described["journal"]
         missing = [one for one in workers if one.has_pidfd and worker_label(one.client) not in self._kept]
         if missing or label not in self._kept:
@@ -293,7 +295,7 @@ class _RosterReader:
         with ExitStack() as undo:
             undo.callback(journal.close)
             namespaces = {
-                one.name: NamespaceIdentity.from_json(JsonObject(one.note, "record of a namespace"))
+                one.name: read_value(one.note, NamespaceIdentity, "the record of a namespace")
                 for one in journal.namespaces().values()
                 if one.note is not None
             }

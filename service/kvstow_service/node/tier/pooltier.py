@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvstow.attach.calls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
+from kvstow.attach.calls import RevokedExtents as Revoked
 from kvstow.attach.channel import close_fds
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
-from kvstow.attach.extentcalls import RevokedExtents as Revoked
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.control.attachedsession import TierSession
 from kvstow.errors import CopyError, TierUnavailableError
 from kvstow.messages import TierOp

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -26,11 +27,11 @@ from kvstow.attach.calls import (
     Use,
 )
 from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Call, Message
+from kvstow.attach.connection import Call
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade

@@ -16,12 +16,21 @@ from typing import TypeVar
 import pytest
 from tests.service.node.conftest import HELLO, AttachFigures, MakeNode, Node, figures_of, wait_until
 
-from kvstow.attach.calls import BeginLoad, BeginStore, Completions, Found, LoadBegun, Lookup, Release, StoreBegun
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    Found,
+    LoadBegun,
+    Lookup,
+    RegisteredExtents,
+    Release,
+    StoreBegun,
+)
 from kvstow.attach.channel import HEADER_BYTES, MAX_HELLO_BYTES, Channel, Frame, encode_header
-from kvstow.attach.connection import AttachConnection, Message
-from kvstow.attach.extentcalls import RegisteredExtents
+from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
-from kvstow.attach.payloads import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow.errors import CallFailedError, DisconnectedError
 from kvstow.messages import Completion
 from kvstow_service.node.attach import clients

@@ -7,15 +7,14 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, figures_of, next_push, wait_until
 
-from kvstow.attach.calls import Lookup
+from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, ReleasedExtents
 from kvstow.attach.connection import AttachConnection
-from kvstow.attach.extentcalls import Detach, ExtentGrant, GrantedExtents, ReleasedExtents
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
 from kvstow_api import limitedlog

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.engine.attach.test_identity import NAMESPACE_CHANGES, POOL_CHANGES
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES
 
-from kvstow.attach.extentcalls import ExtentBytes, PopulatedExtents
+from kvstow.attach.calls import ExtentBytes, PopulatedExtents
 from kvstow.attach.identity import GroupIdentity, RegionIdentity
 from kvstow.errors import AttachRefusedError
 

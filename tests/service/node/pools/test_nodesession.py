@@ -11,7 +11,7 @@ from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import key_of
 
 from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending
-from kvstow.attach.connection import Message
+from kvstow.attach.wire import Message
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.pools.nodesession import (
     MOST_SECONDS,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 
-from kvstow.attach.calls import Hold
-from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents
+from kvstow.attach.calls import ExtentSlots, GrantedExtents, Hold
+from kvstow.attach.wire import Message
 from kvstow.errors import LeaseError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.noderecords import NodeRecords

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
 from tests.service.node.pools.test_nodepool import OTHER
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
-from kvstow.attach.calls import Hold
+from kvstow.attach.calls import Hold, RevokedExtents
 from kvstow.attach.channel import close_fds
-from kvstow.attach.extentcalls import RevokedExtents
 from kvstow.errors import ConflictError
 from kvstow.memfd import is_open_elsewhere
 

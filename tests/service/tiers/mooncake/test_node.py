@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.service.conftest import Eventually
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode, is_connected, put_blocks

@@ -1,0 +1,202 @@
+"""What messages consist of: their kinds, who sends them, and the limits of their values.
+
+A message is a msgspec struct: its types say what may be in it, and msgspec packs, unpacks and checks it. Nothing that
+a peer sends can name code, and every length has a limit.
+
+Both ends of a connection have the same version of the protocol. Any change of a message is a new version, and a service
+refuses engines of another one. For that, every version has the same frame header, the kinds `HELLO` and `REFUSED` in
+JSON, and the field `version` of a hello.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvstow.errors import InvalidRequestError, ProtocolError
+from kvstow.plaintext import MOST_NAME, MOST_TEXT, is_plain, plain
+
+Role = Literal["scheduler", "worker"]
+Sender = Literal["scheduler", "worker", "service"]
+
+
+VERSION: Final = 2
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    ERROR = 4
+    DETACH = 5
+
+    LOOKUP = 16
+    FOUND = 17
+    RELEASE = 18
+    BEGIN_LOAD = 19
+    LOAD_BEGUN = 20
+    BEGIN_STORE = 21
+    STORE_BEGUN = 22
+    COMPLETIONS = 23
+    SETTLED = 24
+    USE = 25
+    COUNT_LOOKUP = 26
+    RESET = 27
+    RESET_DONE = 28
+    READ_EVENTS = 29
+    EVENTS = 30
+    PENDING = 31
+    PREFILL = 32
+    LOOKUP_PROMPT = 33
+
+    REPORT = 48
+    DESIRED = 49
+    EXTENTS = 50
+    POPULATED = 51
+    REGISTERED = 52
+    REVOKED = 53
+    LET_GO = 54
+
+
+_OF_ENGINES = {Kind.HELLO, Kind.DETACH, Kind.COMPLETIONS}
+_OF_WORKERS = {Kind.REPORT, Kind.REGISTERED, Kind.LET_GO}
+_CALLS = {Kind.LOOKUP, Kind.LOOKUP_PROMPT, Kind.RELEASE, Kind.BEGIN_LOAD, Kind.BEGIN_STORE, Kind.USE}
+_CALLS |= {Kind.COUNT_LOOKUP, Kind.RESET, Kind.READ_EVENTS, Kind.PREFILL}
+SENT_BY: Final[Mapping[Sender, frozenset[Kind]]] = {
+    "scheduler": frozenset(_OF_ENGINES | _CALLS),
+    "worker": frozenset(_OF_ENGINES | _OF_WORKERS),
+    "service": frozenset(set(Kind) - _OF_ENGINES - _OF_WORKERS - _CALLS),
+}
+
+
+def refusal_of(kind: int, sender: Sender, num_fds: int = 0) -> str | None:
+    """Why this frame must not be sent, or None if it may. Only `EXTENTS` carries descriptors."""
+    if kind not in SENT_BY[sender]:
+        return (
+            f"{Kind(kind).name} does not come from a {sender}" if kind in set(Kind) else f"kind {kind} does not exist"
+        )
+    if num_fds and kind != Kind.EXTENTS:
+        return f"{Kind(kind).name} came with {num_fds} file descriptors"
+    return None
+
+
+_MOST_ITEMS = 1 << 20
+"""Items of any list: more than a frame has room for of anything that counts."""
+MOST_LISTED = 4096
+"""Items of a list that is read for people or kept."""
+
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+U64 = Annotated[int, Meta(ge=0)]
+"""MessagePack has no larger numbers."""
+Whole = Annotated[int, Meta(ge=0, le=1 << 62)]
+"""A number in JSON, which has numbers of any size."""
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
+Text = Annotated[str, Meta(max_length=MOST_TEXT)]
+Name = Annotated[str, Meta(max_length=MOST_NAME)]
+Keys = Annotated[Sequence[Annotated[bytes, Meta(min_length=1, max_length=256)]], Meta(max_length=_MOST_ITEMS)]
+U32s = Annotated[tuple[U32, ...], Meta(max_length=_MOST_ITEMS)]
+U64s = Annotated[tuple[U64, ...], Meta(max_length=_MOST_ITEMS)]
+Runs = Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=_MOST_ITEMS)]
+Counts = Annotated[dict[Name, U32], Meta(max_length=64)]
+
+
+class Message(Struct, frozen=True):
+    """A message in JSON: it has names, so another version can read it as far as it must."""
+
+    KIND: ClassVar[Kind]
+
+    def pack(self) -> bytes:
+        # Not msgspec's JSON, which raises an error for half a surrogate, as in a path that is no UTF-8: the service
+        # refuses that, and the engine goes on.
+        return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        """Raises `ProtocolError`, with reason `malformed`, for anything else."""
+        fields = cls.__struct_fields__ if issubclass(cls, Packed) else ()
+        found: Self = decoded(_reader(cls), payload, cls.KIND.name.lower(), fields)
+        return found
+
+    def check(self) -> None:
+        """Called for a message that was received. Raises `ValueError` for what the types cannot exclude."""
+        require_plain(self, "it")
+
+
+class Packed(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message in MessagePack, as an array of its fields."""
+
+    def pack(self) -> bytes:
+        """Raises `ProtocolError` for what cannot be sent."""
+        try:
+            return _encode(self)
+        except (UnicodeError, OverflowError) as error:
+            raise ProtocolError("malformed", f"{self.KIND.name.lower()}: {error}") from error
+
+    def check(self) -> None:
+        """Names and sentences in a packed message are made plain where they are shown."""
+
+
+class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part of a packed message."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_T = TypeVar("_T")
+
+
+def decoded(read: Callable[[bytes], _T], payload: bytes, what: str, fields: Sequence[str] = ()) -> _T:
+    """The only place where what a peer has sent is read. Every complaint becomes a `ProtocolError`, which names the
+    message and the field. `fields`: those of an array. msgspec passes bad UTF-8 on as an error of Python's."""
+    try:
+        return read(payload)
+    except (msgspec.MsgspecError, InvalidRequestError, ValueError, RecursionError) as error:
+        problem = _FIELD.sub(lambda found: f"$.{fields[int(found[1])]}", str(error)) if fields else str(error)
+        raise ProtocolError("malformed", f"{what}: {plain(problem, _MOST_COMPLAINT)}") from error
+
+
+_MOST_COMPLAINT = 500
+_FIELD = re.compile(r"\$\[(\d+)\]")
+
+
+@cache
+def _reader(kind: type[Message]) -> Callable[[bytes], Any]:
+    decode = (msgspec.msgpack if issubclass(kind, Packed) else msgspec.json).Decoder(kind).decode
+
+    def read(payload: bytes) -> Message:
+        message: Message = decode(payload)
+        message.check()
+        return message
+
+    return read
+
+
+def read_value(value: Any, kind: type[_T], what: str) -> _T:
+    """What `msgspec.to_builtins` has made of a value of this kind. Raises `InvalidRequestError`."""
+    try:
+        found = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{what}: {plain(str(error), _MOST_COMPLAINT)}") from error
+    require_plain(found, what)
+    return found
+
+
+def require_plain(value: Any, at: str) -> None:
+    """Raises `InvalidRequestError`, which names the field, for a text that cannot be shown as it is."""
+    if isinstance(value, str):
+        if not is_plain(value):
+            raise InvalidRequestError(f"{at} is {ascii(value)[:100]}; allowed: printable characters")
+    elif isinstance(value, tuple):
+        for number, one in enumerate(value):
+            require_plain(one, f"{at}[{number}]")
+    else:
+        for name in getattr(value, "__struct_fields__", ()):
+            require_plain(getattr(value, name), f"{at}.{name}")
