@@ -454,8 +454,8 @@ MUTANTS = [
     ),
     Mutant(
         "settings_of_any_length",
-        "engine/kvstow/attach/payloads.py",
-        "> _MAX_PAIRS_TEXT:",
+        "engine/kvstow/attach/hello.py",
+        "> _MOST_SETTINGS:",
         "< 0:",
         "tests/engine/attach/test_messages.py::test_the_settings_of_an_engine_have_a_bound",
     ),
