@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvstow.stats import PendingTransfers
+from kvstow.stats import LOAD_CHOICES, PendingTransfers
 from kvstow.status import TransferStatus
 from kvstow_api.directory import HostedPool
 from kvstow_api.views.transfers import TransfersView, TransferView
@@ -26,7 +26,12 @@ def transfers_view(
         if wanted is None or wanted(item)
     ]
     items.sort(key=lambda item: -item.age_seconds)
-    return TransfersView(pending=_sum_of([pool.facade.stats().transfers.pending for pool in pools]), items=items[:most])
+    stats = [pool.facade.stats().transfers for pool in pools]
+    return TransfersView(
+        pending=_sum_of([one.pending for one in stats]),
+        load_choices={choice: sum(one.choices[choice] for one in stats) for choice in LOAD_CHOICES},
+        items=items[:most],
+    )
 
 
 def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:

@@ -38,7 +38,9 @@ class ControlPlane(Protocol):
 
     def release_lease(self, lease: Lease) -> None: ...
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
+    ) -> Awaited[Op | None]:
         """The value is None if the lease has ended; nothing is held in that case."""
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]: ...
@@ -94,9 +96,11 @@ class EmbeddedControl:
     def release_lease(self, lease: Lease) -> None:
         self._engine.release_lease(lease)
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Given[Op | None]:
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
+    ) -> Given[Op | None]:
         try:
-            return Given(self._engine.begin_load(lease, blocks, first=first, request_id=request_id))
+            return Given(self._engine.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice))
         except LeaseError as error:  # a rank has lost its memory since the lookup
             self._engine.release_lease(lease)
             return Given(None, str(error))

@@ -165,7 +165,7 @@ class ConnectorOptions:
     policy: Annotated[str, _choice(*POLICIES)] = "lru"
     transfer_timeout: Annotated[float, _positive_seconds] = 30.0
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
-    load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "async"
+    load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "auto"
     load_step_budget: Annotated[float, _seconds] = 0.01
     lock: Annotated[bool, _flag] = True
     huge_pages: Annotated[HugePages, _choice(*HUGE_PAGES)] = "advised"

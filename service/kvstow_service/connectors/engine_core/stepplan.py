@@ -53,9 +53,12 @@ class StepPlanner:
     def add_store(self, op: Op) -> None:
         self._stores.append(op)
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Awaited[Op | None]:
-        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` follows."""
-        return self._control.begin_load(lease, blocks, first=first, request_id=request_id)
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], first: int, request_id: str, choice: str
+    ) -> Awaited[Op | None]:
+        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` or `add_layered`
+        follows."""
+        return self._control.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice)
 
     def add_load(self, op: Op, request_id: str) -> None:
         self._loads.append(op)

@@ -199,8 +199,10 @@ class AttachedControl:
 
     # -- loads and stores -----------------------------------------------------------------------------------
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
-        return self._note(self.engine.begin_load(lease, blocks, first=first, request_id=request_id))
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
+    ) -> Answer[Op | None]:
+        return self._note(self.engine.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice))
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]:
         if self._failure is not None or self._is_slow or not self.engine.is_attached:
