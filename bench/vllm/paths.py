@@ -1,6 +1,6 @@
 """Time to first token of a hit by way of its load: within the step that computes, layer by layer, or before it.
 
-    python3 -m bench.vllm paths [--shape 8b] [--prefix 16000] [--new 7 256 2048] [--graphs full]
+    python3 -m bench.vllm paths [--shape 8b] [--prefix 16000 ...] [--new 7 256 2048] [--graphs full]
         [--attention FLASH_ATTN] [--rounds 6] [--pool 12] [--out DIR]
 
 One engine. In each round a prompt with a known prefix and new tokens of its own is asked four times: with the prefix in
@@ -31,7 +31,7 @@ from bench.vllm.process import run
 from bench.vllm.results import Results, add_engine, make_parser, open_results
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
-_PREFIXES = 3
+_PREFIXES = 2
 _LINK, _FACTOR, _MORE = 0.9, 1.2, 2.0
 PATHS = ("layer", "async", "auto", "gpu")
 
@@ -41,6 +41,7 @@ class Row:
     """Milliseconds to the first token, all of them in turn, by path. `host`: the loop of Python beside each. `cached`:
     the fewest tokens found by a hit. `chosen`: how loads went, and why."""
 
+    prefix: int
     new_tokens: int
     times: dict[str, list[float]]
     host: dict[str, list[float]]
@@ -53,17 +54,13 @@ class Paths:
     rows: list[Row]
 
 
-def measure(setup: Setup, prefix: int, new: Sequence[int], rounds: int, vocabulary: int) -> Paths:
+def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: int, vocabulary: int) -> Paths:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
     wait_until_usable(started, setup, _PINNING)
     client, chance = Client(started.engine, vocabulary), random.Random(0)
     engine = started.engine.llm_engine.engine_core.engine_core
     policy = engine.scheduler.connector._host.offload.side.policy
-    prefixes = [client.prompt(chance, prefix) for _ in range(_PREFIXES)]
-    for each in prefixes:
-        client.ask(each)
-    client.drain(chance)
 
     def ask(path: str, start: list[int], tokens: int) -> Any:
         if path != "gpu":
@@ -76,36 +73,46 @@ def measure(setup: Setup, prefix: int, new: Sequence[int], rounds: int, vocabula
         return client.ask(start + client.prompt(chance, tokens))
 
     rows = []
-    for tokens in new:
-        times, host = ({path: list[float]() for path in PATHS} for _ in range(2))
-        cached = prefix
-        policy.counts.clear()
-        for number in range(rounds + 1):
-            for path in PATHS:
-                answer = ask(path, prefixes[number % _PREFIXES], tokens)
-                if number:  # the first one compiles kernels
-                    times[path].append(answer.seconds * 1e3)
-                    host[path].append(host_ms())
-                    cached = min(cached, answer.cached)
-        chosen = {f"{'layer' if one.by_layer else 'async'}, {one.reason}": n for one, n in policy.counts.items()}
-        rows.append(Row(tokens, times, host, cached, chosen))
+    for prefix in lengths:
+        prefixes = [client.prompt(chance, prefix) for _ in range(_PREFIXES)]
+        for each in prefixes:
+            client.ask(each)
+        client.drain(chance)
+        for tokens in new:
+            times, host = ({path: list[float]() for path in PATHS} for _ in range(2))
+            cached = prefix
+            policy.counts.clear()
+            for number in range(rounds + 1):
+                for path in PATHS:
+                    answer = ask(path, prefixes[number % _PREFIXES], tokens)
+                    if number:  # the first one compiles kernels
+                        times[path].append(answer.seconds * 1e3)
+                        host[path].append(host_ms())
+                        cached = min(cached, answer.cached)
+            rows.append(Row(prefix, tokens, times, host, cached, {one.label: n for one, n in policy.counts.items()}))
     return Paths(rows)
 
 
-def table(title: str, prefix_bytes: int, link: float | None, rows: Sequence[Row]) -> Table:
-    on_link = None if link is None else prefix_bytes / link / 1e6
-    head = ["new tokens", "on the GPU, ms", "by layer, ms", "before the step, ms", "by the policy, ms"]
+def table(title: str, token_bytes: int, link: float | None, rows: Sequence[Row]) -> Table:
+    head = [
+        "prefix, new tokens",
+        "on the link, ms",
+        "on the GPU, ms",
+        "by layer, ms",
+        "before the step, ms",
+        "by the policy, ms",
+    ]
     head += ["layer / before", "of its bar", "loop of the host, ms"]
     lines = []
     for row in rows:
+        on_link = None if link is None else row.prefix * token_bytes / link / 1e6
         found = {path: statistics.median(times) for path, times in row.times.items()}
         bar = None if on_link is None else _FACTOR * max(found["gpu"], on_link / _LINK) + _MORE
         of_bar = "" if bar is None else f"{found['layer'] / bar:.2f}, {verdict(found['layer'] <= bar)}"
         cells = [f"{found[p]:.1f} ({min(row.times[p]):.1f} to {max(row.times[p]):.1f})" for p in ("gpu", *PATHS[:3])]
         loops = " / ".join(f"{statistics.median(row.host[path]):.1f}" for path in ("gpu", *PATHS[:3]))
-        lines.append([str(row.new_tokens), *cells, f"{found['layer'] / found['async']:.2f}", of_bar, loops])
-    if on_link is not None:
-        title += f", {on_link:.1f} ms on the link"
+        first = [f"{row.prefix:,}, {row.new_tokens:,}", "" if on_link is None else f"{on_link:.1f}"]
+        lines.append([*first, *cells, f"{found['layer'] / found['async']:.2f}", of_bar, loops])
     return Table(title, head, lines)
 
 
@@ -120,34 +127,34 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace, model: Path, results: Results, link: float | None) -> None:
     shape = SHAPES["tiny" if options.tiny else options.shape]
-    prefix, new = (640, [7, 64]) if options.tiny else (options.prefix, options.new)
-    longest = prefix + max(new) + 64
+    lengths, new = ([320, 640], [7, 64]) if options.tiny else (options.prefix, options.new)
+    longest = max(lengths) + max(new) + 64
     write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
     setup = Setup(
         model,
         "kvstow",
         pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
         max_tokens=longest,
-        gpu_blocks=2 * longest // block_tokens() + 256,
+        gpu_blocks=2 * (longest + 1024) // block_tokens() + 256,
         graphs=options.graphs,
         attention=options.attention,
         extra={"load_path": "auto", **options.extra},
     )
     found = results.attempt(
         "paths",
-        lambda: run(_TIMEOUT, measure, setup, prefix, new, options.rounds, shape.vocabulary),
+        lambda: run(_TIMEOUT, measure, setup, lengths, new, options.rounds, shape.vocabulary),
         shape=options.shape,
         graphs=options.graphs,
         attention=options.attention,
     )
     if found is not None:
-        title = f"{options.shape}, a prefix of {prefix} tokens, {options.attention}, graphs: {options.graphs}"
-        results.show(table(title, prefix * shape.token_bytes(), link, found.rows))
+        title = f"{options.shape}, {options.attention}, graphs: {options.graphs}"
+        results.show(table(title, shape.token_bytes(), link, found.rows))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("paths", __doc__, shape=True)
-    parser.add_argument("--prefix", type=int, default=16000, help="tokens; default: %(default)s")
+    parser.add_argument("--prefix", type=int, nargs="+", default=[16000], help="tokens; default: 16000")
     parser.add_argument("--new", type=int, nargs="+", default=[7, 256, 2048], help="tokens after it")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--attention", default=ATTENTION, help="vLLM's attention backend; default: %(default)s")

@@ -19,7 +19,7 @@ class ControlPlane(Protocol):
     """Used only by the scheduler's thread. An embedded engine answers at once; the node service answers after a later
     `step`.
 
-    Only `wait` waits, for a fraction of a millisecond in each step.
+    Only `wait` waits, for a fraction of a millisecond in each step, and `wait_for_slots`, for 2 ms at most.
     """
 
     @property
@@ -31,6 +31,14 @@ class ControlPlane(Protocol):
 
     def wait(self, answer: Awaited[object]) -> bool:
         """Wait for an answer, as long as this step may wait. Returns whether it has arrived."""
+
+    @property
+    def begins_loads_at_once(self) -> bool:
+        """Whether `begin_load` answers before it returns. Otherwise the slots of a load by layer are asked for before
+        vLLM is told of it: its step cannot wait for them."""
+
+    def wait_for_slots(self, answer: Awaited[Op | None]) -> bool:
+        """Like `wait`, for such a load."""
 
     def hit_finder(self, groups: KVGroups) -> HitFinder: ...
 
@@ -89,6 +97,9 @@ class EmbeddedControl:
 
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done
+
+    begins_loads_at_once = True
+    wait_for_slots = wait
 
     def hit_finder(self, groups: KVGroups) -> HitFinder:
         return EmbeddedHits(self._engine, groups)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvstow.errors import LeaseError
@@ -18,7 +19,7 @@ from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.sharedloads import SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
-from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
+from kvstow_service.connectors.engine_core.trackedrequests import BegunLoad, Hit, TrackedRequest
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -72,6 +73,8 @@ class Loads:
         self._under_way: dict[int, TrackedRequest] = {}  # by op
         self._policy, self._clock = policy, clock
         self._layered: set[int] = set()
+        self._told: list[TrackedRequest] = []  # with a load that has begun, in this step
+        self._unwanted: list[Awaited[Op | None]] = []
         self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
     @property
@@ -81,7 +84,7 @@ class Loads:
     @property
     def are_awaited(self) -> bool:
         """Whether there are loads that the pool has not agreed to yet."""
-        return bool(self._asked)
+        return bool(self._asked or self._unwanted)
 
     # -- lookup --------------------------------------------------------------------------------------------
 
@@ -96,6 +99,10 @@ class Loads:
         the request waits for another one's load. A hit without blocks to load, as at the start of a chunk, counts as no
         hit, because vLLM waits for the end of each load. `tracked.choice` says which way the load would go."""
         tracked.start, tracked.choice = local, None
+        if (begun := tracked.begun) is not None:
+            if begun.start == local:
+                return self._begun_hit(tracked, begun)
+            self._drop_begun(tracked)
         hit, end = tracked.hit, self._longest_end(tracked)
         if local % self._groups.alignment or local >= end or self._is_computed(tracked, end):
             self.release_hit(tracked)
@@ -109,8 +116,10 @@ class Loads:
         if hit is None:
             return 0
         tracked.choice = choice = self._choose(tracked, hit.end)
-        if choice.by_layer:
-            return hit.end - local  # it needs no other request's load, and vLLM keeps it in this step
+        if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
+            if self._control.begins_loads_at_once:
+                return hit.end - local
+            return self._begin_early(tracked, hit, choice)
         return None if self._shared.must_wait(tracked, local, hit.end) else hit.end - local
 
     def _is_computed(self, tracked: TrackedRequest, end: int) -> bool:
@@ -120,7 +129,51 @@ class Loads:
 
     def _choose(self, tracked: TrackedRequest, end: int) -> Choice:
         request, num_blocks = tracked.request, (end - tracked.start) // self._groups.alignment
-        return self._policy.choose(request.request_id, num_blocks, is_whole=end >= request.num_tokens)
+        is_whole, had_no_room = end >= request.num_tokens, tracked.had_no_room
+        return self._policy.choose(request.request_id, num_blocks, is_whole=is_whole, had_no_room=had_no_room)
+
+    def _begin_early(self, tracked: TrackedRequest, hit: Hit, choice: Choice) -> int | None:
+        """Ask for the slots of a load by layer, whose blocks are not known yet."""
+        tracked.hit = None
+        places = self._groups.places(tracked.start, hit.end)
+        answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
+        if answer is None:
+            return 0
+        fetched = hit.fetched_tokens(tracked.start, hit.end)
+        tracked.begun = begun = BegunLoad(tracked.start, hit.end, answer, choice, fetched)
+        return self._begun_hit(tracked, begun)
+
+    def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
+        """How much the load brings; None while its slots are not known."""
+        if not self._control.wait_for_slots(begun.answer):
+            return None
+        if begun.answer.value is None:  # the session has ended
+            tracked.begun = None
+            return 0
+        tracked.choice = begun.choice
+        self._told.append(tracked)
+        return begun.end - begun.start
+
+    def _drop_begun(self, tracked: TrackedRequest) -> None:
+        if tracked.begun is not None:
+            self._unwanted.append(tracked.begun.answer)
+            tracked.begun = None
+
+    def drop_unused(self) -> None:
+        """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up: if it stayed,
+        its slots would, too."""
+        for tracked in self._told:
+            if tracked.begun is not None:
+                tracked.had_no_room = True
+                self._drop_begun(tracked)
+        self._told.clear()
+        unknown = []
+        for answer in self._unwanted:
+            if not answer.done:
+                unknown.append(answer)
+            elif answer.value is not None:
+                self._planner.drop_load(answer.value)
+        self._unwanted = unknown
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The request is admitted, and uses `num_tokens` of what was found."""
@@ -134,6 +187,7 @@ class Loads:
         """Stop holding the request's hit."""
         self._finder.forget(tracked)
         self._release_lease(tracked)
+        self._drop_begun(tracked)
         self._end_deferral(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
@@ -194,14 +248,19 @@ class Loads:
         """Load the `num_tokens` tokens after `tracked.start` in the step that is being planned, which computes with
         them. Uses up the hit. Raises `LeaseError` if that is impossible."""
         hit, tracked.hit = tracked.hit, None
+        begun, tracked.begun = tracked.begun, None
         end = tracked.start + num_tokens
-        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
         places = self._groups.places(tracked.start, end)
         targets = [tracked.tables[group][number] for group, number in places]
-        answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)
+        answer: Awaited[Op | None] | None = None
+        if begun is not None and (begun.start, begun.end) == (tracked.start, end) and self._null_block not in targets:
+            answer, tracked.fetched_tokens = begun.answer, begun.fetched_tokens
+        elif hit is not None:
+            tracked.fetched_tokens = hit.fetched_tokens(tracked.start, end)
+            answer = self._begin_load(tracked, hit, end, places, targets)
         if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
             raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
-        self._planner.add_layered(answer.value)
+        self._planner.add_layered(replace(answer.value, blocks=tuple(targets)))
         self._layered.add(answer.value.op_id)
         self._policy.begun(_choice_of(tracked), len(targets))
 

@@ -128,9 +128,6 @@ def _check_attach(given: Mapping[str, Any]) -> None:
             raise misuse(
                 key, given[key], "has no effect beside attach: the node service has the pool and its admin API"
             )
-    for key in ("load_path", "load_step_budget"):
-        if key in given:
-            raise misuse(key, given[key], "has no effect beside attach: an attached engine loads before the step")
     if given.get("async_register_cache") is False:
         raise misuse("async_register_cache", False, "contradicts attach: vLLM's start never waits for the node service")
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kvstow.devices.base import Fence
-from kvstow.layeredloads import LayeredLoads
+from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, RankReport, RankState, StepPlan
+
+
+class StepLoads(Protocol):
+    """`LayeredLoads`, or those of an attached rank."""
+
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def failure(self) -> str | None: ...
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None: ...
 
 
 class RankDataPlane(Protocol):
@@ -23,7 +32,7 @@ class RankDataPlane(Protocol):
     @property
     def applied(self) -> DesiredState: ...
     @property
-    def layered(self) -> LayeredLoads | None: ...
+    def layered(self) -> StepLoads | None: ...
     def start(self, *, at_ease: bool = False) -> None: ...
     def begin_step(self) -> None: ...
     def launched(self, work: Fence | None = None) -> None: ...
@@ -44,7 +53,7 @@ class NoDataPlane:
     """
 
     is_pinning = False
-    layered: LayeredLoads | None = None
+    layered: StepLoads | None = None
 
     def __init__(
         self,

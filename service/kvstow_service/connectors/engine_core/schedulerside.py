@@ -192,6 +192,7 @@ class SchedulerSide:
         if self._adapters is not None:
             self._adapters.move_on()
         self._loads.take_begun(wait=True)
+        self._loads.drop_unused()
         self._control.step()
         self.settle()
         room = self._stores.next_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.messages import Op, StepPlan
@@ -67,6 +68,10 @@ class StepPlanner:
     def add_layered(self, op: Op) -> None:
         """A load that `begin_load` has answered, for the step that computes with it."""
         self._layered.append(op)
+
+    def drop_load(self, op: Op) -> None:
+        """Have the ranks end a load that `begin_load` has answered and nobody needs: they touch nothing of it."""
+        self._stores.append(replace(op, blocks=(), slots=()))
 
     def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Have each rank report that the load of these blocks has failed."""

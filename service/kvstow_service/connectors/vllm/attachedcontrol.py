@@ -18,6 +18,8 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedhits import AttachedHits
 from kvstow_service.connectors.vllm.attachstate import AttachState, refusal_word, sharing_word
 
+LAYER_WAIT_SECONDS = 0.002
+"""How long a load by layer may wait for its slots: a load before the step takes longer than that."""
 STEP_WAIT_SECONDS = 0.0003
 """How long all lookups and loads of one step together may wait for answers."""
 SLOW_SECONDS = 0.25
@@ -58,6 +60,7 @@ class AttachedControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slot_bytes = slot_bytes
+        self.begins_loads_at_once = False
         self._make_engine, self._clock = make_engine, clock
         self._engine: AttachedEngine | None = None
         self._asked: deque[_Asked] = deque()
@@ -138,6 +141,11 @@ class AttachedControl:
     def wait(self, answer: Awaited[object]) -> bool:
         if isinstance(answer, Answer) and not answer.done:
             self.engine.wait(answer)
+        return answer.done
+
+    def wait_for_slots(self, answer: Awaited[object]) -> bool:
+        if isinstance(answer, Answer) and not answer.done:
+            self.engine.wait(answer, seconds=LAYER_WAIT_SECONDS)
         return answer.done
 
     # -- lookups --------------------------------------------------------------------------------------------

@@ -5,33 +5,47 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import Fence
+from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.layeredloads import LayeredLoads
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.workerside import RankSession
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
 from kvstow_service.connectors.vllm.rankdataplane import plane_around
 
 
+class SessionLoads:
+    """`LayeredLoads` of a rank's session."""
+
+    def __init__(self, loads: LayeredLoads, worker: AttachedWorker) -> None:
+        self._loads, self._worker = loads, worker
+        self.num_parts = loads.num_parts
+
+    @property
+    def failure(self) -> str | None:
+        return self._loads.failure
+
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
+        return self._worker.load_now(ops, lambda: self._loads.load(ops, after))
+
+
 class AttachedPlane:
     """A `DataPlane` and the `AttachedWorker` that manages its ops and its memory. Used like a `DataPlane`."""
-
-    layered: LayeredLoads | None = None
 
     def __init__(self, plane: DataPlane, worker: AttachedWorker) -> None:
         self._plane, self._worker = plane, worker
         self._ticket = SessionTicket(0, "")
+        self.layered = None if plane.layered is None else SessionLoads(plane.layered, worker)
 
     def join(self, ticket: SessionTicket) -> None:
         """Join a session, unless it is the current one or older."""
@@ -66,6 +80,7 @@ class AttachedPlane:
         self._worker.start(at_ease=at_ease)
 
     def begin_step(self) -> None:
+        self._worker.begin_step()
         self._plane.begin_step()
 
     def launched(self, work: Fence | None = None) -> None:
@@ -73,6 +88,7 @@ class AttachedPlane:
 
     def end_step(self) -> None:
         self._plane.end_step()
+        self._worker.end_step()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self._worker.submit(plan, after)

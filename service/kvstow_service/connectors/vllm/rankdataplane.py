@@ -47,7 +47,7 @@ def build_plane(
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
         return HostPool(config, registrar, numa_node=numa_node)
 
-    return plane_around(rank, kv, config, options, make_pool, sender, by_layer=options.load_path != "async")
+    return plane_around(rank, kv, config, options, make_pool, sender)
 
 
 def plane_around(
@@ -57,11 +57,9 @@ def plane_around(
     options: ConnectorOptions,
     make_pool: MakePool,
     sender: ReportSequence | None = None,
-    *,
-    by_layer: bool = False,
 ) -> DataPlane:
-    """A rank's data plane around `kv` and the pool that `make_pool` makes. `by_layer`: it can also load layer by layer.
-    Behaves like `build_plane` if it raises."""
+    """A rank's data plane around `kv` and the pool that `make_pool` makes. Behaves like `build_plane` if it raises."""
+    by_layer = options.load_path != "async"
     device = kv.tensors[0].device
     parts = kv.parts if by_layer else None
     with ExitStack() as undo:
