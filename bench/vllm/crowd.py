@@ -34,8 +34,8 @@ from bench.vllm.results import Results, add_engine, make_parser, open_results
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
 _NEW = 7  # tokens after each prefix
-_SHORT, _LONG = 64, 6000  # tokens of a request that decodes: prompt and answer
-_PREFIXES, _ON_GPU = 6, 3  # beside: of the hits
+_SHORT, _LONG = 64, 3000  # tokens of a request that decodes: prompt and answer
+_PREFIXES, _ON_GPU = 8, 2  # beside: of the hits
 _EVERY = 30  # steps
 
 

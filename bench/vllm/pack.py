@@ -6,9 +6,9 @@
 
 vLLM's kernels use torch's stable interface alone, so they run over an older torch than the wheel names (0.33.0 over
 2.11, with transformers 5.17). The wheel has kernels for every GPU; the pack keeps the code for compute capability 9.0
-(H100, H200), and of FlashAttention 3 the kernels for bfloat16 and heads of 128 values. The other code is overwritten
-with zeros, which take no room: sizes and addresses in the libraries stay. Left out are FlashAttention 2, the kernels
-for mixtures of experts, DeepGEMM and FlashMLA: use TRITON_ATTN or FLASH_ATTN, and dense models without weights.
+(H100, H200), and of FlashAttention 3 the kernels for bfloat16 and heads of 128 or 192 values. The other code is
+overwritten with zeros, which take no room: sizes and addresses in the libraries stay. Left out are FlashAttention 2,
+the kernels for mixtures of experts, DeepGEMM and FlashMLA: use TRITON_ATTN, FLASH_ATTN or TRITON_MLA, and dense models.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def _sections(data: bytearray, name: bytes) -> Iterator[tuple[int, int]]:
             yield header[4], header[4] + header[5]
 
 
-def is_for_bfloat16_and_128(code: bytes) -> bool:
-    """Of a kernel of FlashAttention 3. Those without a size of heads serve all."""
+def is_for_bfloat16(code: bytes) -> bool:
+    """Of a kernel of FlashAttention 3, for heads of 128 values, or of 192 (MLA). Those without a size serve all."""
     sizes = set(re.findall(rb"EEELi(\d+)ENS_", code))
-    return not sizes or (sizes == {b"128"} and b"6half_t" not in code and b"float_e4m3" not in code)
+    return not sizes or (sizes <= {b"128", b"192"} and b"6half_t" not in code and b"float_e4m3" not in code)
 
 
 def fill(site: Path) -> None:
@@ -120,7 +120,7 @@ def strip(site: Path) -> None:
     for folder in [path for path in site.rglob("tests") if path.is_dir()]:
         shutil.rmtree(folder, ignore_errors=True)
     prune(site / "vllm" / "_C_stable_libtorch.abi3.so")
-    prune(site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so", is_for_bfloat16_and_128)
+    prune(site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so", is_for_bfloat16)
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Time to first token of a hit by way of its load: within the step that computes, layer by layer, or before it.
 
     python3 -m bench.vllm paths [--shape 8b] [--prefix 16000 ...] [--new 7 256 2048] [--graphs full]
-        [--attention FLASH_ATTN] [--rounds 6] [--pool 12] [--out DIR]
+        [--connector attached] [--ranks 2] [--attention FLASH_ATTN] [--rounds 6] [--pool 12] [--out DIR]
 
 One engine. In each round a prompt with a known prefix and new tokens of its own is asked four times: with the prefix in
 host memory only, loaded by layer ("layer"), before the step ("async") and as the policy decides ("auto"); then with the
@@ -19,7 +19,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, w
 from bench.vllm.hits import Client, host_ms, measure_link
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
-from bench.vllm.results import Results, add_engine, make_parser, open_results
+from bench.vllm.results import Results, add_engine, enter_node, make_parser, open_results
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
 _PREFIXES = 2
@@ -132,23 +133,24 @@ def _measure(options: argparse.Namespace, model: Path, results: Results, link: f
     write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
     setup = Setup(
         model,
-        "kvstow",
+        options.connector,
         pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
         max_tokens=longest,
         gpu_blocks=2 * (longest + 1024) // block_tokens() + 256,
         graphs=options.graphs,
         attention=options.attention,
-        extra={"load_path": "auto", **options.extra},
+        ranks=options.ranks,
+        extra=options.extra,
     )
-    found = results.attempt(
-        "paths",
-        lambda: run(_TIMEOUT, measure, setup, lengths, new, options.rounds, shape.vocabulary),
-        shape=options.shape,
-        graphs=options.graphs,
-        attention=options.attention,
-    )
+    arguments = lengths, new, options.rounds, shape.vocabulary
+    labels = {name: getattr(options, name) for name in ("shape", "connector", "ranks", "graphs", "attention")}
+    with ExitStack() as stack:
+        if options.connector == "attached":
+            setup = replace(setup, node=enter_node(stack, setup.pool_bytes).node)
+        found = results.attempt("paths", lambda: run(_TIMEOUT, measure, setup, *arguments), **labels)
     if found is not None:
-        title = f"{options.shape}, {options.attention}, graphs: {options.graphs}"
+        title = f"{options.shape}, {options.connector}, {options.attention}, graphs: {options.graphs}"
+        title += f", {options.ranks} GPUs" if options.ranks > 1 else ""
         results.show(table(title, shape.token_bytes(), link, found.rows))
 
 
@@ -157,6 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix", type=int, nargs="+", default=[16000], help="tokens; default: 16000")
     parser.add_argument("--new", type=int, nargs="+", default=[7, 256, 2048], help="tokens after it")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--connector", choices=["kvstow", "attached"], default="kvstow")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallel)")
     parser.add_argument("--attention", default=ATTENTION, help="vLLM's attention backend; default: %(default)s")
     parser.add_argument("--pool", type=float, default=12.0, metavar="GIB", help="host memory")
     add_engine(parser, graphs="none")

@@ -8,7 +8,7 @@ of many loads at once only the first goes by layer, as the first of them would o
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, get_args
 
@@ -18,6 +18,7 @@ LOAD_PATHS: tuple[LoadPath, ...] = get_args(LoadPath)
 _FIRST_RATE = 20e9  # bytes a second, until a load was measured
 _FIRST_DELAY = 0.005  # seconds, until a load before a step was measured
 _NEW = 0.2  # weight of a new measurement
+_STEPS = 8
 _LEAST_BYTES = 16 << 20  # of a load whose rate is measured
 
 
@@ -58,7 +59,7 @@ class LoadPolicy:
         """Loads that began, by how they went and why."""
         self._rate = _FIRST_RATE
         self._delay = _FIRST_DELAY  # of a load before the step, beside its copy
-        self._step_seconds = 0.0
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
         self._tail_seconds: float | None = None  # of a step in which one request computes the rest of a block
         self._decode_seconds: float | None = None
         self._planned_at: float | None = None
@@ -85,7 +86,8 @@ class LoadPolicy:
         if not others and not self._by_layer and not self._queued:
             return Choice(True, "alone")
         seconds = (num_blocks + self._by_layer + self._queued) * self._slot_bytes / self._rate
-        if self._budget and seconds - self._step_seconds <= self._budget:
+        hidden = min(self._steps, default=0.0) if others else 0.0  # a step of others lasts so long anyway
+        if self._budget and seconds - hidden <= self._budget:
             return Choice(True, "budget")
         return Choice(False, "burst" if self._by_layer or self._queued else "budget")
 
@@ -123,7 +125,7 @@ class LoadPolicy:
         now, before = self._clock(), self._planned_at
         if self._running and before is not None:
             seconds = now - before
-            self._step_seconds += _NEW * (seconds - self._step_seconds)
+            self._steps.append(seconds)
             if not self._had_layered and self._running.keys() & running.keys():  # the engine was not idle in between
                 self._note_step(seconds)
         self._planned_at, self._running = now, dict(running)

@@ -79,6 +79,24 @@ def test_of_a_burst_the_first_load_goes_by_layer(clock: Clock) -> None:
     assert policy.counts == {(True, "alone"): 1, (False, "burst"): 2}
 
 
+def test_a_burst_after_long_steps_is_a_burst_all_the_same(clock: Clock) -> None:
+    """Those that wait for its loads are its own requests, and their steps are short."""
+    policy = make(clock)
+    run_steps(policy, clock, 0.5, "other")
+    policy.finished("other")
+    policy.begun(Choice(True, "alone"), 12)
+    assert choose(policy, 12) == (False, "burst")
+
+
+def test_of_the_last_steps_the_shortest_counts(clock: Clock) -> None:
+    policy = make(clock)
+    run_steps(policy, clock, 0.5, "other")
+    clock.now += 0.01
+    policy.planned({"other": 1})
+    assert choose(policy, 21) == (False, "budget")
+    assert choose(policy, 20) == (True, "budget")
+
+
 def test_what_is_queued_on_the_link_counts(clock: Clock) -> None:
     policy = make(clock)
     policy.begun(Choice(False, "burst"), 100)

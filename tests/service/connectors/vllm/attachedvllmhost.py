@@ -127,7 +127,7 @@ class AttachedVllmHost(VllmHost):
         self._join()
         number = 0 if self._joined is None else self._joined[0]
         for rank in self.ranks:
-            for op in (*plan.stores.ops, *plan.loads.ops):
+            for op in (*plan.stores.ops, *plan.loads.ops, *plan.layered.ops):
                 if number_of(op.op_id) == number:
                     rank.submit(op)
                 else:
