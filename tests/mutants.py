@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "a_layer_waits_for_the_one_before_it",
         LAYERS,
-        "self.events[self.launches[part]]",
-        "self.events[max(0, self.launches[part] - 1)]",
+        "stream, launch = self._compute(), self.launches[part]\n",
+        "stream, launch = self._compute(), max(0, self.launches[part] - 1)\n",
         f"{LAYER_TESTS}::test_a_layer_waits_for_its_own_part_and_for_none_behind_it",
     ),
     Mutant(

@@ -27,8 +27,10 @@ from typing import NamedTuple
 VLLM = "0.33.0"
 ARCHITECTURE = 90
 _PACKAGES = Path(__file__).with_name("pack.txt")
-_PLATFORMS = ("manylinux_2_39", "manylinux_2_34", "manylinux_2_31", "manylinux_2_28", "manylinux_2_27")
-_PLATFORMS += ("manylinux_2_17", "manylinux2014", "manylinux1")
+_PLATFORMS = (
+    *("manylinux_2_39", "manylinux_2_34", "manylinux_2_31", "manylinux_2_28", "manylinux_2_27"),
+    *("manylinux_2_17", "manylinux2014", "manylinux1"),
+)
 _LEFT_OUT = (
     *("vllm/_moe_C*.so", "vllm/vllm-rs", "vllm/_flashmla*", "vllm/_qutlass*", "vllm/_rust*", "vllm/_flashkda*"),
     *("vllm/_deepselect*", "vllm/vllm_flash_attn/_vllm_fa2*.so", "vllm/third_party/deep_gemm"),

@@ -47,7 +47,11 @@ READINESS = ReadinessView(
     memory=MemoryStatus(8 * GIB, 8 * GIB),
 )
 TRANSFER = decode(TransferView, EXAMPLES["TransferView"])
-TRANSFERS = TransfersView(pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]), items=[TRANSFER])
+TRANSFERS = TransfersView(
+    pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]),
+    load_choices={"layer_alone": 7, "async_burst": 1200},
+    items=[TRANSFER],
+)
 
 
 def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
@@ -162,3 +166,8 @@ def test_a_pool_that_is_gone_is_missing() -> None:
     shown = overview(readings([POOL], asked="gone", pool=None))
     assert (shown.is_missing, shown.selected, shown.choices) == (True, None, ("host",))
     assert not overview(readings([POOL])).is_missing
+
+
+def test_how_loads_went_and_why_is_beside_what_is_in_flight() -> None:
+    rows = {row.name: row for row in overview(readings([POOL])).pending}
+    assert rows["loads by layer"] == Row("loads by layer", "7 of 1,207", "layer alone 7, async burst 1,200")
