@@ -130,3 +130,30 @@ def _weights(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
     return weights
+
+
+def write_latent_model(folder: Path, dtype: torch.dtype) -> None:
+    """A DeepSeek-V2 of 4 dense layers with latent attention (MLA), whose KV is the same on all ranks, with weights that
+    are spread enough that a wrong KV cache changes the answers."""
+    transformers = import_module("transformers")  # comes with vLLM
+    torch.manual_seed(20)
+    config = transformers.DeepseekV2Config(
+        vocab_size=SHAPES["tiny"].vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        head_dim=64,
+        first_k_dense_replace=4,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    transformers.DeepseekV2ForCausalLM(config).to(dtype).save_pretrained(folder)

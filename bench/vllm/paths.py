@@ -6,7 +6,7 @@
 One engine. In each round a prompt with a known prefix and new tokens of its own is asked four times: with the prefix in
 host memory only, loaded by layer ("layer"), before the step ("async") and as the policy decides ("auto"); then with the
 prefix on the GPU ("gpu"). The bar of a load by layer is 1.2 times the longer of "gpu" and the prefix on nine tenths of
-the link, and 2 ms. The same few milliseconds of Python are timed beside each: eager steps are as fast as their host.
+the link, and 2 ms. Where the new tokens fill no block, answers of eight tokens by all four ways are compared. The same few milliseconds of Python are timed beside each: eager steps are as fast as their host.
 Writes `paths.jsonl` and `paths.md`.
 """
 
@@ -24,14 +24,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.report import Table, verdict
 from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, wait_until_usable
 from bench.vllm.hits import Client, host_ms, measure_link
-from bench.vllm.model import SHAPES, write_model
+from bench.vllm.model import SHAPES, write_latent_model, write_model
 from bench.vllm.process import run
 from bench.vllm.results import Results, add_engine, enter_node, make_parser, open_results
 
-_PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
+_PINNING, _PATIENCE, _STARTING, _TIMEOUT = 90.0, 20.0, 60.0, 500.0
 _PREFIXES = 2
 _LINK, _FACTOR, _MORE = 0.9, 1.2, 2.0
 PATHS = ("layer", "async", "auto", "gpu")
@@ -48,6 +50,8 @@ class Row:
     host: dict[str, list[float]]
     cached: int
     chosen: dict[str, int]
+    same: int | None = None
+    """Rounds in which all ways gave the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: in
     engine = started.engine.llm_engine.engine_core.engine_core
     policy = engine.scheduler.connector._host.offload.side.policy
 
-    def ask(path: str, start: list[int], tokens: int) -> Any:
+    def ask(path: str, prompt: list[int], tokens: int = 1) -> Any:
         if path != "gpu":
             ends = time.monotonic() + _PATIENCE
             while not started.engine.reset_prefix_cache():  # blocks are being stored
@@ -71,7 +75,11 @@ def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: in
                     raise TimeoutError("the GPU's prefix cache cannot be emptied")
                 started.engine.llm_engine.step()
             policy._path = path
-        return client.ask(start + client.prompt(chance, tokens))
+        return client.ask(prompt, tokens)
+
+    def gave_the_same(start: list[int], tokens: int) -> bool:
+        prompt = start + client.prompt(chance, tokens)
+        return len({ask(path, prompt, 8).tokens for path in PATHS}) == 1
 
     rows = []
     for prefix in lengths:
@@ -85,12 +93,16 @@ def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: in
             policy.counts.clear()
             for number in range(rounds + 1):
                 for path in PATHS:
-                    answer = ask(path, prefixes[number % _PREFIXES], tokens)
+                    answer = ask(path, prefixes[number % _PREFIXES] + client.prompt(chance, tokens))
                     if number:  # the first one compiles kernels
                         times[path].append(answer.seconds * 1e3)
                         host[path].append(host_ms())
                         cached = min(cached, answer.cached)
-            rows.append(Row(prefix, tokens, times, host, cached, {one.label: n for one, n in policy.counts.items()}))
+            chosen = {one.label: count for one, count in policy.counts.items()}
+            same = None
+            if tokens < block_tokens():
+                same = sum(gave_the_same(prefixes[number % _PREFIXES], tokens) for number in range(rounds))
+            rows.append(Row(prefix, tokens, times, host, cached, chosen, same))
     return Paths(rows)
 
 
@@ -103,7 +115,7 @@ def table(title: str, token_bytes: int, link: float | None, rows: Sequence[Row])
         "before the step, ms",
         "by the policy, ms",
     ]
-    head += ["layer / before", "of its bar", "loop of the host, ms"]
+    head += ["layer / before", "of its bar", "same answers", "loop of the host, ms"]
     lines = []
     for row in rows:
         on_link = None if link is None else row.prefix * token_bytes / link / 1e6
@@ -113,7 +125,8 @@ def table(title: str, token_bytes: int, link: float | None, rows: Sequence[Row])
         cells = [f"{found[p]:.1f} ({min(row.times[p]):.1f} to {max(row.times[p]):.1f})" for p in ("gpu", *PATHS[:3])]
         loops = " / ".join(f"{statistics.median(row.host[path]):.1f}" for path in ("gpu", *PATHS[:3]))
         first = [f"{row.prefix:,}, {row.new_tokens:,}", "" if on_link is None else f"{on_link:.1f}"]
-        lines.append([*first, *cells, f"{found['layer'] / found['async']:.2f}", of_bar, loops])
+        lines.append([*first, *cells, f"{found['layer'] / found['async']:.2f}", of_bar])
+        lines[-1] += ["" if row.same is None else f"{row.same} of {len(row.times['gpu'])}", loops]
     return Table(title, head, lines)
 
 
@@ -127,10 +140,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(options: argparse.Namespace, model: Path, results: Results, link: float | None) -> None:
-    shape = SHAPES["tiny" if options.tiny else options.shape]
+    shape = SHAPES["tiny" if options.tiny or options.weights else options.shape]
     lengths, new = ([320, 640], [7, 64]) if options.tiny else (options.prefix, options.new)
     longest = max(lengths) + max(new) + 64
-    write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
+    if options.weights:
+        run(_STARTING, write_latent_model, model, torch.bfloat16)
+    else:
+        write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
     setup = Setup(
         model,
         options.connector,
@@ -140,6 +156,7 @@ def _measure(options: argparse.Namespace, model: Path, results: Results, link: f
         graphs=options.graphs,
         attention=options.attention,
         ranks=options.ranks,
+        weights=options.weights,
         extra=options.extra,
     )
     arguments = lengths, new, options.rounds, shape.vocabulary
@@ -158,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("paths", __doc__, shape=True)
     parser.add_argument("--prefix", type=int, nargs="+", default=[16000], help="tokens; default: 16000")
     parser.add_argument("--new", type=int, nargs="+", default=[7, 256, 2048], help="tokens after it")
+    parser.add_argument("--weights", action="store_true", help="a small model with latent attention and weights")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--connector", choices=["kvstow", "attached"], default="kvstow")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallel)")

@@ -30,28 +30,7 @@ def write_model(folder: Path, *, hybrid: bool = False) -> Path:
 
 def write_latent_model(folder: Path) -> Path:
     """Write a DeepSeek-V2 of 4 dense layers with latent attention (MLA), whose KV is the same on all ranks."""
-    transformers = import_module("transformers")  # comes with vLLM
-    torch.manual_seed(20)
-    config = transformers.DeepseekV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        head_dim=64,
-        first_k_dense_replace=4,
-        max_position_embeddings=4096,
-        initializer_range=0.05,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    transformers.DeepseekV2ForCausalLM(config).float().save_pretrained(folder)
+    model.write_latent_model(folder, torch.float32)
     write_tokenizer(folder)
     return folder
 
