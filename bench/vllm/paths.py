@@ -6,7 +6,8 @@
 One engine. In each round a prompt with a known prefix and new tokens of its own is asked four times: with the prefix in
 host memory only, loaded by layer ("layer"), before the step ("async") and as the policy decides ("auto"); then with the
 prefix on the GPU ("gpu"). The bar of a load by layer is 1.2 times the longer of "gpu" and the prefix on nine tenths of
-the link, and 2 ms. Where the new tokens fill no block, answers of eight tokens by all four ways are compared. The same few milliseconds of Python are timed beside each: eager steps are as fast as their host.
+the link, and 2 ms. Where the new tokens fill no block, answers of eight tokens by all four ways are compared. The same
+few milliseconds of Python are timed beside each: eager steps are as fast as their host.
 Writes `paths.jsonl` and `paths.md`.
 """
 
