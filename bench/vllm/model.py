@@ -64,7 +64,6 @@ _LATENT = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
     "first_k_dense_replace": 1000,
-    "n_routed_experts": None,
     "rope_theta": 10000.0,
 }
 SHAPES = {
