@@ -16,6 +16,7 @@ from typing import ClassVar, Final, Literal, NamedTuple, Self
 from kvstow.attach.payloads import Kind, PayloadReader, pack_keys, pack_rows, pack_text, pack_u32s, pack_u64s
 from kvstow.messages import Completion, Direction, Mark
 from kvstow.plaintext import plain
+from kvstow.stats import LOAD_CHOICES
 
 _MARKS: Final[tuple[Mark, ...]] = ("source_free", "done", "failed")
 _DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "load")
@@ -162,24 +163,29 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class BeginLoad:
-    """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease."""
+    """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease. `choice`: one of
+    `LOAD_CHOICES`, which is counted."""
 
     KIND: ClassVar[Kind] = Kind.BEGIN_LOAD
     lease_id: int
     first: int
     count: int
     request_id: str = ""
+    choice: str = "async_engine"
 
     def pack(self) -> bytes:
-        return _LOAD.pack(self.lease_id, self.first, self.count) + pack_text(self.request_id)
+        choice = LOAD_CHOICES.index(self.choice)
+        return _LOAD.pack(self.lease_id, self.first, self.count, choice) + pack_text(self.request_id)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
         reader = PayloadReader(payload, "load")
-        lease_id, first, count = reader.fields(_LOAD)
+        lease_id, first, count, choice = reader.fields(_LOAD)
         request_id = reader.text()
         reader.end()
-        return cls(lease_id, first, count, request_id)
+        if choice >= len(LOAD_CHOICES):
+            raise reader.error(f"the choice is {choice}")
+        return cls(lease_id, first, count, request_id, LOAD_CHOICES[choice])
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +414,7 @@ class ResetDone:
 _U32, _U64, _PAIR, _TWO_U64 = (struct.Struct(layout) for layout in ("<I", "<Q", "<II", "<QQ"))
 _LOOKUP = struct.Struct("<B?")
 _PREFILL = struct.Struct("<Qd")
-_LOAD = struct.Struct("<QII")
+_LOAD = struct.Struct("<QIIB")
 _COMPLETION = struct.Struct("<QBQdd")
 _SETTLED = struct.Struct("<QBB")
 _TOO_LONG = 1e9

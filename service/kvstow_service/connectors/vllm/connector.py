@@ -145,4 +145,5 @@ def _scheduler_host(
         namespace_identity=identity().namespace,
         fleet_weights=identity().weights(),
         make_events=lambda source: event_feed(vllm_config, source, specs),
+        by_layer=True,
     )
