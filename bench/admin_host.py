@@ -29,11 +29,10 @@ from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.kv import NoKV
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.replay.ranks import SimulatedWorker
+from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 
 _AGENT_TOKEN = "bench"
 ADMIN_TOKEN = "of-the-benchmark"

@@ -24,18 +24,14 @@ from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
 from kvstow.keys import BlockKey
 from kvstow.results import Awaited, Given, Lease
 from kvstow.testing.memorystore import MemoryStore
-from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.store import MemoryRange, TierStore
+from kvstow.tier.store import MemoryRange, TierStore, names_of_rank
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.ranks import LocalRank
+from kvstow_service.replay.ranks import LocalRank, ReplaySession, local_session
 from kvstow_service.replay.result import ReplayResult, Tally
-from kvstow_service.replay.session import Session, local_session
-from kvstow_service.replay.shapes import even_shape
-from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest, even_shape, read_trace
 
 Routing = Literal["prefix", "random"]
 
@@ -185,7 +181,7 @@ class TieredOffload(EmbeddedOffload):
 class Node:
     """One node. `requests` grows while the trace goes on. `tier`: None without a store."""
 
-    session: Session
+    session: ReplaySession
     driver: ReplayDriver
     requests: list[TraceRequest]
     tier: TieredOffload | None

@@ -9,7 +9,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.messages import Completion
-from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.replay.ranks import SimulatedWorker
 
 SLOT_BYTES = 2 << 20
 

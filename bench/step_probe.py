@@ -25,7 +25,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.replay.ranks import SimulatedWorker
 
 _TOKENS = 16
 _RUNNING = 256

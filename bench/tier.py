@@ -17,8 +17,7 @@ from bench.report import Table, verdict
 from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import PutStatus
-from kvstow_service.replay.generate import TraceShape, generate_trace
-from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+from kvstow_service.replay.trace import BLOCK_TOKENS, TraceShape, generate_trace, read_trace
 
 SLOT_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20)
 _MOVED_BYTES = 256 << 20

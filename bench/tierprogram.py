@@ -23,8 +23,7 @@ from tests.service.tiers.mooncake.cluster import Cluster
 
 from kvstow.keys import make_key
 from kvstow.memfd import create_memfd
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, MemoryRange, SlotObject
+from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, MemoryRange, ObjectName, SlotObject
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
 
 _SEGMENT_BYTES = 1 << 30

@@ -21,9 +21,8 @@ from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.ranks import build_ranks
-from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, read_trace
 
 
 def run(arguments: argparse.Namespace, runtime: str) -> None:

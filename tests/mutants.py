@@ -706,14 +706,14 @@ MUTANTS = [
     ),
     Mutant(
         "files_of_secrets_are_read_once",
-        "service/kvstow_service/tiers/redislocation.py",
+        "service/kvstow_service/tiers/redisstore.py",
         "    def _read(self, option: str)",
         "    @__import__('functools').cache\n    def _read(self, option: str)",
         "tests/service/tiers/test_redislocation.py::test_a_file_is_read_again_for_each_connection",
     ),
     Mutant(
         "files_of_secrets_may_be_anything",
-        "service/kvstow_service/tiers/redislocation.py",
+        "service/kvstow_service/tiers/redisstore.py",
         "RegularFile.read(path).content",
         "b'' if path.exists() else path.read_bytes()",
         "tests/service/tiers/test_redislocation.py::"
@@ -808,7 +808,7 @@ MUTANTS = [
     ),
     Mutant(
         "addresses_outside_of_the_memory_are_taken",
-        "service/kvstow_service/tiers/mooncake/childmemory.py",
+        "service/kvstow_service/tiers/mooncake/storechild.py",
         "        if part.offset < 0 or part.num_bytes < 1 or part.offset + part.num_bytes > found.num_bytes:\n",
         "        if part.num_bytes < 1:\n",
         "tests/service/tiers/mooncake/test_childmemory.py::test_an_address_outside_of_what_is_registered_is_refused",
@@ -929,8 +929,8 @@ MUTANTS = [
     Mutant(
         "a_forwarded_port_leads_to_the_local_socket",
         "service/kvstow_service/cli/localserver.py",
-        "                if local.send(calls.info()).engine_id == info.engine_id:\n",
-        "                if local.send(calls.info()).engine_id:\n",
+        "                if local.call(routes.get_info).engine_id == info.engine_id:\n",
+        "                if local.call(routes.get_info).engine_id:\n",
         "tests/service/cli/test_connection.py::test_the_socket_of_another_server_is_not_used",
     ),
     Mutant(

@@ -13,7 +13,7 @@ from tests.helm.test_connection import connection, files_of, notes_of, settings_
 
 from kvstow_service.tiers import redisstore
 from kvstow_service.tiers.mooncake import mooncakestore
-from kvstow_service.tiers.redislocation import RedisLocation
+from kvstow_service.tiers.redisstore import RedisLocation
 
 pytestmark = pytest.mark.deploy
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvstow_service.demo import __main__ as demo
 from kvstow_service.demo.claims import Claim, print_claims
 from kvstow_service.demo.story import Scale
-from kvstow_service.replay.generate import TraceShape
+from kvstow_service.replay.trace import TraceShape
 
 SMALL = Scale(
     memory="64MiB",

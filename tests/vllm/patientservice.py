@@ -9,15 +9,15 @@ from functools import partial
 
 from kvstow.control import fleettier
 from kvstow.control.fleettier import TierSettings
-from kvstow.tier import breakeven, lookupthread, rate
+from kvstow.tier import lookups, rate
 from kvstow_service.cli import main
 from kvstow_service.node.tier import nodetier
 
 SECONDS = 60.0
 
 setattr(nodetier, "TierSettings", partial(TierSettings, deadline=SECONDS, lookup_wait=SECONDS))  # noqa: B010
-setattr(breakeven.BreakEven, "note_prefill", lambda self, tokens, seconds: None)  # noqa: B010
-setattr(fleettier, "LookupThread", partial(lookupthread.LookupThread, timeout=SECONDS))  # noqa: B010
+setattr(rate.BreakEven, "note_prefill", lambda self, tokens, seconds: None)  # noqa: B010
+setattr(fleettier, "LookupThread", partial(lookups.LookupThread, timeout=SECONDS))  # noqa: B010
 rate._BASE_TIMEOUT = SECONDS
 
 main()

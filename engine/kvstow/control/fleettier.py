@@ -15,13 +15,10 @@ from kvstow.control.tiertraffic import TierFetches, TierPuts, TierTraffic
 from kvstow.errors import ConfigError
 from kvstow.messages import TierOp
 from kvstow.results import Needed, Needs, TierSettled
-from kvstow.tier.breaker import Breaker
-from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
-from kvstow.tier.lookups import Inquiry, LookupTable
-from kvstow.tier.lookupthread import LookupResult, LookupThread
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient
-from kvstow.tier.tierstatus import TierCounters, TierStatus
+from kvstow.tier.lookups import Inquiry, LookupTable, LookupThread, StoreAnswers
+from kvstow.tier.rate import PROBE_BLOCKS, BreakEven, Estimate
+from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient, ObjectName
+from kvstow.tier.tierstatus import Breaker, TierCounters, TierStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +367,7 @@ class FleetTier:
         num_ranks = self._num_ranks
         return lambda key: ObjectName(fingerprint, key, 0, num_ranks)
 
-    def _take_result(self, result: LookupResult) -> None:
+    def _take_result(self, result: StoreAnswers) -> None:
         self._asked -= 1
         if not result.keys:
             return  # the answer to an earlier question was enough

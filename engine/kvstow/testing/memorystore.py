@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from threading import Lock
 
 from kvstow.errors import TierUnavailableError
-from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import (
     ClientHealth,
     ClientStats,
     GetStatus,
     MemoryRange,
+    ObjectName,
     PutStatus,
     SlotObject,
     check_batch,

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvstow.testing.memorystore import MemoryLookups, MemoryStore, MemoryTransfers
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import GetStatus, PutStatus, SlotObject
+from kvstow.tier.store import GetStatus, ObjectName, PutStatus, SlotObject
 
 
 class Gate:

@@ -13,14 +13,13 @@ import numpy as np
 
 from kvstow.errors import CopyError, TierUnavailableError
 from kvstow.messages import TierCompletion, TierOp
-from kvstow.tier.objectname import ObjectName
 from kvstow.tier.rate import TransferRate
-from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, SlotObject, TransferClient
+from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, ObjectName, SlotObject, TransferClient
 
 logger = logging.getLogger("kvstow.tier")
 
 
-class SlotMemory(Protocol):
+class TransferMemory(Protocol):
     """The memory of a rank's slots."""
 
     slot_bytes: int
@@ -39,7 +38,7 @@ class RankTransfers:
 
     def __init__(
         self,
-        memory: SlotMemory,
+        memory: TransferMemory,
         client: TransferClient,
         name_of: Callable[[str, bytes], ObjectName],
         *,

@@ -1,9 +1,13 @@
-"""How fast a store is, as measured, and how long a call may take."""
+"""How fast a store is, as measured, how long a call may take, and whether a fetch pays: its estimated time against that
+of computing the same blocks."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import accumulate
+from math import inf
+from typing import NamedTuple
 
 _RECENT = 9
 _WEIGHT = 0.2
@@ -61,3 +65,97 @@ class TransferRate:
         """Seconds after which a call that moves so many bytes is given up."""
         seconds = _BASE_TIMEOUT + _SLOWER * num_bytes / (self.bytes_per_second or _FIRST_GUESS)
         return min(_LONGEST_TIMEOUT, seconds)
+
+
+FIRST_PROBE_SECONDS, PROBE_SECONDS = 1.0, 30.0
+"""Between fetches that only measure the store, while no fetch pays: at first, and at most. Each time is twice the one
+before."""
+PROBE_BLOCKS = 16
+_ENTER, _LEAVE = 0.8, 1.0
+"""Fetches begin when they take less than this share of the time to compute, and end above the other one."""
+_LOOKUP_WEIGHT = 0.2
+
+
+class Estimate(NamedTuple):
+    """Times are in seconds; None: not measured yet."""
+
+    fetch_seconds: float | None
+    compute_seconds: float | None
+    pays: bool
+    reason: str
+
+
+class BreakEven:
+    """Measures the store and the prefill, and decides. Not locked: one thread uses it.
+
+    The decision has hysteresis, so a store near break-even does not switch on and off with every request. While fetches
+    do not pay, nothing else measures the store, so a few blocks are fetched now and then, for which no request waits.
+    """
+
+    def __init__(
+        self, slot_bytes: int, block_tokens: int | None, clock: Callable[[], float], prefill_rate: float | None = None
+    ) -> None:
+        """`prefill_rate`: tokens per second, if the host knows it; else it is measured with `note_prefill`, and until
+        then every fetch pays."""
+        self._slot_bytes, self._block_tokens, self._clock = slot_bytes, block_tokens, clock
+        self._prefill_is_known = prefill_rate is not None
+        self.prefill_rate = prefill_rate
+        self._prefill = RecentRate()
+        """One slow step among quick ones, as the first, in which kernels are compiled, must not make fetches pay."""
+        self.rate = RecentRate()
+        """Of fetches, on the slowest rank."""
+        self.lookup_seconds: float | None = None
+        self.pays = True
+        self._probe_at = -inf
+        self._probe_pause = FIRST_PROBE_SECONDS
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether `decide` may find that a fetch pays. Otherwise no request needs to wait for the store's answer."""
+        return self.pays and (self.rate.per_second is not None or self.compute_seconds(1) is None)
+
+    def note_fetch(self, blocks: int, seconds: float) -> None:
+        """So many blocks were fetched on every rank."""
+        self.rate.observe(blocks * self._slot_bytes, seconds)
+
+    def note_lookup(self, seconds: float) -> None:
+        known = self.lookup_seconds
+        self.lookup_seconds = seconds if known is None else (1 - _LOOKUP_WEIGHT) * known + _LOOKUP_WEIGHT * seconds
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """The model has computed so many tokens of a prompt."""
+        if not self._prefill_is_known:
+            self._prefill.observe(tokens, seconds)
+            self.prefill_rate = self._prefill.per_second
+
+    def compute_seconds(self, blocks: float) -> float | None:
+        """To compute so many blocks."""
+        if self.prefill_rate is None or self._block_tokens is None:
+            return None
+        return blocks * self._block_tokens / self.prefill_rate
+
+    def decide(self, fetched: int, computed: int, queued: int) -> Estimate:
+        """Whether to fetch `fetched` blocks, behind `queued` ones, instead of computing `computed` ones."""
+        compute = self.compute_seconds(computed)
+        if compute is None:
+            return Estimate(None, None, True, "the prefill speed is not known")
+        rate = self.rate.per_second
+        if rate is None:
+            return Estimate(None, compute, False, "the store has not been measured yet")
+        fetch = (self.lookup_seconds or 0.0) + (fetched + queued) * self._slot_bytes / rate
+        self.pays = fetch < (_LEAVE if self.pays else _ENTER) * compute
+        if self.pays:
+            self._probe_pause = FIRST_PROBE_SECONDS
+        verdict = "pays" if self.pays else "does not pay"
+        reason = f"{fetched} blocks take {fetch:.3f} s to fetch and {compute:.3f} s to compute: a fetch {verdict}"
+        return Estimate(fetch, compute, self.pays, reason)
+
+    def wants_probe(self) -> bool:
+        """Whether to measure the store now, with a fetch of `PROBE_BLOCKS` for which nothing waits. Ask when a fetch
+        does not pay."""
+        now = self._clock()
+        if now < self._probe_at:
+            return False
+        self._probe_at = now + self._probe_pause
+        self._probe_pause = min(PROBE_SECONDS, 2 * self._probe_pause)
+        return True

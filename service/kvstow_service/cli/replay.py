@@ -14,17 +14,16 @@ import click
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode, reporting_failures
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.shapes import SHAPES, Shape, even_shape, shape_named
+from kvstow_service.replay.trace import SHAPES, Shape, even_shape, shape_named
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvstow.config import EngineConfig
     from kvstow_service.replay.launcher import AttachedResult
-    from kvstow_service.replay.pace import ReplayOptions
+    from kvstow_service.replay.ranks import ReplaySession
     from kvstow_service.replay.result import ReplayResult
-    from kvstow_service.replay.session import Session
-    from kvstow_service.replay.trace import TraceRequest
+    from kvstow_service.replay.trace import ReplayOptions, TraceRequest
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
@@ -87,12 +86,11 @@ def run_here(
     """`shape`: None replays the control plane alone. `port`: None for no admin server."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
-    from kvstow_service.replay.replayadmin import replay_admin
-    from kvstow_service.replay.session import local_session, simulated_session
+    from kvstow_service.replay.ranks import local_session, replay_admin, simulated_session
 
     with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
-        session: AbstractContextManager[Session]
+        session: AbstractContextManager[ReplaySession]
         if shape is None:
             session = simulated_session(config)
         else:
@@ -131,8 +129,7 @@ def run_attached(
     options: ReplayOptions,
 ) -> AttachedResult:
     from kvstow_service.replay.driver import check_fits
-    from kvstow_service.replay.enginepipe import EngineSpec
-    from kvstow_service.replay.launcher import Launcher
+    from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
 
     check_fits(requests, blocks)
     specs = [
@@ -141,7 +138,7 @@ def run_attached(
     ]
     with StopRequests() as stops, _progress() as progress:
         replayed = progress.add_task("replaying", total=len(requests) * engines)
-        launcher = Launcher(
+        launcher = EngineLauncher(
             specs,
             on_request=lambda count: progress.update(replayed, completed=count),
             log=lambda line: click.echo(f"kvstow replay: {line}", err=True),
@@ -240,8 +237,7 @@ def replay(
     """
     from kvstow.config import EngineConfig
     from kvstow_service.replay.driver import blocks_needed
-    from kvstow_service.replay.pace import ReplayOptions
-    from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+    from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, read_trace
 
     result: ReplayResult | AttachedResult
     try:
@@ -311,7 +307,7 @@ def trace() -> None:
 @click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
 def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
     """Generate multi-turn conversations with shared system prompts, as JSON lines."""
-    from kvstow_service.replay.generate import TraceShape, generate_trace
+    from kvstow_service.replay.trace import TraceShape, generate_trace
 
     with reporting_failures():
         shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)

@@ -19,8 +19,7 @@ from typing import Any
 import httpx
 
 from kvstow.errors import KvstowError
-from kvstow_service.replay.enginepipe import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, Launcher
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
 
 _POLL_SECONDS = 0.02
 DEADLINE_SECONDS = 300.0
@@ -195,7 +194,7 @@ class Engine:
 
     def _run(self) -> AttachedResult:
         with self._log.open("ab") as log:
-            launcher = Launcher([self._spec], on_request=self._count, may_begin=self._may_begin, children_log=log)
+            launcher = EngineLauncher([self._spec], on_request=self._count, may_begin=self._may_begin, children_log=log)
             return launcher.run(self._stop)
 
     def _count(self, finished: int) -> None:

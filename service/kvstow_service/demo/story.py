@@ -15,11 +15,8 @@ from kvstow.bytesize import format_size, parse_size
 from kvstow_service.demo.claims import Claim
 from kvstow_service.demo.processes import DEADLINE_SECONDS, Engine, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.enginepipe import EngineSpec
-from kvstow_service.replay.generate import TraceShape, generate_trace
-from kvstow_service.replay.launcher import AttachedResult
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.launcher import AttachedResult, EngineSpec
+from kvstow_service.replay.trace import ReplayOptions, TraceShape, even_shape, generate_trace
 
 _SAME = 0.99
 """Of a hit ratio: what counts as the same."""

@@ -14,11 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstow.errors import KvstowError, ProcessEndedError
-from kvstow_service.replay.attachedoffload import AttachedOffload, pool_identity
-from kvstow_service.replay.child import parent_pipe
 from kvstow_service.replay.driver import ReplayDriver
-from kvstow_service.replay.enginepipe import Begin, EngineSpec, Finish, Progress
-from kvstow_service.replay.remoteranks import Failed, RemoteRanks
+from kvstow_service.replay.launcher import Begin, EngineSpec, Finish, Progress
+from kvstow_service.replay.offload import AttachedOffload, pool_identity
+from kvstow_service.replay.remoteranks import Failed, RemoteRanks, parent_pipe
 
 logger = logging.getLogger("kvstow.replay")
 
@@ -30,7 +29,7 @@ _PROGRESS_SECONDS = 0.1
 _WAIT_SECONDS = 0.02
 
 
-class Engine:
+class ReplayEngine:
     """Replays on the main thread. Another thread waits for the parent's word, and ends the process if that goes."""
 
     def __init__(self, pipe: Connection[Any, Any], spec: EngineSpec) -> None:
@@ -135,7 +134,7 @@ def main() -> int:
     spec: EngineSpec = pipe.recv()
     logging.basicConfig(level=logging.WARNING, format=f"{spec.name}: %(message)s", stream=sys.stderr)
     try:
-        Engine(pipe, spec).run()
+        ReplayEngine(pipe, spec).run()
     except ProcessEndedError as error:  # of a rank: the launcher starts the engine again, as if it had died
         logger.warning("%s", error)
         return 1

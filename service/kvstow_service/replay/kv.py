@@ -1,12 +1,24 @@
-"""The KV caches of a replay: of one rank, of all ranks, and none for a replay that moves no bytes."""
+"""The KV caches of a replay: of one rank, of all ranks, and none for a replay that moves no bytes.
+
+Every word of a block follows from key, rank, region and position. A page that lands at another offset, in another
+region, rank or block, or that mixes two blocks, differs. A key names a prefix of tokens, so every engine can check what
+any other has stored.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.bytesize import format_size
+from kvstow.errors import InsufficientMemoryError
 from kvstow.keys import BlockKey
+from kvstow.layout import KVLayout
 
 
 class Mismatch(NamedTuple):
@@ -115,3 +127,81 @@ class FreeBlocks:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         self._blocks.extend(blocks)
+
+
+Page = npt.NDArray[np.uint8]
+
+WORD_BYTES = 8
+WORD_STEP = 0x1E3779B97F4A7C15
+"""Between the words of a page. Odd, so that no two of the 2^64 positions share a word."""
+SCRUB = 0xA5
+
+
+def seed_of(key: BlockKey, rank: int, region: int) -> int:
+    """The first word of a page; 64 bits, unsigned."""
+    place = rank.to_bytes(4, "big") + region.to_bytes(4, "big")
+    return int.from_bytes(hashlib.blake2b(key, key=place, digest_size=WORD_BYTES).digest(), "big")
+
+
+class PagePattern:
+    """Patterns of pages of one size."""
+
+    def __init__(self, page_bytes: int) -> None:
+        words = -(-page_bytes // WORD_BYTES)  # rounded up: the bytes after the last whole word are checked too
+        self._positions = np.arange(words, dtype=np.uint64) * np.uint64(WORD_STEP)
+        self._words = np.empty_like(self._positions)
+        self._page = self._words.view(np.uint8)[:page_bytes]
+
+    def page(self, seed: int) -> Page:
+        """In a buffer of its own, valid until the next call."""
+        np.add(self._positions, np.uint64(seed), out=self._words)
+        return self._page
+
+    def is_page(self, page: Page, seed: int) -> bool:
+        """Whether every byte of `page` is that of the pattern."""
+        return np.array_equal(page, self.page(seed))
+
+
+class HostKV:
+    """The KV cache of one rank: `regions[i]` is region `i`, uint8 `[num_blocks, page_bytes]` with any row stride."""
+
+    def __init__(self, rank: int, regions: Sequence[Page]) -> None:
+        self.regions = regions
+        self._rank = rank
+        self._patterns = {size: PagePattern(size) for size in {region.shape[1] for region in regions}}
+        self._block_bytes = sum(region.shape[1] for region in regions)
+
+    @classmethod
+    def allocate(cls, rank: int, layout: KVLayout) -> Self:
+        """Of zeros, which are not resident before they are written. Raises `InsufficientMemoryError`."""
+        try:
+            return cls(rank, [np.zeros((layout.num_blocks, one.page_bytes), np.uint8) for one in layout.regions])
+        except MemoryError as error:
+            size = format_size(layout.num_blocks * layout.slot_bytes)
+            raise InsufficientMemoryError(f"{size} of KV cache do not fit on the CPU: {error}") from error
+
+    def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        for index, region in enumerate(self.regions):
+            pattern = self._patterns[region.shape[1]]
+            for key, block in zip(keys, blocks, strict=True):
+                region[block] = pattern.page(seed_of(key, self._rank, index))
+
+    def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
+        mismatches = tuple(
+            Mismatch(key, self._rank, wrong, block)
+            for key, block in zip(keys, blocks, strict=True)
+            if (wrong := self._wrong_region(key, block)) is not None
+        )
+        return Verification(len(blocks) * self._block_bytes, mismatches)
+
+    def _wrong_region(self, key: BlockKey, block: int) -> int | None:
+        for index, region in enumerate(self.regions):
+            pattern = self._patterns[region.shape[1]]
+            if not pattern.is_page(region[block], seed_of(key, self._rank, index)):
+                return index
+        return None
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        for region in self.regions:
+            for block in blocks:
+                region[block] = SCRUB

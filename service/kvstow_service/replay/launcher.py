@@ -1,4 +1,5 @@
-"""Engines of an attached replay: started, started again when they die, and summed up."""
+"""Engines of an attached replay: started, started again when they die, and summed up; and what the launcher and they
+send each other."""
 
 from __future__ import annotations
 
@@ -7,21 +8,66 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait as wait_for_pipes
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from kvstow.errors import ProcessEndedError
-from kvstow_service.replay.child import Child
-from kvstow_service.replay.enginepipe import ENGINE_MODULE, Begin, EngineSpec, Finish, Progress
-from kvstow_service.replay.offload import PoolFigures
-from kvstow_service.replay.remoteranks import Failed
+from kvstow_service.replay.driver import Position
+from kvstow_service.replay.offload import PoolCounts
+from kvstow_service.replay.remoteranks import Child, Failed
 from kvstow_service.replay.result import ReplayResult, Tally
+from kvstow_service.replay.trace import ReplayOptions, Shape, TraceRequest
+
+ENGINE_MODULE = "kvstow_service.replay.engineprocess"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine's process needs: the first message to it. `is_held`: it attaches at once, and starts no request
+    before the launcher says `Begin`."""
+
+    name: str
+    socket: Path
+    shape: Shape
+    num_ranks: int
+    kv_blocks: int
+    wanted_bytes: int
+    requests: Sequence[TraceRequest]
+    options: ReplayOptions
+    is_held: bool = False
+
+
+class Begin(NamedTuple):
+    """Start with the first request. For an engine whose `EngineSpec` says `is_held`."""
+
+
+class Finish(NamedTuple):
+    """Start no request any more, and end when those in flight have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far this life of an engine is. `sessions`: how often it has attached; `problem`: why it is not attached now;
+    `waits`: look-ups that the service has answered later, as one with a fleet tier does;
+    `position` counts in the requests that it was given."""
+
+    tally: Tally
+    position: Position
+    seconds: float
+    slots: int
+    sessions: int
+    seconds_without: float
+    problem: str | None
+    waits: int
+    is_last: bool = False
+
 
 _WAIT_SECONDS = 0.05  # the longest that the loop is blind to a stop
 _FUTILE_LIVES = 3  # in a row, without a request finished
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class EngineLife:
     """One process of an engine. `first_blocks` and `first_hit_blocks`: of its first request. `end`: "finished", or how
     it died."""
 
@@ -42,7 +88,7 @@ class EngineResult:
 
     name: str
     result: ReplayResult
-    lives: tuple[Life, ...]
+    lives: tuple[EngineLife, ...]
     sessions: int
     seconds_without: float
     problem: str | None
@@ -83,7 +129,7 @@ class AttachedResult:
         return {**self.total.to_json(), **sums, "engines": engines}
 
 
-class Launcher:
+class EngineLauncher:
     """Runs engines until each has replayed its trace. One that dies is started again, and goes on with the requests
     that it had not finished. `on_request` hears how many requests are finished. One thread uses it.
 
@@ -132,7 +178,7 @@ class Launcher:
         for engine in self._engines:
             tally.add(engine.tally())
         slots = max(result.result.slots for result in results)
-        total = tally.freeze(PoolFigures(slots), seconds=seconds, ranks=results[0].result.ranks)
+        total = tally.freeze(PoolCounts(slots), seconds=seconds, ranks=results[0].result.ranks)
         return AttachedResult(total, results)
 
 
@@ -228,7 +274,7 @@ class _Engine:
         seconds = sum(life.seconds for life in lives)
         return EngineResult(
             self._spec.name,
-            self.tally().freeze(PoolFigures(slots), seconds=seconds, ranks=self._spec.num_ranks),
+            self.tally().freeze(PoolCounts(slots), seconds=seconds, ranks=self._spec.num_ranks),
             tuple(_life(progress, end) for progress, end in self._ended),
             sum(life.sessions for life in lives),
             sum(life.seconds_without for life in lives),
@@ -237,11 +283,11 @@ class _Engine:
         )
 
 
-def _life(progress: Progress | None, end: str) -> Life:
+def _life(progress: Progress | None, end: str) -> EngineLife:
     if progress is None:
-        return Life(0, 0, 0, 0, 0, 0.0, end)
+        return EngineLife(0, 0, 0, 0, 0, 0.0, end)
     tally = progress.tally
-    return Life(
+    return EngineLife(
         tally.requests,
         tally.blocks,
         tally.hit_blocks,

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from kvstow.attach.calls import Hold
+from kvstow.attach.connection import Answer
+from kvstow.attach.engine import AttachedEngine, Hits
+from kvstow.attach.hello import SessionTicket
+from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.tier.fingerprint import named_weights
+from kvstow_service.replay.remoteranks import RemoteRanks
+from kvstow_service.replay.trace import BLOCK_TOKENS, Shape
 
 
-class PoolFigures(NamedTuple):
+class PoolCounts(NamedTuple):
     """What is known of the pool; None where the node service alone knows it."""
 
     slots: int
@@ -20,7 +31,7 @@ class PoolFigures(NamedTuple):
     evicted_blocks: int | None = None
 
 
-class Offload(Protocol):
+class ReplayOffload(Protocol):
     """Used by one thread. Answers come in the order of the questions, at once or after a later `step`."""
 
     def step(self) -> None:
@@ -47,7 +58,7 @@ class Offload(Protocol):
 
     def take_settled(self) -> list[Settled]: ...
 
-    def figures(self) -> PoolFigures: ...
+    def figures(self) -> PoolCounts: ...
 
 
 class EmbeddedOffload:
@@ -88,7 +99,138 @@ class EmbeddedOffload:
     def take_settled(self) -> list[Settled]:
         return self._engine.take_settled()
 
-    def figures(self) -> PoolFigures:
+    def figures(self) -> PoolCounts:
         stats = self._engine.stats()
         evicted = stats.evicted_for_capacity - self._evicted_before
-        return PoolFigures(stats.pool.capacity_slots, stats.pool.policy, evicted)
+        return PoolCounts(stats.pool.capacity_slots, stats.pool.policy, evicted)
+
+
+_MODEL = "replay"
+_CONTENT = "blake2b-1"
+"""Changes with `kvstow_service.replay.kv`."""
+_SCHEMA = f"mooncake-{BLOCK_TOKENS}"
+"""Changes with `TraceRequest.keys`."""
+
+
+def pool_identity(shape: Shape, num_ranks: int) -> PoolIdentity:
+    """Replays of the same shape, on as many ranks, share memory."""
+    regions = tuple(RegionIdentity(region.name, region.page_bytes) for region in shape.layout(1).regions)
+    return PoolIdentity(
+        slot_bytes=(shape.slot_bytes,) * num_ranks,
+        regions=regions,
+        kv_cache_dtype="uint8",
+        groups=(GroupIdentity("full", BLOCK_TOKENS, BLOCK_TOKENS),),
+        tensor_parallel=num_ranks,
+    )
+
+
+def namespace_identity() -> NamespaceIdentity:
+    """All replays of one schema of traces: equal ids are equal prefixes, and have the same content everywhere."""
+    return NamespaceIdentity(model=_MODEL, weights_id=_CONTENT, weights_source="configured", hash_probe=_SCHEMA)
+
+
+@dataclass(slots=True)
+class _FoundLease:
+    offload: AttachedOffload
+    answer: Answer[Hits]
+    has_waited: bool = False
+
+    @property
+    def done(self) -> bool:
+        if self.answer.is_pending and not self.has_waited:
+            self.has_waited = True
+            self.offload.waits += 1
+        return self.answer.done
+
+    @property
+    def value(self) -> Lease:
+        return self.answer.value.lease
+
+    @property
+    def error(self) -> str | None:
+        return self.answer.error
+
+
+class AttachedOffload:
+    """An `Offload`. The ranks join each session of the engine; without one, lookups miss and stores are refused."""
+
+    def __init__(
+        self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
+    ) -> None:
+        self.engine = AttachedEngine(
+            path,
+            engine=engine,
+            pool=pool,
+            namespace=namespace_identity(),
+            fleet_weights=named_weights(_CONTENT, _MODEL),
+            wanted_bytes=wanted_bytes,
+        )
+        self._ranks = ranks
+        self._joined: SessionTicket | None = None
+        self._asked: Answer[StoreGrant] | None = None
+        self._room = 0
+        self._looked_at: float | None = None
+        self.seconds_without = 0.0
+        """How long there was no session, from the first step on."""
+        self.waits = 0
+        """Look-ups that the service has answered later, because the fleet tier might have more, or a rank was still
+        registering what was found."""
+
+    def step(self) -> None:
+        self.engine.step()
+        self._follow_session()
+
+    def _follow_session(self) -> None:
+        now, ticket = time.monotonic(), self.engine.ticket
+        if self._looked_at is not None and ticket is None:
+            self.seconds_without += now - self._looked_at
+        self._looked_at = now
+        if ticket != self._joined:
+            self._joined = ticket
+            self._ranks.join(ticket)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for news of the ranks or the service."""
+        self._ranks.wait(seconds, self.engine.fileno())
+
+    def ask_room(self) -> int:
+        """Slots that a store would find, as the service has last said; 0 without an answer. Call it in every step: a
+        store of nothing is how the service is asked."""
+        if self._asked is not None and self._asked.done:
+            self._room = 0 if self._asked.error else self.engine.store_room()
+            self._asked = None
+        if self._asked is None:
+            self._asked = self.engine.begin_store((), ())
+        return self._room
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        return _FoundLease(self, self.engine.find(keys, hold=Hold.LEADING))
+
+    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        return _FoundLease(self, self.engine.find(keys, hold=Hold.ALL, count=False))
+
+    def release(self, held: Awaited[Lease]) -> None:
+        assert isinstance(held, _FoundLease)
+        self.engine.discard(held.answer)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
+        return self.engine.begin_load(lease, blocks, request_id=request_id)
+
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
+        return self.engine.begin_store(keys, blocks, request_id=request_id)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        if self.engine.has_tier:
+            self.engine.note_prefill(tokens, seconds)
+
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+        self.engine.complete(rank, boot_id, completions)
+
+    def take_settled(self) -> list[Settled]:
+        return self.engine.take_settled()
+
+    def figures(self) -> PoolCounts:
+        return PoolCounts(self._ranks.usable_slots)

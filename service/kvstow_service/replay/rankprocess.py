@@ -19,21 +19,21 @@ from kvstow.errors import KvstowError
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly
 from kvstow.messages import StepPlan
-from kvstow_service.replay.child import parent_pipe
-from kvstow_service.replay.pattern import HostKV
+from kvstow_service.replay.kv import HostKV
 from kvstow_service.replay.remoteranks import (
-    Check,
     Checked,
+    CheckRank,
     Completed,
     Failed,
     Join,
     RankSpec,
     Ready,
     Scrub,
-    Stop,
+    StopRank,
     Submit,
     Usable,
     Write,
+    parent_pipe,
 )
 
 _WAIT_SECONDS = 0.05  # the longest that news other than completions take
@@ -77,11 +77,11 @@ class Rank:
                 self._kv.write(keys, blocks)
             case Submit(ops):
                 self._worker.submit(StepPlan(ops))
-            case Check(keys, blocks):
+            case CheckRank(keys, blocks):
                 self._send(Checked(self._kv.check(keys, blocks)))
             case Scrub(blocks):
                 self._kv.scrub(blocks)
-            case Stop():
+            case StopRank():
                 logging.disable(logging.WARNING)  # the other ranks leave, too
                 return False
         return True

@@ -1,4 +1,8 @@
-"""The ranks of an engine in processes of their own, as the engine sees them, and what the two say to each other.
+"""The ranks of an engine in processes of their own, as the engine sees them, and what the two send each other.
+
+A process that a replay starts runs a module of this package and talks to its parent over a pipe. It gets what it needs
+as its first message. It ends when its parent does, because the pipe ends then. A terminal's Ctrl-C reaches the first
+process alone, which tells the others.
 
 A rank does what it is told in the order in which it is told: what a step computes is written before the step's stores
 read it, and what a load has brought is checked before its blocks are overwritten.
@@ -6,21 +10,87 @@ read it, and what a load has brought is checked before its blocks are overwritte
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_pipes
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.errors import KvstowError, ProcessEndedError
 from kvstow.keys import BlockKey
 from kvstow.layout import KVLayout
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow_service.replay.child import Child
 from kvstow_service.replay.kv import Verification
+
+_LAST_WORDS_SECONDS = 10.0
+
+
+class Child:
+    """A child process, which this object owns. One thread uses it; `pipe` carries pickled messages both ways."""
+
+    def __init__(self, module: str, message: object, log: IO[bytes] | None = None) -> None:
+        """Run `module` as a program; `message` is its first. It writes to `log`, or to the standard error of this
+        process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log or 2,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        self.pipe: Connection[Any, Any] = Connection(ours.detach())
+        self.send(message)
+
+    def send(self, message: object) -> None:
+        """A child that has ended hears nothing; that it has ended shows where its messages are received."""
+        with suppress(OSError):
+            self.pipe.send(message)
+
+    def receive(self) -> list[Any]:
+        """The messages that are there. Raises `EOFError` once the child has ended and all are taken."""
+        found = []
+        try:
+            while self.pipe.poll():
+                found.append(self.pipe.recv())
+        except (EOFError, ConnectionError):
+            if not found:
+                raise EOFError(f"process {self.process.pid} has ended") from None
+        return found
+
+    def describe_end(self) -> str:
+        """How the process has ended, after `receive` has raised: "exit status 1", "signal SIGKILL"."""
+        status = self.join()
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def join(self, seconds: float = _LAST_WORDS_SECONDS) -> int:
+        """Close the pipe, which ends the child, and return its exit status; kills one that does not end in time."""
+        self.pipe.close()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def parent_pipe() -> Connection[Any, Any]:
+    """In a child: the pipe to its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return Connection(int(sys.argv[1]))
+
 
 RANK_MODULE = "kvstow_service.replay.rankprocess"
 
@@ -46,7 +116,7 @@ class Write(NamedTuple):
     blocks: Sequence[int]
 
 
-class Check(NamedTuple):
+class CheckRank(NamedTuple):
     keys: Sequence[BlockKey]
     blocks: Sequence[int]
 
@@ -59,7 +129,7 @@ class Submit(NamedTuple):
     ops: tuple[Op, ...]
 
 
-class Stop(NamedTuple):
+class StopRank(NamedTuple):
     """Let go of the memory and end."""
 
 
@@ -107,7 +177,7 @@ class RemoteRank:
 
     def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         self.checks_under_way += 1
-        self.child.send(Check(keys, blocks))
+        self.child.send(CheckRank(keys, blocks))
 
     def take_completions(self) -> list[Completion]:
         """Raises what `receive` raises."""
@@ -173,7 +243,7 @@ class RemoteRanks:
     def close(self) -> None:
         """End the processes. Those that do not end in time are killed."""
         for worker in self.workers:
-            worker.child.send(Stop())
+            worker.child.send(StopRank())
         for worker in self.workers:
             worker.child.join()
 

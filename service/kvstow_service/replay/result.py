@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstow.keys import format_key
 from kvstow_service.replay.kv import Mismatch
-from kvstow_service.replay.offload import PoolFigures
+from kvstow_service.replay.offload import PoolCounts
 
 _NAMED_MISMATCHES = 5
 
@@ -104,7 +104,7 @@ class Tally:
                 f"key {format_key(wrong.key)} in block {wrong.block}, region {wrong.region} of rank {wrong.rank}"
             )
 
-    def freeze(self, pool: PoolFigures, *, seconds: float, ranks: int) -> ReplayResult:
+    def freeze(self, pool: PoolCounts, *, seconds: float, ranks: int) -> ReplayResult:
         return ReplayResult(
             requests=self.requests,
             blocks=self.blocks,

@@ -1,19 +1,28 @@
-"""Request traces: one JSON object a line, the schema of the Mooncake traces.
+"""What a replay replays: request traces, read from a file or generated, when their requests are due, and the shape of
+the KV cache that they fill.
 
-`hash_ids` holds one id per block of `BLOCK_TOKENS` prompt tokens. Equal ids mean equal prompts up to and
-including that block, so an id alone is the prefix hash of its block.
+A trace is one JSON object a line, the schema of the Mooncake traces. `hash_ids` holds one id per block of
+`BLOCK_TOKENS` prompt tokens. Equal ids mean equal prompts up to and including that block, so an id alone is the prefix
+hash of its block.
+
+Generated traces are multi-turn: conversations that start from shared system prompts and grow by a question and an
+answer. Their figures follow the conversation trace of Mooncake in kind: long prompts, think times of tens of seconds, a
+few prompts that most conversations share.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, NamedTuple
 
-from kvstow.errors import InvalidRequestError
+from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, make_key
+from kvstow.layout import KVLayout, Region
 
 BLOCK_TOKENS = 512
 _HASH_BYTES = 32  # as long as the digests of a real prefix hash, so that keys cost what they will cost
@@ -91,3 +100,170 @@ def _check_hash_ids(hash_ids: list[Any]) -> None:
     if len(set(hash_ids)) < len(hash_ids):
         twice = next(hash_id for hash_id in hash_ids if hash_ids.count(hash_id) > 1)
         raise ValueError(f"hash_ids holds {twice} twice; an id names a whole prefix, so it occurs once in a request")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How a trace is replayed.
+
+    `concurrency`: requests in flight at once; with 1 each is stored before the next looks up. `rate`: requests that
+    start per second. `time_scale`: start them by their timestamps, this many times as fast as recorded. With neither
+    they start as fast as possible. `drain_seconds`: how long a stop waits for what is in flight. `prefill_rate`: tokens
+    per second that the model computes, one request at a time; None: no limit.
+    """
+
+    concurrency: int = 1
+    rate: float | None = None
+    time_scale: float | None = None
+    drain_seconds: float = 10.0
+    prefill_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.concurrency) is not int or self.concurrency < 1:
+            raise ConfigError("concurrency", self.concurrency, "a whole number, 1 or more")
+        for key in ("rate", "time_scale", "prefill_rate"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(key, value, "more than 0")
+        if self.rate is not None and self.time_scale is not None:
+            raise ConfigError("time_scale", self.time_scale, "either rate or time_scale, not both")
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise ConfigError("drain_seconds", self.drain_seconds, "0 or more seconds")
+
+    def prefill_seconds(self, blocks: int) -> float:
+        """How long the model computes so many blocks."""
+        return blocks * BLOCK_TOKENS / self.prefill_rate if self.prefill_rate is not None else 0.0
+
+    def due(self, index: int, request: TraceRequest, first: TraceRequest) -> float:
+        """Seconds after the start of the replay at which `request`, the trace's `index`th, is due."""
+        if self.rate is not None:
+            return index / self.rate
+        if self.time_scale is not None:
+            return (request.timestamp - first.timestamp) / 1000 / self.time_scale
+        return 0.0
+
+
+_ARRIVALS_PER_SECOND = 0.5
+_TOKENS_PER_SECOND = 40.0
+_THINK_SECONDS = 25.0  # median
+_QUESTION_TOKENS = 600.0  # median: people paste documents
+_ANSWER_TOKENS = 300.0  # median
+_PROMPT_BLOCKS = (2, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceShape:
+    """`sessions` conversations of `turns` turns on average over `shared_prompts` system prompts (0: none shared)."""
+
+    sessions: int = 100
+    turns: int = 5
+    shared_prompts: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key, least in (("sessions", 1), ("turns", 1), ("shared_prompts", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(key, getattr(self, key), f"a whole number, {least} or more")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A system prompt: whole blocks, which all conversations that start with it share."""
+
+    hash_ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.hash_ids) * BLOCK_TOKENS
+
+
+def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[TraceRequest]:
+    """The requests of all conversations in order of time, the first `limit` of them. The same shape gives the
+    same trace."""
+    if limit is not None and limit < 1:
+        raise ConfigError("requests", limit, "a whole number, 1 or more")
+    rng = random.Random(shape.seed)
+    ids = count()
+    prompts = [
+        _Prompt(tuple(next(ids) for _ in range(rng.randint(*_PROMPT_BLOCKS)))) for _ in range(shape.shared_prompts)
+    ]
+    requests: list[TraceRequest] = []
+    started = 0.0
+    for _ in range(shape.sessions):
+        started += rng.expovariate(_ARRIVALS_PER_SECOND)
+        requests.extend(_conversation(rng, ids, _pick(rng, prompts), shape.turns, started))
+    return sorted(requests, key=lambda request: request.timestamp)[:limit]
+
+
+def _pick(rng: random.Random, prompts: list[_Prompt]) -> _Prompt:
+    """Popularity falls with the rank, as 1/rank."""
+    if not prompts:
+        return _Prompt(())
+    return rng.choices(prompts, weights=[1 / rank for rank in range(1, len(prompts) + 1)])[0]
+
+
+def _conversation(
+    rng: random.Random, ids: Iterator[int], prompt: _Prompt, turns: int, started: float
+) -> Iterator[TraceRequest]:
+    """Each turn's prompt is all that was said before and a question. Whole blocks keep their ids from turn to
+    turn; the last block, if it is not full, has an id of its own, because the next turn fills it differently."""
+    seconds = started
+    tokens = prompt.tokens
+    whole = list(prompt.hash_ids)
+    for _ in range(rng.randint(1, 2 * turns - 1)):
+        tokens += _tokens(rng, _QUESTION_TOKENS)
+        whole.extend(next(ids) for _ in range(tokens // BLOCK_TOKENS - len(whole)))
+        partial = (next(ids),) if tokens % BLOCK_TOKENS else ()
+        answer = _tokens(rng, _ANSWER_TOKENS)
+        yield TraceRequest(round(seconds * 1000), tokens, answer, (*whole, *partial))
+        tokens += answer
+        seconds += answer / _TOKENS_PER_SECOND + _THINK_SECONDS * rng.lognormvariate(0.0, 0.7)
+
+
+def _tokens(rng: random.Random, median: float) -> int:
+    return 1 + int(median * rng.lognormvariate(0.0, 0.8))
+
+
+_EVEN_LAYERS = 4  # enough to exercise gathering from several regions
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One rank's KV cache: `layers` regions with a page of `page_bytes` per block, say of 16 tokens."""
+
+    name: str
+    layers: int
+    page_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.layers * self.page_bytes
+
+    def layout(self, num_blocks: int) -> KVLayout:
+        names = (f"layer.{layer}" for layer in range(self.layers))
+        return KVLayout(tuple(Region(name, num_blocks, self.page_bytes, self.page_bytes) for name in names))
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-3-8b", layers=32, page_bytes=64 << 10),  # 8 KV heads x 128 x K and V, bf16, 16 tokens
+        Shape("llama-3-70b-tp8", layers=80, page_bytes=8 << 10),  # the same on each of 8 ranks: one KV head
+        Shape("mla-18k", layers=61, page_bytes=18 << 10),  # DeepSeek-V3: 576 values a token, bf16, 16 tokens
+        Shape("gpt-oss-32k", layers=36, page_bytes=32 << 10),  # gpt-oss-120b: 8 KV heads x 64 x K and V, bf16
+    )
+}
+
+
+def shape_named(name: str) -> Shape:
+    """Raises `ConfigError` for a name that is not in `SHAPES`."""
+    if name not in SHAPES:
+        raise ConfigError("--shape", name, " or ".join(SHAPES))
+    return SHAPES[name]
+
+
+def even_shape(slot_bytes: int) -> Shape:
+    """`slot_bytes` over four equal layers, or one where four do not divide it."""
+    layers = _EVEN_LAYERS if slot_bytes % _EVEN_LAYERS == 0 else 1
+    return Shape("even", layers, slot_bytes // layers)

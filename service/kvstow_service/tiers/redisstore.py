@@ -1,30 +1,267 @@
 """Redis or Valkey as the store of a tier: with TLS and access lists, and one copy more than a store that reads and
-writes memory itself."""
+writes memory itself.
+
+A URL in a setting says where it is. Each connection is for one kind of call, with a deadline for every call."""
 
 from __future__ import annotations
 
 import ctypes
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvstow.errors import MissingPackageError, TierUnavailableError
-from kvstow.tier.objectname import ObjectName
+from kvstow.errors import ConfigError, MissingPackageError, SettingError, TierTimeoutError, TierUnavailableError
 from kvstow.tier.store import (
     ClientHealth,
     ClientStats,
     GetStatus,
     MemoryRange,
+    ObjectName,
     PutStatus,
     SlotObject,
     check_batch,
     count_gets,
     count_puts,
 )
-from kvstow_service.tiers.redislane import RedisLane, Refused
-from kvstow_service.tiers.redislocation import RedisLocation
+from kvstow_api.regularfile import RegularFile
+from kvstow_service.pemfile import in_memory
+
+if TYPE_CHECKING:
+    from redis.connection import Connection
+
+
+SCHEMES = ("redis", "rediss")
+FORM = "redis://[USER@]HOST:PORT, or rediss:// for TLS, with options such as ?password_file=FILE"
+
+_OPTIONS = ("ca_file", "certificate_file", "key_file", "password_file")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisLocation:
+    """A server, and how to log in. Files are read for each connection, because passwords and certificates change."""
+
+    host: str
+    port: int
+    user: str | None = None
+    password_file: Path | None = None
+    is_tls: bool = False
+    ca_file: Path | None = None
+    """Of the authorities that may have signed the server's certificate; None: those of the system."""
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> RedisLocation:
+        """Raises `ConfigError`, which names the part that is wrong and never repeats
+        a password."""
+        try:
+            parts = urlsplit(url)
+            host, port, password = parts.hostname, parts.port, parts.password
+            given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        except ValueError:
+            raise ConfigError("tier", url.rpartition("@")[2], FORM) from None
+        if password is not None:
+            raise ConfigError("tier", "a URL with a password", "a password in a file, with ?password_file=FILE")
+        if parts.scheme not in SCHEMES or not host or not port or parts.path not in ("", "/") or parts.fragment:
+            raise ConfigError("tier", url, FORM)
+        options: dict[str, Path] = {}
+        for name, value in given:
+            if name not in _OPTIONS:
+                raise ConfigError(f"tier option {name}", value, f"only the options {', '.join(_OPTIONS)}")
+            if name in options or not value:
+                raise ConfigError(f"tier option {name}", value, "the path of a file, once")
+            options[name] = Path(value)
+        is_tls = parts.scheme == "rediss"
+        for name in ("ca_file", "certificate_file", "key_file"):
+            if name in options and not is_tls:
+                raise ConfigError(f"tier option {name}", str(options[name]), "files of TLS, with rediss://")
+        if ("certificate_file" in options) != ("key_file" in options):
+            raise ConfigError("tier", url, "certificate_file and key_file together")
+        user = unquote(parts.username) if parts.username else None
+        if user and "password_file" not in options:
+            raise ConfigError("tier", url, "a user with ?password_file=FILE")
+        return cls(host, port, user, is_tls=is_tls, **options)
+
+    def check_files(self) -> None:
+        """Raises `SettingError` for a file that cannot be read."""
+        for option in _OPTIONS:
+            try:
+                self._read(option)
+            except OSError as error:
+                name = f"tier option {option}"
+                raise SettingError(name, getattr(self, option), f"cannot be read: {error.strerror}") from None
+
+    def content(self, option: str) -> bytes | None:
+        """Of the file that an option names; None without the option. Raises `TierUnavailableError`, which does not name
+        the file: every reader of the admin API sees it."""
+        try:
+            return self._read(option)
+        except OSError as error:
+            raise TierUnavailableError(f"{self}: {option} cannot be read: {error.strerror}") from None
+
+    def password(self) -> str | None:
+        """Raises `TierUnavailableError`."""
+        content = self.content("password_file")
+        try:
+            return None if content is None else content.decode().strip()
+        except UnicodeDecodeError:
+            raise TierUnavailableError(f"{self}: password_file is not text") from None
+
+    def _read(self, option: str) -> bytes | None:
+        path: Path | None = getattr(self, option)
+        return None if path is None else RegularFile.read(path).content
+
+    def __str__(self) -> str:
+        return f"{'rediss' if self.is_tls else 'redis'}://{self.host}:{self.port}"
+
+
+_TLS_FILES = {"ca_file": "ssl_ca_certs", "certificate_file": "ssl_certfile", "key_file": "ssl_keyfile"}
+"""Options of the location, and what redis-py calls them."""
+
+
+class RedisRefusal(NamedTuple):
+    """What the server said instead of an answer."""
+
+    text: str
+    is_full: bool
+    is_other_type: bool
+    """The key has a value of another type than a string."""
+
+
+class RedisLane:
+    """A connection for one kind of call, one call at a time. It is made by the first call, and made anew after a call
+    that failed."""
+
+    def __init__(self, location: RedisLocation) -> None:
+        self._location = location
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._is_closed = False
+        self.problem = ""
+        """Why the last call failed; empty if it did not, or if there was none."""
+        self.connects = self.timeouts = 0
+
+    @contextmanager
+    def call(self, timeout: float) -> Iterator[RedisCall]:
+        """Raises `TierUnavailableError`."""
+        end = time.monotonic() + timeout
+        with self._lock:
+            if self._is_closed:
+                raise TierUnavailableError("the client was closed")
+            from redis.exceptions import RedisError
+            from redis.exceptions import TimeoutError as RedisTimeoutError
+
+            try:
+                yield RedisCall(self._connected(end), end)
+            except (RedisTimeoutError, TimeoutError):
+                self.timeouts += 1
+                self._drop(f"{self._location} did not answer for {timeout:.3g} s")
+                raise TierTimeoutError(self.problem) from None
+            except (RedisError, OSError) as error:
+                self._drop(f"{self._location}: {error}")
+                raise TierUnavailableError(self.problem) from None
+            except TierUnavailableError as error:  # answers may be left, which are not those of the next call
+                self._drop(str(error))
+                raise
+
+    def is_in_use(self) -> bool:
+        return self._lock.locked()
+
+    def close(self) -> None:
+        """Ends the call under way, and waits until it has ended. Idempotent."""
+        self._is_closed = True
+        connection = self._connection
+        if connection is not None and (end := _socket_of(connection)) is not None:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._drop("it was closed")
+
+    def _connected(self, end: float) -> Connection:
+        if self._connection is None:
+            with _prepared(self._location, max(0.001, end - time.monotonic())) as connection:
+                self._connection = connection
+                connection.connect()
+            self.connects += 1
+            self.problem = ""
+        return self._connection
+
+    def _drop(self, problem: str) -> None:
+        self.problem = problem
+        if self._connection is not None:
+            self._connection.disconnect()
+            self._connection = None
+
+
+class RedisCall:
+    """Requests of one call, which end at the same time."""
+
+    def __init__(self, connection: Connection, end: float) -> None:
+        self._connection, self._end = connection, end
+
+    def ask(self, commands: Sequence[Sequence[Any]]) -> Iterator[Any]:
+        """Send all commands, and take an answer for each."""
+        from redis.exceptions import OutOfMemoryError, ResponseError
+
+        self._limit()
+        self._connection.send_packed_command(self._connection.pack_commands(commands))
+        for _ in commands:
+            self._limit()
+            try:
+                yield self._connection.read_response()
+            except ResponseError as error:
+                text = str(error)
+                yield RedisRefusal(text, isinstance(error, OutOfMemoryError), text.startswith("WRONGTYPE"))
+
+    def _limit(self) -> None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        end = _socket_of(self._connection)
+        if end is None:
+            raise ConnectionError("the connection was closed")
+        end.settimeout(left)
+
+
+@contextmanager
+def _prepared(location: RedisLocation, timeout: float) -> Iterator[Connection]:
+    """A connection that is to be made. Raises `TierUnavailableError` for a file that cannot be read."""
+    from redis.backoff import NoBackoff
+    from redis.connection import Connection, SSLConnection
+    from redis.retry import Retry
+
+    options: dict[str, Any] = {
+        "host": location.host,
+        "port": location.port,
+        "username": location.user,
+        "password": location.password(),
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "socket_keepalive": True,
+        "retry": Retry(NoBackoff(), 0),  # a call that failed is the engine's to repeat
+        "protocol": 2,
+    }
+    with ExitStack() as files:
+        if location.is_tls:
+            for option, argument in _TLS_FILES.items():
+                content = location.content(option)
+                options[argument] = None if content is None else files.enter_context(in_memory(content))
+            options["ssl_password"] = ""  # None would prompt on the terminal for that of an encrypted key
+        yield SSLConnection(**options) if location.is_tls else Connection(**options)
+
+
+def _socket_of(connection: Connection) -> socket.socket | None:
+    """redis-py has no other way to change the timeout of a connection that is in use, or to wake its reader."""
+    found: socket.socket | None = connection._sock
+    return found
+
 
 _NAMES_IN_REQUEST = 500
 _BYTES_IN_REQUEST = 8 << 20  # values of one request and its answers, which are in memory twice
@@ -114,7 +351,7 @@ class RedisTransfers(_Client):
                     slot, name = _slot(one), str(one.name)
                     commands.append(("SET", name, pack_header(one.name.fingerprint, name, slot) + bytes(slot), "NX"))
                 for answer in call.ask(commands):
-                    if isinstance(answer, Refused):
+                    if isinstance(answer, RedisRefusal):
                         refused = answer.text
                         statuses.append("full" if answer.is_full else "failed")
                     else:
@@ -131,7 +368,7 @@ class RedisTransfers(_Client):
         with self._gets.call(timeout) as call:
             for part in _parts(objects):
                 for one, answer in zip(part, call.ask([("GET", str(one.name)) for one in part]), strict=True):
-                    if isinstance(answer, Refused):
+                    if isinstance(answer, RedisRefusal):
                         refused = answer.text
                     statuses.append(_take(one, answer))
             wrong = [str(one.name) for one, status in zip(objects, statuses, strict=True) if status == "corrupt"]
@@ -160,7 +397,7 @@ class RedisLookups(_Client):
 
 
 def _answer(answer: Any) -> Any:
-    if isinstance(answer, Refused):
+    if isinstance(answer, RedisRefusal):
         raise TierUnavailableError(f"Redis refuses to answer: {answer.text}")
     return answer
 
@@ -169,7 +406,7 @@ def _take(one: SlotObject, answer: Any) -> GetStatus:
     """Verify a value, and copy it into its slot."""
     from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch
 
-    if isinstance(answer, Refused):
+    if isinstance(answer, RedisRefusal):
         return "corrupt" if answer.is_other_type else "failed"
     if answer is None:
         return "missing"

@@ -20,8 +20,8 @@ from kvstow.messages import Mark, TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.breakeven import BreakEven, Estimate
-from kvstow.tier.objectname import ObjectName
+from kvstow.tier.rate import BreakEven, Estimate
+from kvstow.tier.store import ObjectName
 
 NODES, RANKS, SLOTS = 2, 2, 40
 BLOCK_TOKENS = 10

@@ -13,11 +13,11 @@ import pytest
 from kvstow.errors import InvalidRequestError, TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.memfd import create_memfd
-from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import (
     MAX_BATCH_OBJECTS,
     LookupClient,
     MemoryRange,
+    ObjectName,
     SlotObject,
     TierStore,
     TransferClient,

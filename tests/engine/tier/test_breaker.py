@@ -1,5 +1,5 @@
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.breaker import PROBE_SECONDS, Breaker
+from kvstow.tier.tierstatus import PROBE_SECONDS, Breaker
 
 
 def test_an_outage_opens_it_and_a_probe_that_succeeds_closes_it() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.breakeven import BreakEven
+from kvstow.tier.rate import BreakEven
 
 SLOT = 1000
 TOKENS = 10

@@ -9,9 +9,8 @@ from tests.engine.conftest import Eventually
 from kvstow.errors import TierUnavailableError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.lookups import LookupTable
-from kvstow.tier.lookupthread import LookupResult, LookupThread
-from kvstow.tier.objectname import ObjectName
+from kvstow.tier.lookups import LookupTable, LookupThread, StoreAnswers
+from kvstow.tier.store import ObjectName
 
 
 def name_of(key: bytes) -> ObjectName:
@@ -38,8 +37,8 @@ def lookups(store: ControlledStore, table: LookupTable) -> Iterator[LookupThread
     thread.close()
 
 
-def results(lookups: LookupThread, count: int, eventually: Eventually) -> list[LookupResult]:
-    found: list[LookupResult] = []
+def results(lookups: LookupThread, count: int, eventually: Eventually) -> list[StoreAnswers]:
+    found: list[StoreAnswers] = []
 
     def have_come() -> bool:
         found.extend(lookups.take_results())

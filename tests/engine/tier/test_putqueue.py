@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from kvstow.control.tiertraffic import PutQueue
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.putqueue import PutQueue
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 

@@ -11,9 +11,8 @@ from kvstow.errors import CopyError, TierTimeoutError
 from kvstow.memory.hostpool import HostPool
 from kvstow.messages import TierCompletion, TierDirection, TierOp
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.objectname import ObjectName
 from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.store import MAX_BATCH_OBJECTS, MemoryRange, PutStatus
+from kvstow.tier.store import MAX_BATCH_OBJECTS, MemoryRange, ObjectName, PutStatus
 
 SLOT = 4096
 SLOTS = 200

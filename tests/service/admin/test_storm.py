@@ -24,12 +24,11 @@ from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.result import ReplayResult
+from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 
 SLOT_BYTES = 4096
 SLOTS = 200

@@ -20,7 +20,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.trace import TraceShape, generate_trace
 
 SOCKET = "admin.sock"
 

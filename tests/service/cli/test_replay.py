@@ -16,9 +16,9 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.cli import app
 from kvstow_service.replay.driver import ReplayDriver
-from kvstow_service.replay.generate import TraceShape, generate_trace
-from kvstow_service.replay.pattern import Page
+from kvstow_service.replay.kv import Page
 from kvstow_service.replay.result import ReplayResult
+from kvstow_service.replay.trace import TraceShape, generate_trace
 
 FIELDS = {
     "requests", "blocks", "hit_blocks", "block_hit_rate", "stored_bytes", "loaded_bytes", "verified_bytes",

@@ -5,8 +5,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from kvstow_service.cli import app
-from kvstow_service.replay.generate import TraceShape, generate_trace
-from kvstow_service.replay.trace import parse_trace, read_trace
+from kvstow_service.replay.trace import TraceShape, generate_trace, parse_trace, read_trace
 
 
 def invoke(*arguments: str) -> Result:

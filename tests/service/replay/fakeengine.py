@@ -11,10 +11,9 @@ import signal
 import sys
 
 from kvstow.errors import InsufficientMemoryError
-from kvstow_service.replay.child import parent_pipe
 from kvstow_service.replay.driver import Position
-from kvstow_service.replay.enginepipe import Begin, EngineSpec, Finish, Progress
-from kvstow_service.replay.remoteranks import Failed
+from kvstow_service.replay.launcher import Begin, EngineSpec, Finish, Progress
+from kvstow_service.replay.remoteranks import Failed, parent_pipe
 from kvstow_service.replay.result import Tally
 
 

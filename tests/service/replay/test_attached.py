@@ -20,12 +20,9 @@ from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.enginepipe import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, Launcher
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
 from kvstow_service.replay.summary import attached_rows
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 from kvstow_service.tiers.hostedtiers import TierChoice
 
 pytestmark = pytest.mark.process
@@ -122,7 +119,7 @@ def run(
     on_request: Callable[[int], None] = lambda finished: None,
     may_begin: Callable[[int], bool] | None = None,
 ) -> AttachedResult:
-    found = Launcher(specs, on_request=on_request, log=print, may_begin=may_begin).run(stop or threading.Event())
+    found = EngineLauncher(specs, on_request=on_request, log=print, may_begin=may_begin).run(stop or threading.Event())
     print(found.to_json())
     return found
 

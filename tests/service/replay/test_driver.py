@@ -18,11 +18,9 @@ from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow.testing.rank import ready_report
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import LocalKV
+from kvstow_service.replay.kv import HostKV, LocalKV, Page
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.pattern import HostKV, Page
-from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
+from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest
 
 PAGE = 24
 SLOTS = 200

@@ -12,8 +12,7 @@ from bench.fleet import Router, Routing, replay
 from kvstow.errors import TierTimeoutError
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import GetStatus, PutStatus
+from kvstow.tier.store import GetStatus, ObjectName, PutStatus
 from kvstow_service.replay.trace import TraceRequest, read_trace
 
 MOONCAKE = Path(__file__).parents[3].parent / "shared" / "data" / "conversation_trace.jsonl"

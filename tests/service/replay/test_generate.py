@@ -1,8 +1,7 @@
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.replay.generate import TraceShape, generate_trace
-from kvstow_service.replay.trace import BLOCK_TOKENS
+from kvstow_service.replay.trace import BLOCK_TOKENS, TraceShape, generate_trace
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:

@@ -10,10 +10,9 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.ranks import simulated_session
 from kvstow_service.replay.result import ReplayResult
-from kvstow_service.replay.session import simulated_session
-from kvstow_service.replay.trace import TraceRequest, read_trace
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest, read_trace
 
 MOONCAKE = Path(__file__).parents[3].parent / "shared" / "data" / "conversation_trace.jsonl"
 

@@ -11,11 +11,8 @@ import pytest
 
 from kvstow.errors import InsufficientMemoryError, ProcessEndedError
 from kvstow_service.replay import launcher
-from kvstow_service.replay.enginepipe import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, Launcher
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.shapes import even_shape
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[3])])
 
     def run_engines(*specs: EngineSpec, stop: threading.Event | None = None, **given: object) -> AttachedResult:
-        return Launcher(specs, **given).run(stop or threading.Event())  # type: ignore[arg-type]
+        return EngineLauncher(specs, **given).run(stop or threading.Event())  # type: ignore[arg-type]
 
     return run_engines
 

@@ -1,8 +1,7 @@
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest
 
 FIRST, LATER = TraceRequest(5000, 1, 1, (1,)), TraceRequest(9000, 1, 1, (2,))
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from kvstow.keys import make_key
-from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.pattern import HostKV, Page
+from kvstow_service.replay.kv import HostKV, LocalKV, Page
 
 KEYS = [make_key(0, bytes([number]) * 32) for number in range(3)]
 

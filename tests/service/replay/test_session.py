@@ -9,9 +9,8 @@ from kvstow.errors import InsufficientMemoryError, PinError
 from kvstow.memory.pinning import MlockRegistrar
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.session import local_session
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.ranks import local_session
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest
 
 
 @pytest.mark.parametrize(

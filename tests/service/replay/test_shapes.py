@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.replay.shapes import SHAPES, even_shape, shape_named
+from kvstow_service.replay.trace import SHAPES, even_shape, shape_named
 
 
 def test_the_shapes_are_those_of_the_models() -> None:

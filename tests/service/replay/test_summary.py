@@ -6,13 +6,13 @@ from rich.console import Console
 
 from kvstow_service.replay.kv import Mismatch
 from kvstow_service.replay.launcher import AttachedResult, EngineResult
-from kvstow_service.replay.offload import PoolFigures
+from kvstow_service.replay.offload import PoolCounts
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.summary import attached_rows, print_rows, summary_rows
 
 
 def freeze(tally: Tally) -> ReplayResult:
-    return tally.freeze(PoolFigures(1000, "arc", 3), seconds=2.0, ranks=2)
+    return tally.freeze(PoolCounts(1000, "arc", 3), seconds=2.0, ranks=2)
 
 
 def test_trouble_is_spelled_out() -> None:

@@ -15,11 +15,8 @@ import pytest
 
 from kvstow_service.demo.processes import DEADLINE_SECONDS, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.enginepipe import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, Launcher
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.shapes import even_shape
-from kvstow_service.replay.trace import TraceRequest
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +41,7 @@ def replay(
     """To the end, or until `stop`."""
     blocks = blocks_needed(requests, options.concurrency)
     spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), 2, blocks, 0, requests, options)
-    launcher = Launcher([spec], log=print, on_request=on_request, may_begin=service.has_registered)
+    launcher = EngineLauncher([spec], log=print, on_request=on_request, may_begin=service.has_registered)
     found = launcher.run(stop or threading.Event())
     print(found.to_json())
     assert (found.total.mismatches, found.total.abandoned) == (0, 0)

@@ -12,8 +12,7 @@ from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierClient
-from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
-from kvstow_service.tiers.storeaddress import measure_store, shown_url
+from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice, measure_store, shown_url
 
 MakeTier = Callable[..., FleetTier]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvstow.errors import ConfigError, SettingError, TierUnavailableError
 from kvstow_api.regularfile import MAX_FILE_BYTES
-from kvstow_service.tiers.redislocation import RedisLocation
+from kvstow_service.tiers.redisstore import RedisLocation
 
 
 def test_a_url_with_a_server() -> None:

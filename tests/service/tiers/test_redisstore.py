@@ -20,11 +20,9 @@ from tests.service.tiers.redisserver import Server
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import SlotObject, TierStore
+from kvstow.tier.store import ObjectName, SlotObject, TierStore
 from kvstow_api.regularfile import MAX_FILE_BYTES
-from kvstow_service.tiers.redislocation import RedisLocation
-from kvstow_service.tiers.redisstore import RedisStore, RedisTransfers
+from kvstow_service.tiers.redisstore import RedisLocation, RedisStore, RedisTransfers
 
 if TYPE_CHECKING:
     import redis

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvstow.errors import ConfigError, MissingPackageError
-from kvstow_service.tiers.stores import open_store
+from kvstow_service.tiers.hostedtiers import open_store
 
 
 def test_a_url_names_a_store() -> None:

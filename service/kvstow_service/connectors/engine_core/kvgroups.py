@@ -243,7 +243,7 @@ class GroupNeeds:
 
     def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
         end = self._end if most is None else min(self._end, most * self._groups.alignment)
-        end = longest_end(_Said(has), self._groups, _Kept(self._keys), 0, end)
+        end = longest_end(KeyPresence(has), self._groups, _Kept(self._keys), 0, end)
         if end <= 0:
             return Needed((), 0)
         keys = [self._keys[group][number] for group, number in self._groups.places(0, end)]
@@ -260,7 +260,7 @@ class _Kept:
         return self._keys[group.index][first:end]
 
 
-class _Said:
+class KeyPresence:
     """A `Presence` that is given one answer per key."""
 
     def __init__(self, has: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:

@@ -233,7 +233,7 @@ class WorkerSide:
         self._completed: list[BootCompletions] = []
         self._layered = StepPlan()  # to begin before this step computes
         self._waits = LayerWaits()
-        self._told_off = False
+        self._is_off_reported = False
         self._replacing = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -285,9 +285,9 @@ class WorkerSide:
     def take_layers_off(self) -> str | None:
         """Why this rank loads nothing by layer any more, once."""
         layered = self.plane.layered
-        if layered is None or layered.failure is None or self._told_off:
+        if layered is None or layered.failure is None or self._is_off_reported:
             return None
-        self._told_off = True
+        self._is_off_reported = True
         return layered.failure
 
     def launched(self) -> None:

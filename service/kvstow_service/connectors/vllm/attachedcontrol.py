@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from kvstow.attach.calls import EventPage, Hold
 from kvstow.attach.connection import Answer
@@ -16,7 +16,7 @@ from kvstow.attach.hello import TRANSIENT_REFUSALS, SessionTicket, number_of
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import Awaited, Given, KeyRun, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import LATER, Later
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups, longest_end
+from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 State = Literal["starting", "no_service", "refused", "no_answer", "no_memory", "attached", "failed"]
@@ -86,19 +86,6 @@ s."""
 _MOST_KEYS = 100_000  # of one lookup; a frame has room for more
 
 
-class Service(Protocol):
-    """The part of `AttachedControl` that is used."""
-
-    @property
-    def finds_hits(self) -> bool: ...
-    def find(self, keys: Sequence[bytes], hold: Hold) -> Answer[Hits]: ...
-    def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]: ...
-    def wait(self, answer: Answer[Hits]) -> bool: ...
-    def discard(self, answer: Answer[Hits]) -> None: ...
-    def release_lease(self, lease: Lease) -> None: ...
-    def is_held(self, lease: Lease) -> bool: ...
-
-
 class _Question(NamedTuple):
     """A lookup of a request's tokens `start` to `end`. `keys`: the keys that were asked for. `is_last`: it asks for
     exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing. `fetched`: the
@@ -120,25 +107,25 @@ class AttachedHits:
     first lookup says which blocks are present, and a second one holds those that are needed.
     """
 
-    def __init__(self, service: Service, groups: KVGroups, clock: Callable[[], float]) -> None:
-        self._service, self._groups, self._clock = service, groups, clock
+    def __init__(self, control: AttachedControl, groups: KVGroups, clock: Callable[[], float]) -> None:
+        self._control, self._groups, self._clock = control, groups, clock
         self._questions: dict[TrackedRequest, _Question] = {}
 
     def expect(self, tracked: TrackedRequest, end: int) -> None:
-        if self._service.finds_hits and tracked not in self._questions and len(self._questions) < MOST_AHEAD:
+        if self._control.finds_hits and tracked not in self._questions and len(self._questions) < MOST_AHEAD:
             self._ask(tracked, 0, end, Hold.PRESENT)
 
     def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
         question = self._questions.get(tracked)
         if question is None or not _covers(question, local, end):
             self.forget(tracked)
-            if not self._service.finds_hits:
+            if not self._control.finds_hits:
                 return None
             question = self._ask(tracked, local, end, Hold.LEADING)
         while question is not None:
-            if not self._service.wait(question.answer):
+            if not self._control.wait(question.answer):
                 patience = LONGEST_PATIENCE_SECONDS if question.answer.is_pending else PATIENCE_SECONDS
-                if self._service.finds_hits and self._clock() - question.at < patience:
+                if self._control.finds_hits and self._clock() - question.at < patience:
                     return LATER
                 self.forget(tracked)
                 return None
@@ -149,12 +136,12 @@ class AttachedHits:
         return None
 
     def is_valid(self, hit: Hit) -> bool:
-        return self._service.is_held(hit.lease)
+        return self._control.is_held(hit.lease)
 
     def forget(self, tracked: TrackedRequest) -> None:
         question = self._questions.pop(tracked, None)
         if question is not None:
-            self._service.discard(question.answer)
+            self._control.discard(question.answer)
 
     def _ask(self, tracked: TrackedRequest, start: int, end: int, hold: Hold) -> _Question | None:
         keys = [
@@ -166,13 +153,14 @@ class AttachedHits:
             keys = keys[:_MOST_KEYS]
         return self._put(tracked, start, end, keys, hold) if 0 < len(keys) <= _MOST_KEYS else None
 
-    def _ask_for_hit(self, tracked: TrackedRequest, said: _Question, local: int, end: int) -> _Question | None:
+    def _ask_for_hit(self, tracked: TrackedRequest, asked: _Question, local: int, end: int) -> _Question | None:
         """Ask for the blocks of the longest hit, now that it is known which blocks are present."""
-        runs = said.answer.value.runs
-        present = _Present({key for first, length in runs for key in said.keys[first : first + length]})
+        runs = asked.answer.value.runs
+        found = {key for first, length in runs for key in asked.keys[first : first + length]}
+        present = KeyPresence(lambda keys: [key in found for key in keys])
         end = longest_end(present, self._groups, tracked, local, end)
         keys = tracked.keys_of_places(self._groups, local, end) if end > local else ()
-        return self._put(tracked, local, end, keys, Hold.ALL, self._fetched(tracked, said)) if keys else None
+        return self._put(tracked, local, end, keys, Hold.ALL, self._fetched(tracked, asked)) if keys else None
 
     def _put(
         self,
@@ -184,21 +172,21 @@ class AttachedHits:
         fetched: tuple[range, ...] = (),
     ) -> _Question:
         is_prompt = not self._groups.is_plain and hold != Hold.ALL
-        answer = self._service.find_prompt(keys) if is_prompt else self._service.find(keys, hold)
+        answer = self._control.find_prompt(keys) if is_prompt else self._control.find(keys, hold)
         question = _Question(start, end, keys, hold == Hold.ALL, self._clock(), answer, fetched)
         self._questions[tracked] = question
         return question
 
     def _take(self, tracked: TrackedRequest, question: _Question, local: int, end: int) -> Hit | None:
         lease, runs, _ = question.answer.value
-        if not lease.lease_id or not self._service.is_held(lease):
+        if not lease.lease_id or not self._control.is_held(lease):
             return None
         if question.is_last:
             return Hit(question.start, question.end, lease, fetched=question.fetched)
         tokens = self._groups.full[0].block_tokens
         hit = _hit_at((local - question.start) // tokens, runs)
         if hit is None:
-            self._service.release_lease(lease)
+            self._control.release_lease(lease)
             return None
         first, length = hit
         return Hit(local, min(end, local + length * tokens), lease, first, self._fetched(tracked, question))
@@ -215,19 +203,6 @@ class AttachedHits:
                     found.append(range((number + begin - at) * size, (number + end - at) * size))
             at += count
         return tuple(found)
-
-
-class _Present:
-    """A `Presence` over a known set of keys."""
-
-    def __init__(self, keys: Set[bytes]) -> None:
-        self._keys = keys
-
-    def lookup(self, keys: Sequence[bytes]) -> int:
-        return next((number for number, key in enumerate(keys) if key not in self._keys), len(keys))
-
-    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        return [key in self._keys for key in keys]
 
 
 def _covers(question: _Question, local: int, end: int) -> bool:

@@ -7,6 +7,7 @@ first hook.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,17 @@ from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.stepplan import FinishedLoads
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
 
 if TYPE_CHECKING:
     import torch
 
+    from kvstow.attach.identity import NamespaceIdentity
     from kvstow_service.connectors.engine_core.workerhost import WorkerHost
-    from kvstow_service.connectors.vllm.engineidentity import EngineIdentity
 
 logger = logging.getLogger("kvstow.vllm")
 
-_TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")  # vLLM 0.30
+_REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")  # vLLM 0.30
 
 
 class KVStowConnector(OffloadConnector):
@@ -43,7 +44,7 @@ class KVStowConnector(OffloadConnector):
     def _make_host(
         self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
     ) -> SchedulerHost:
-        if self._fails_requests and not _TELLS_FAILED_REQUESTS:
+        if self._fails_requests and not _REPORTS_FAILED_REQUESTS:
             logger.warning(
                 "vLLM %s cannot handle a failed load of this model (several KV groups or a window): the first such "
                 "request waits until it is aborted, and loads are bypassed from then on; vLLM 0.30 computes it",
@@ -105,7 +106,7 @@ class KVStowConnector(OffloadConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
-        if self._fails_requests and not _TELLS_FAILED_REQUESTS and self._host.offload is not None:
+        if self._fails_requests and not _REPORTS_FAILED_REQUESTS and self._host.offload is not None:
             ended, nothing = connector_output.finished_recving or (), set[str]()
             connector_output.finished_recving = self._host.ask(
                 "loads that have ended", lambda offload: offload.side.failed_loads.continuing(ended), nothing
@@ -116,11 +117,6 @@ def _scheduler_host(
     options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
 ) -> SchedulerHost:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-
-    def identity() -> EngineIdentity:
-        from kvstow_service.connectors.vllm.engineidentity import EngineIdentity  # only where others may share blocks
-
-        return EngineIdentity(vllm_config, kv_cache_config, groups, options.weights_id, process.replicated)
 
     if options.attach is None:
         # Imported only if it is used: with the engine that it imports, it adds 0.03 s to vLLM's start.
@@ -134,16 +130,23 @@ def _scheduler_host(
             make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
             by_layer=True,
         )
+    from kvstow_service.connectors.vllm import engineidentity
     from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
+
+    def namespace_identity() -> NamespaceIdentity:
+        hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+        return engineidentity.namespace_identity(vllm_config, hash_tokens, options.weights_id)
 
     return AttachedSchedulerHost(
         options,
         process,
         groups,
         version=vllm.__version__,
-        pool_identity=identity().pool,
-        namespace_identity=identity().namespace,
-        fleet_weights=identity().weights(),
+        pool_identity=partial(
+            engineidentity.pool_identity, vllm_config, kv_cache_config, groups, replicated=process.replicated
+        ),
+        namespace_identity=namespace_identity,
+        fleet_weights=engineidentity.fleet_weights(vllm_config, options.weights_id),
         make_events=lambda source: event_feed(vllm_config, source, specs),
         by_layer=True,
     )

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
@@ -20,7 +20,6 @@ from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.vllmprocess import (
     COMMIT,
     find_snapshot,
-    hash_block_tokens,
     process_start,
     program_start,
     reference_of,
@@ -251,25 +250,3 @@ def _scales_change(config: Any) -> bool:
     if is_encoder_scaled and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         return True
     return bool(getattr(config.cache_config, "calculate_kv_scales", False))
-
-
-class EngineIdentity(NamedTuple):
-    """Computed from a `VllmConfig` and a `KVCacheConfig`. `weights_id`: as configured."""
-
-    vllm_config: Any
-    kv_cache_config: Any
-    groups: KVGroups
-    weights_id: str | None
-    replicated: bool
-
-    def pool(self, hellos: list[RankHello]) -> PoolIdentity:
-        return pool_identity(self.vllm_config, self.kv_cache_config, self.groups, hellos, replicated=self.replicated)
-
-    def namespace(self) -> NamespaceIdentity:
-        """Available once vLLM has its block hashes."""
-        hash_tokens = hash_block_tokens(self.vllm_config, self.kv_cache_config)
-        return namespace_identity(self.vllm_config, hash_tokens, self.weights_id)
-
-    def weights(self) -> FleetWeights:
-        """Reads samples of the weight files."""
-        return fleet_weights(self.vllm_config, self.weights_id)

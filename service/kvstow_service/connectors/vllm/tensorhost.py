@@ -27,7 +27,7 @@ from kvstow_service.connectors.vllm.rankdataplane import (
     kv_geometry,
 )
 
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 
 
 class _TensorHost(WorkerHost[KVGeometry]):
@@ -66,8 +66,8 @@ class AttachedWorkerHost(_TensorHost):
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
         super().__init__(options, process, num_blocks)
         self._socket = socket
-        self._told = RankSession()
-        self._tell_at = 0.0
+        self._reported = RankSession()
+        self._report_at = 0.0
         self._timed_step = 0
 
     def follow(self, metadata: KVStowMetadata) -> None:
@@ -84,13 +84,13 @@ class AttachedWorkerHost(_TensorHost):
         """Reports a new session at once, and more memory twice a second."""
         plane = self.side.plane
         session = plane.session if isinstance(plane, AttachedPlane) else RankSession()
-        if session == self._told:
+        if session == self._reported:
             return None, None
         now = time.monotonic()
-        is_new = (session.number, session.slots > 0) != (self._told.number, self._told.slots > 0)
-        if not is_new and now < self._tell_at:
+        is_new = (session.number, session.slots > 0) != (self._reported.number, self._reported.slots > 0)
+        if not is_new and now < self._report_at:
             return None, None
-        self._told, self._tell_at = session, now + _TELL_SECONDS
+        self._reported, self._report_at = session, now + _REPORT_SECONDS
         return None, session
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:

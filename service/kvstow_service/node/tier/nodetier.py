@@ -19,8 +19,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import ClientHealth, ClientStats, LookupClient
+from kvstow.tier.store import ClientHealth, ClientStats, LookupClient, ObjectName
 from kvstow.tier.tierstatus import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool

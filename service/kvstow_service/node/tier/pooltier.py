@@ -27,7 +27,6 @@ from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import TierSession
 from kvstow.errors import CopyError, TierUnavailableError
 from kvstow.messages import TierOp
-from kvstow.tier.objectname import names_of_rank
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.rate import TransferRate
 from kvstow.tier.store import (
@@ -38,6 +37,7 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     TransferClient,
+    names_of_rank,
 )
 from kvstow_service.node.attach.sessionhost import duplicates_of
 from kvstow_service.node.pools.memorythread import MemoryThread

@@ -1,19 +1,132 @@
-"""Keeps one child process connected to the store, and makes calls through it."""
+"""Keeps one child process, which runs Mooncake's library, connected to the store, and makes calls through it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow.tier.store import ClientHealth, ClientStats, MemoryRange
-from kvstow_service.tiers.mooncake.childmessages import AddMemory, Connect, Done, Refused, RemoveMemory
+from kvstow_service.tiers.mooncake.childmessages import (
+    AddMemory,
+    CallRefused,
+    Connect,
+    Done,
+    Lane,
+    RemoveMemory,
+    make_lane,
+)
+
+_MODULE = "kvstow_service.tiers.mooncake.storechild"
+_LAST_LINES = 3
+_LAST_LINES_SECONDS = 1.0  # if another process has inherited the pipe, it stays open
+
+# What an operator has set stays.
+_SETTINGS = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "8192",  # with its default of 1,024, batches have hung
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # of 4 s each: this side tries again
+    "MC_RPC_TIMEOUT_MS": "5000",  # connecting to a master that hangs would take 30 s
+    "GLOG_minloglevel": "2",  # errors
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ChildProcess:
+    """Starts at once. Each lane is used by one thread at a time; `kill` may be called by any thread."""
+
+    def __init__(self, lanes: Sequence[str], inherited: Sequence[int] = ()) -> None:
+        """`lanes`: names; the first one connects and adds memory. `inherited`: descriptors that the process has until
+        it ends; they stay the caller's. Raises `OSError`."""
+        self.lanes: dict[str, Lane] = {}
+        theirs = []
+        for name in lanes:
+            self.lanes[name], end = make_lane()
+            theirs.append(end)
+        path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, *(str(end.fileno()) for end in theirs)],
+                pass_fds=[*(end.fileno() for end in theirs), *inherited],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_SETTINGS | os.environ | {"PYTHONPATH": path},
+            )
+        except BaseException:
+            self._close_lanes()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
+        self.pid = self._process.pid
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read_lines, args=(self._process.stdout,), name="kvstow-mooncake-log", daemon=True
+        )
+        self._reader.start()
+
+    def connect(self, message: Connect, timeout: float) -> None:
+        """Raises `TierUnavailableError`, `TimeoutError`, or `EOFError` if the process has ended."""
+        answer = self.ask(next(iter(self.lanes)), message, timeout)
+        if isinstance(answer, CallRefused):
+            raise TierUnavailableError(answer.reason)
+
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | CallRefused:
+        """The answer. Raises `TimeoutError`, after which nothing more may be asked on this lane, or `EOFError` if the
+        process has ended."""
+        end = time.monotonic() + timeout
+        found = self.lanes[lane]
+        found.send(request, fds=fds, timeout=timeout)
+        answer, _ = found.receive(max(0.001, end - time.monotonic()))
+        assert isinstance(answer, Done | CallRefused)
+        return answer
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process, and wait until the kernel has taken its memory apart: nothing that it mapped is read or
+        written after this, nor are transfers of its network card. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill the process and let go of its lanes, which no thread may use any more. Idempotent."""
+        self.kill()
+        self._close_lanes()
+        self._reader.join(_LAST_LINES_SECONDS)
+
+    def describe_end(self) -> str:
+        """How the process has ended, and what it said last. Only after `kill`, or once `has_ended`."""
+        status = self._process.returncode
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        self._reader.join(_LAST_LINES_SECONDS)
+        return "; ".join([how, *self._last_lines])
+
+    def _close_lanes(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+
+    def _read_lines(self, stream: IO[bytes]) -> None:
+        """Mooncake writes a line for each failure, so they are no news for operators."""
+        with suppress(ValueError), stream:
+            for line in stream:
+                text = line.decode(errors="replace").strip()
+                self._last_lines.append(text)
+                _log.debug("process %d: %s", self.pid, text)
+
 
 CONTROL = "control"
 """The lane of each child that connects it and adds memory."""
@@ -22,8 +135,6 @@ _START_SECONDS = 20.0  # imports take 2 s on a busy machine, and each of Mooncak
 _MEMORY_SECONDS = 120.0  # a network card takes as long for a terabyte
 _LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
-
-_log = logging.getLogger(__name__)
 
 
 class Child(Protocol):
@@ -34,7 +145,7 @@ class Child(Protocol):
 
     def connect(self, message: Connect, timeout: float) -> None: ...
 
-    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | Refused: ...
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | CallRefused: ...
 
     def has_ended(self) -> bool: ...
 
@@ -97,7 +208,7 @@ class ChildChannel:
                 raise TierTimeoutError(f"Mooncake did not answer for {timeout:.3g} s; its process was ended") from None
             except (EOFError, OSError):
                 raise TierUnavailableError(self._end(child, "ended during a call")) from None
-        if isinstance(answer, Refused):
+        if isinstance(answer, CallRefused):
             raise InvalidRequestError(answer.reason)
         with self._changed:
             self._starts_without_success = 0
@@ -224,7 +335,7 @@ class ChildChannel:
         except (TimeoutError, EOFError, OSError):
             self._end(child, "did not change its memory")
             return False
-        if isinstance(answer, Refused):
+        if isinstance(answer, CallRefused):
             self._end(child, f"refused memory ({answer.reason})")
             with self._changed:
                 self._problem, self._has_failed = answer.reason, True

@@ -1,8 +1,15 @@
-"""What this process and a child of it say to each other."""
+"""What this process and a child of it send each other, over lanes: one request at a time, each with one answer.
+
+Both are pickled: the child runs this package's code with this process's rights. The socket keeps the borders of
+messages, so half a message never holds up who reads."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class Connect(NamedTuple):
@@ -55,7 +62,7 @@ class Done(NamedTuple):
     codes: tuple[int, ...] = ()
 
 
-class Refused(NamedTuple):
+class CallRefused(NamedTuple):
     """An answer: nothing was touched."""
 
     reason: str
@@ -63,3 +70,52 @@ class Refused(NamedTuple):
 
 CORRUPT = -1_000_000
 """A status code of ours: an object was found, and is not what was put under its name."""
+
+
+MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
+
+_MAX_FDS = 1
+
+
+class Lane:
+    """One end. Not locked: one thread at a time."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: object, *, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Raises `TimeoutError`, and `EOFError` if the other end was closed."""
+        self._socket.settimeout(timeout)
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(message)], fds)
+        except (BrokenPipeError, ConnectionError):
+            raise EOFError("the other end of the lane was closed") from None
+
+    def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
+        """A message, and its file descriptors, which are the caller's. Raises as `send` does."""
+        self._socket.settimeout(timeout)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, _MAX_FDS)
+        except ConnectionError:
+            data, fds = b"", []
+        if not data:
+            raise EOFError("the other end of the lane was closed")
+        return pickle.loads(data), fds
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def make_lane() -> tuple[Lane, socket.socket]:
+    """Our end, and the socket of the other one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Lane(ours), theirs
+
+
+def lane_of(fd: int) -> Lane:
+    """The end that a process inherited as `fd`."""
+    os.set_inheritable(fd, False)
+    return Lane(socket.socket(fileno=fd))

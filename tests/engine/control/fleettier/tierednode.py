@@ -13,7 +13,7 @@ from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.objectname import ObjectName
+from kvstow.tier.store import ObjectName
 
 KEYS = [bytes([0, 0, number]) for number in range(12)]
 BLOCK_TOKENS = 10

@@ -130,7 +130,7 @@ def test_a_rank_in_another_process_reports(
 import sys
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.agent import Rendezvous
-from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.replay.ranks import SimulatedWorker
 class Rank(SimulatedWorker):
     def add_listener(self, callback): pass
 RankAgent(0, Rank(0, 4096, 8), Rendezvous("engine"), interval=0.02).start()

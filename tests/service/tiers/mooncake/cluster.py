@@ -21,7 +21,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from kvstow_service.tiers.mooncake.location import MooncakeLocation
+from kvstow_service.tiers.mooncake.mooncakestore import MooncakeLocation
 
 LEASE_SECONDS = 0.5
 WATERMARK = 0.85

@@ -16,7 +16,7 @@ from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailable
 from kvstow.memfd import create_memfd
 from kvstow.tier.store import MemoryRange
 from kvstow_service.tiers.mooncake.childchannel import Child, ChildChannel, pause_after
-from kvstow_service.tiers.mooncake.childmessages import AddMemory, Connect, Done, Exists, Refused, RemoveMemory
+from kvstow_service.tiers.mooncake.childmessages import AddMemory, CallRefused, Connect, Done, Exists, RemoveMemory
 
 SECONDS = 30.0
 _pids = count(1000)
@@ -39,7 +39,7 @@ class FakeChild:
         if self.refuses_to_connect:
             raise TierUnavailableError("no master")
 
-    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | Refused:
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | CallRefused:
         assert not self.is_closed
         self.asked.append(request)
         if self.hangs and lane != "control":
@@ -48,7 +48,7 @@ class FakeChild:
             raise EOFError
         if self.is_dead.is_set():
             raise EOFError
-        return Refused("no memlock") if self.refuses_memory and isinstance(request, AddMemory) else Done((7,))
+        return CallRefused("no memlock") if self.refuses_memory and isinstance(request, AddMemory) else Done((7,))
 
     def has_ended(self) -> bool:
         return self.is_dead.is_set()

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from kvstow.memfd import create_memfd
-from kvstow_service.tiers.mooncake.childmemory import ChildMemory, RegistrationError
 from kvstow_service.tiers.mooncake.childmessages import SlotPart
+from kvstow_service.tiers.mooncake.storechild import ChildMemory, RegistrationError
 
 pytestmark = pytest.mark.tier
 

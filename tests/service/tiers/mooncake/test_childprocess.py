@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.service.conftest import Eventually
 
-from kvstow_service.tiers.mooncake import childprocess
-from kvstow_service.tiers.mooncake.childprocess import ChildProcess
+from kvstow_service.tiers.mooncake import childchannel
+from kvstow_service.tiers.mooncake.childchannel import ChildProcess
 
 SECONDS = 30.0
 LEAVES_ANOTHER = """
@@ -26,7 +26,7 @@ def test_whoever_else_has_the_pipe_of_the_log_holds_up_nothing(
 ) -> None:
     (tmp_path / "leaves_another.py").write_text(LEAVES_ANOTHER)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(childprocess, "_MODULE", "leaves_another")
+    monkeypatch.setattr(childchannel, "_MODULE", "leaves_another")
     child = ChildProcess(("control",))
     with ThreadPoolExecutor() as threads:
         try:
@@ -42,7 +42,7 @@ def test_a_process_that_was_killed_is_gone(tmp_path: Path, monkeypatch: pytest.M
     """Not even as one that nobody has waited for: the kernel may still be taking its memory apart."""
     (tmp_path / "stays.py").write_text("import sys; sys.stdin.read(); import time; time.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(childprocess, "_MODULE", "stays")
+    monkeypatch.setattr(childchannel, "_MODULE", "stays")
     child = ChildProcess(("control",))
     try:
         child.kill()

@@ -15,10 +15,8 @@ from tests.engine.tier.storecontract import TIMEOUT, Slots, StoreContract
 from tests.helm import examples
 from tests.service.conftest import Eventually
 
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import TierStore, TransferClient
-from kvstow_service.tiers.mooncake.location import MooncakeLocation
-from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
+from kvstow.tier.store import ObjectName, TierStore, TransferClient
+from kvstow_service.tiers.mooncake.mooncakestore import MooncakeLocation, MooncakeStore
 
 pytestmark = pytest.mark.tier
 

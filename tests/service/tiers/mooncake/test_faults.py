@@ -20,10 +20,13 @@ from tests.service.tiers.mooncake.cluster import Cluster, ElectedCluster
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import GetStatus, PutStatus
-from kvstow_service.tiers.mooncake.location import MooncakeLocation
-from kvstow_service.tiers.mooncake.mooncakestore import MooncakeLookups, MooncakeStore, MooncakeTransfers
+from kvstow.tier.store import GetStatus, ObjectName, PutStatus
+from kvstow_service.tiers.mooncake.mooncakestore import (
+    MooncakeLocation,
+    MooncakeLookups,
+    MooncakeStore,
+    MooncakeTransfers,
+)
 
 pytestmark = pytest.mark.tier
 
@@ -385,7 +388,7 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 # Opens a client, and says which process is its own: argv = URL
 _HOST = """
 import sys, time
-from kvstow_service.tiers.stores import open_store
+from kvstow_service.tiers.hostedtiers import open_store
 client = open_store(sys.argv[1]).open_transfers(0)
 while client.channel.pid is None:
     time.sleep(0.01)

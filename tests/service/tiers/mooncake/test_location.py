@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.tiers.mooncake.location import MooncakeLocation
+from kvstow_service.tiers.mooncake.mooncakestore import MooncakeLocation
 
 
 def test_a_url_with_a_master() -> None:

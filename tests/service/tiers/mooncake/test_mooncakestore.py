@@ -6,8 +6,7 @@ import pytest
 from tests.engine.tier.storecontract import NUM_SLOTS, SLOT, TIMEOUT, Slots, StoreContract
 from tests.service.tiers.mooncake.cluster import Cluster
 
-from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import TierStore, TransferClient
+from kvstow.tier.store import ObjectName, TierStore, TransferClient
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
 
 STAGED_BYTES = 256 << 10  # `objectbuffers.STAGED_BYTES`, which only a child imports

@@ -11,10 +11,9 @@ import pytest
 from tests.service.tiers.mooncake.test_childmemory import FakeStore
 
 from kvstow.memfd import create_memfd
-from kvstow_service.tiers.mooncake import objectbuffers
-from kvstow_service.tiers.mooncake.childmemory import ChildMemory
+from kvstow_service.tiers.mooncake import storechild
 from kvstow_service.tiers.mooncake.childmessages import SlotPart
-from kvstow_service.tiers.mooncake.objectbuffers import STAGED_BYTES, ObjectBuffers
+from kvstow_service.tiers.mooncake.storechild import STAGED_BYTES, ChildMemory, ObjectBuffers
 
 pytestmark = pytest.mark.tier
 
@@ -76,6 +75,6 @@ def test_an_object_with_other_bytes_is_refused(objects: Objects, num_bytes: int)
 def test_a_header_that_is_not_checked_is_noticed(
     objects: Objects, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objectbuffers, "find_mismatch", lambda *anything: None)
+    monkeypatch.setattr(storechild, "find_mismatch", lambda *anything: None)
     with pytest.raises(AssertionError):
         changed_bytes(objects, num_bytes)

@@ -4,7 +4,7 @@ import pytest
 
 from kvstow.errors import TierUnavailableError
 from kvstow_service.tiers.mooncake.childmessages import CORRUPT
-from kvstow_service.tiers.mooncake.statuscodes import get_status, put_status, require_master
+from kvstow_service.tiers.mooncake.mooncakestore import get_status, put_status, require_master
 
 
 def test_puts() -> None:
