@@ -22,6 +22,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.replay.ranks import SimulatedWorker
@@ -43,7 +44,8 @@ class _Scheduler:
         self._worker = SimulatedWorker(0, SLOT_BYTES, slots)
         self._engine.report(self._worker.report())
         self._pool = BlockPool(num_gpu_blocks=_GPU_BLOCKS, enable_caching=True, hash_block_size=_TOKENS)
-        self.side = SchedulerSide(EmbeddedControl(self._engine), _GROUPS, self._pool)
+        policy = LoadPolicy("async", 0.0, SLOT_BYTES)
+        self.side = SchedulerSide(EmbeddedControl(self._engine), _GROUPS, self._pool, policy=policy)
         self.requests = 0
 
     def request(self, num_blocks: int, hashes: list[bytes] | None = None) -> Any:

@@ -277,8 +277,8 @@ MUTANTS = [
     Mutant(
         "a_layer_waits_for_the_one_before_it",
         LAYERS,
-        "self.events[self.launches[part]]",
-        "self.events[max(0, self.launches[part] - 1)]",
+        "stream, launch = self._compute(), self.launches[part]\n",
+        "stream, launch = self._compute(), max(0, self.launches[part] - 1)\n",
         f"{LAYER_TESTS}::test_a_layer_waits_for_its_own_part_and_for_none_behind_it",
     ),
     Mutant(
@@ -336,6 +336,48 @@ MUTANTS = [
         "        if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):\n",
         "        if False:\n",
         "tests/service/connectors/engine_core/test_layerwaits.py::test_a_rank_that_has_lost_the_blocks_does_not_compute",
+    ),
+    Mutant(
+        "what_one_stream_has_waited_for_counts_for_all",
+        LAYERS,
+        "if self._waited.get(stream, -1) < launch:",
+        "if max(self._waited.values(), default=-1) < launch:",
+        f"{LAYER_TESTS}::test_each_of_two_streams_waits_for_a_layer",
+    ),
+    Mutant(
+        "a_step_loads_without_a_fence",
+        f"{ENGINE_CORE}/workerside.py",
+        "layered.load(plan.ops, self.fence())",
+        "layered.load(plan.ops, None)",
+        "tests/service/connectors/engine_core/test_layerwaits.py::test_blocks_are_written_after_the_work_that_the_compute_stream_has_by_then",
+    ),
+    Mutant(
+        "slots_of_a_load_that_vllm_has_no_blocks_for_stay",
+        f"{ENGINE_CORE}/loads.py",
+        "                tracked.had_no_room = True\n                self._drop_begun(tracked)\n",
+        "                tracked.begun = None\n",
+        "tests/service/connectors/vllm/test_attached.py::test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before_a_step",
+    ),
+    Mutant(
+        "a_load_by_layer_of_another_session_is_let_through",
+        "engine/kvstow/attach/worker.py",
+        "            if any(number_of(op.op_id) != self._number for op in ops):\n",
+        "            if False:\n",
+        "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
+    ),
+    Mutant(
+        "a_session_is_settled_while_a_step_needs_it",
+        "engine/kvstow/attach/worker.py",
+        "        left = max(self._settle_at, grace) - now\n",
+        "        left = self._settle_at - now\n",
+        "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
+    ),
+    Mutant(
+        "a_burst_goes_by_layer_after_long_steps",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "min(self._steps, default=0.0) if others else 0.0",
+        "min(self._steps, default=0.0)",
+        "tests/service/connectors/engine_core/test_loadpolicy.py::test_a_burst_after_long_steps_is_a_burst_all_the_same",
     ),
     # -- ops -------------------------------------------------------------------------------------------------
     Mutant(

@@ -281,9 +281,12 @@ class NamespacesView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransfersView:
-    """`pending` counts all of these pools; `items` are the oldest."""
+    """`pending` and `load_choices` count all of these pools; `items` are the oldest. `load_choices`: loads since the
+    start by the way that they went and why, such as `layer_alone`: within the step that computes with it (`layer`) or
+    before it (`async`)."""
 
     pending: PendingTransfers
+    load_choices: dict[str, int]
     items: list[TransferStatus]
 
 

@@ -196,7 +196,7 @@ def overview(given: Readings) -> Overview:
         tiers=Table.of(
             (one for one in given.tier.items if selected in (None, one.pool)), TIERS, lambda one: one.pool in tiers
         ),
-        pending=_pending(given.transfers.pending),
+        pending=(*_pending(given.transfers.pending), *_ways(given.transfers.load_choices)),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
         pool=None if given.pool is None else _pool_overview(given.pool),
     )
@@ -209,6 +209,13 @@ def _memory(given: Readings) -> MemoryBar:
     if given.node:
         progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
     return MemoryBar(populated, target, progress)
+
+
+def _ways(choices: Mapping[str, int]) -> tuple[Row, ...]:
+    """How loads went since the start, and why."""
+    reasons = ", ".join(f"{choice.replace('_', ' ', 1)} {count:,}" for choice, count in choices.items() if count)
+    by_layer = sum(count for choice, count in choices.items() if choice.startswith("layer_"))
+    return (Row("loads by layer", f"{by_layer:,} of {sum(choices.values()):,}", reasons),) if reasons else ()
 
 
 def _pending(pending: PendingTransfers) -> tuple[Row, ...]:

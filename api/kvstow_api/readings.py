@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvstow.stats import DIRECTIONS, PendingTransfers
+from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
@@ -85,7 +85,12 @@ def transfers_view(
         item for pool in pools for item in pool.facade.transfers(scanned or most) if wanted is None or wanted(item)
     ]
     items.sort(key=lambda item: -item.age_seconds)
-    return TransfersView(pending=_sum_of([pool.facade.stats().transfers.pending for pool in pools]), items=items[:most])
+    stats = [pool.facade.stats().transfers for pool in pools]
+    return TransfersView(
+        pending=_sum_of([one.pending for one in stats]),
+        load_choices={choice: sum(one.choices[choice] for one in stats) for choice in LOAD_CHOICES},
+        items=items[:most],
+    )
 
 
 def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:

@@ -93,6 +93,14 @@ def wait_until_usable(started: Started, setup: Setup, patience: float) -> float 
     if setup.connector != "attached":
         return None
     began = time.perf_counter()
+    if setup.ranks > 1:  # their pools are in other processes
+        host = started.engine.llm_engine.engine_core.engine_core.scheduler.connector._host
+        while not host._has_all_memory():
+            if time.perf_counter() - began > patience:
+                raise TimeoutError(f"the ranks had no memory within {patience:g} s")
+            started.engine.generate([{"prompt_token_ids": [5] * 40}], use_tqdm=False)
+            time.sleep(0.05)
+        return time.perf_counter() - began
     while rank_pool().status().pinned_bytes < _ALL * setup.pool_bytes or rank_pool().status().state == "pinning":
         if time.perf_counter() - began > patience:
             raise TimeoutError(f"the pool was not registered within {patience:g} s: {rank_pool().status()}")

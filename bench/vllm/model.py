@@ -21,12 +21,19 @@ class Shape:
     head_size: int
     vocabulary: int
     max_tokens: int = 65536
+    latent: int = 0
+    """Values of a token in a layer's KV with latent attention (MLA); 0: without."""
 
     def token_bytes(self, element_bytes: int = 2) -> int:
         """KV of one token in all layers."""
+        if self.latent:
+            return self.layers * self.latent * element_bytes
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
     def config(self) -> dict[str, object]:
+        return self._config() | (_LATENT if self.latent else {})
+
+    def _config(self) -> dict[str, object]:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -48,9 +55,21 @@ class Shape:
         }
 
 
+_LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1000,
+    "rope_theta": 10000.0,
+}
 SHAPES = {
     "8b": Shape(32, 4096, 14336, 32, 8, 128, 32000),  # pages of 64 KiB, as Llama 3 8B
     "tp8": Shape(80, 2048, 3584, 8, 1, 128, 32000),  # pages of 8 KiB: what one of 8 GPUs has of a 70B model
+    "mla": Shape(27, 2048, 10944, 16, 16, 192, 32000, latent=576),  # as DeepSeek V2 Lite, without experts
     "small": Shape(16, 1024, 2816, 16, 4, 64, 8192),
     "tiny": Shape(4, 256, 512, 4, 2, 64, 1024),
 }

@@ -1,12 +1,13 @@
 """Time to first token of a hit by way of its load: within the step that computes, layer by layer, or before it.
 
-    python3 -m bench.vllm paths [--shape 8b] [--prefix 16000] [--new 7 256 2048] [--graphs full]
-        [--attention FLASH_ATTN] [--rounds 6] [--pool 12] [--out DIR]
+    python3 -m bench.vllm paths [--shape 8b] [--prefix 16000 ...] [--new 7 256 2048] [--graphs full]
+        [--connector attached] [--ranks 2] [--attention FLASH_ATTN] [--rounds 6] [--pool 12] [--out DIR]
 
 One engine. In each round a prompt with a known prefix and new tokens of its own is asked four times: with the prefix in
 host memory only, loaded by layer ("layer"), before the step ("async") and as the policy decides ("auto"); then with the
 prefix on the GPU ("gpu"). The bar of a load by layer is 1.2 times the longer of "gpu" and the prefix on nine tenths of
-the link, and 2 ms. The same few milliseconds of Python are timed beside each: eager steps are as fast as their host.
+the link, and 2 ms. Where the new tokens fill no block, answers of eight tokens by all four ways are compared. The same
+few milliseconds of Python are timed beside each: eager steps are as fast as their host.
 Writes `paths.jsonl` and `paths.md`.
 """
 
@@ -19,7 +20,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,10 @@ from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, w
 from bench.vllm.hits import Client, host_ms, measure_link
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
-from bench.vllm.results import Results, add_engine, make_parser, open_results
+from bench.vllm.results import Results, add_engine, enter_node, make_parser, open_results
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
-_PREFIXES = 3
+_PREFIXES = 2
 _LINK, _FACTOR, _MORE = 0.9, 1.2, 2.0
 PATHS = ("layer", "async", "auto", "gpu")
 
@@ -41,11 +43,14 @@ class Row:
     """Milliseconds to the first token, all of them in turn, by path. `host`: the loop of Python beside each. `cached`:
     the fewest tokens found by a hit. `chosen`: how loads went, and why."""
 
+    prefix: int
     new_tokens: int
     times: dict[str, list[float]]
     host: dict[str, list[float]]
     cached: int
     chosen: dict[str, int]
+    same: int | None = None
+    """Rounds in which all ways gave the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +58,15 @@ class Paths:
     rows: list[Row]
 
 
-def measure(setup: Setup, prefix: int, new: Sequence[int], rounds: int, vocabulary: int) -> Paths:
+def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: int, vocabulary: int) -> Paths:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
     wait_until_usable(started, setup, _PINNING)
     client, chance = Client(started.engine, vocabulary), random.Random(0)
     engine = started.engine.llm_engine.engine_core.engine_core
     policy = engine.scheduler.connector._host.offload.side.policy
-    prefixes = [client.prompt(chance, prefix) for _ in range(_PREFIXES)]
-    for each in prefixes:
-        client.ask(each)
-    client.drain(chance)
 
-    def ask(path: str, start: list[int], tokens: int) -> Any:
+    def ask(path: str, prompt: list[int], tokens: int = 1) -> Any:
         if path != "gpu":
             ends = time.monotonic() + _PATIENCE
             while not started.engine.reset_prefix_cache():  # blocks are being stored
@@ -73,39 +74,58 @@ def measure(setup: Setup, prefix: int, new: Sequence[int], rounds: int, vocabula
                     raise TimeoutError("the GPU's prefix cache cannot be emptied")
                 started.engine.llm_engine.step()
             policy._path = path
-        return client.ask(start + client.prompt(chance, tokens))
+        return client.ask(prompt, tokens)
+
+    def gave_the_same(start: list[int], tokens: int) -> bool:
+        prompt = start + client.prompt(chance, tokens)
+        return len({ask(path, prompt, 8).tokens for path in PATHS}) == 1
 
     rows = []
-    for tokens in new:
-        times, host = ({path: list[float]() for path in PATHS} for _ in range(2))
-        cached = prefix
-        policy.counts.clear()
-        for number in range(rounds + 1):
-            for path in PATHS:
-                answer = ask(path, prefixes[number % _PREFIXES], tokens)
-                if number:  # the first one compiles kernels
-                    times[path].append(answer.seconds * 1e3)
-                    host[path].append(host_ms())
-                    cached = min(cached, answer.cached)
-        chosen = {f"{'layer' if one.by_layer else 'async'}, {one.reason}": n for one, n in policy.counts.items()}
-        rows.append(Row(tokens, times, host, cached, chosen))
+    for prefix in lengths:
+        prefixes = [client.prompt(chance, prefix) for _ in range(_PREFIXES)]
+        for each in prefixes:
+            client.ask(each)
+        client.drain(chance)
+        for tokens in new:
+            times, host = ({path: list[float]() for path in PATHS} for _ in range(2))
+            cached = prefix
+            policy.counts.clear()
+            for number in range(rounds + 1):
+                for path in PATHS:
+                    answer = ask(path, prefixes[number % _PREFIXES] + client.prompt(chance, tokens))
+                    if number:  # the first one compiles kernels
+                        times[path].append(answer.seconds * 1e3)
+                        host[path].append(host_ms())
+                        cached = min(cached, answer.cached)
+            chosen = {one.label: count for one, count in policy.counts.items()}
+            same = None
+            if tokens < block_tokens():
+                same = sum(gave_the_same(prefixes[number % _PREFIXES], tokens) for number in range(rounds))
+            rows.append(Row(prefix, tokens, times, host, cached, chosen, same))
     return Paths(rows)
 
 
-def table(title: str, prefix_bytes: int, link: float | None, rows: Sequence[Row]) -> Table:
-    on_link = None if link is None else prefix_bytes / link / 1e6
-    head = ["new tokens", "on the GPU, ms", "by layer, ms", "before the step, ms", "by the policy, ms"]
-    head += ["layer / before", "of its bar", "loop of the host, ms"]
+def table(title: str, token_bytes: int, link: float | None, rows: Sequence[Row]) -> Table:
+    head = [
+        "prefix, new tokens",
+        "on the link, ms",
+        "on the GPU, ms",
+        "by layer, ms",
+        "before the step, ms",
+        "by the policy, ms",
+    ]
+    head += ["layer / before", "of its bar", "same answers", "loop of the host, ms"]
     lines = []
     for row in rows:
+        on_link = None if link is None else row.prefix * token_bytes / link / 1e6
         found = {path: statistics.median(times) for path, times in row.times.items()}
         bar = None if on_link is None else _FACTOR * max(found["gpu"], on_link / _LINK) + _MORE
         of_bar = "" if bar is None else f"{found['layer'] / bar:.2f}, {verdict(found['layer'] <= bar)}"
         cells = [f"{found[p]:.1f} ({min(row.times[p]):.1f} to {max(row.times[p]):.1f})" for p in ("gpu", *PATHS[:3])]
         loops = " / ".join(f"{statistics.median(row.host[path]):.1f}" for path in ("gpu", *PATHS[:3]))
-        lines.append([str(row.new_tokens), *cells, f"{found['layer'] / found['async']:.2f}", of_bar, loops])
-    if on_link is not None:
-        title += f", {on_link:.1f} ms on the link"
+        first = [f"{row.prefix:,}, {row.new_tokens:,}", "" if on_link is None else f"{on_link:.1f}"]
+        lines.append([*first, *cells, f"{found['layer'] / found['async']:.2f}", of_bar])
+        lines[-1] += ["" if row.same is None else f"{row.same} of {len(row.times['gpu'])}", loops]
     return Table(title, head, lines)
 
 
@@ -120,36 +140,39 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace, model: Path, results: Results, link: float | None) -> None:
     shape = SHAPES["tiny" if options.tiny else options.shape]
-    prefix, new = (640, [7, 64]) if options.tiny else (options.prefix, options.new)
-    longest = prefix + max(new) + 64
+    lengths, new = ([320, 640], [7, 64]) if options.tiny else (options.prefix, options.new)
+    longest = max(lengths) + max(new) + 64
     write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
     setup = Setup(
         model,
-        "kvstow",
+        options.connector,
         pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
         max_tokens=longest,
-        gpu_blocks=2 * longest // block_tokens() + 256,
+        gpu_blocks=2 * (longest + 1024) // block_tokens() + 256,
         graphs=options.graphs,
         attention=options.attention,
-        extra={"load_path": "auto", **options.extra},
+        ranks=options.ranks,
+        extra=options.extra,
     )
-    found = results.attempt(
-        "paths",
-        lambda: run(_TIMEOUT, measure, setup, prefix, new, options.rounds, shape.vocabulary),
-        shape=options.shape,
-        graphs=options.graphs,
-        attention=options.attention,
-    )
+    arguments = lengths, new, options.rounds, shape.vocabulary
+    labels = {name: getattr(options, name) for name in ("shape", "connector", "ranks", "graphs", "attention")}
+    with ExitStack() as stack:
+        if options.connector == "attached":
+            setup = replace(setup, node=enter_node(stack, setup.pool_bytes).node)
+        found = results.attempt("paths", lambda: run(_TIMEOUT, measure, setup, *arguments), **labels)
     if found is not None:
-        title = f"{options.shape}, a prefix of {prefix} tokens, {options.attention}, graphs: {options.graphs}"
-        results.show(table(title, prefix * shape.token_bytes(), link, found.rows))
+        title = f"{options.shape}, {options.connector}, {options.attention}, graphs: {options.graphs}"
+        title += f", {options.ranks} GPUs" if options.ranks > 1 else ""
+        results.show(table(title, shape.token_bytes(), link, found.rows))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("paths", __doc__, shape=True)
-    parser.add_argument("--prefix", type=int, default=16000, help="tokens; default: %(default)s")
+    parser.add_argument("--prefix", type=int, nargs="+", default=[16000], help="tokens; default: 16000")
     parser.add_argument("--new", type=int, nargs="+", default=[7, 256, 2048], help="tokens after it")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--connector", choices=["kvstow", "attached"], default="kvstow")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallel)")
     parser.add_argument("--attention", default=ATTENTION, help="vLLM's attention backend; default: %(default)s")
     parser.add_argument("--pool", type=float, default=12.0, metavar="GIB", help="host memory")
     add_engine(parser, graphs="none")

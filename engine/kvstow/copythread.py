@@ -219,6 +219,8 @@ class CopyThread:
     def _begin(self, copy: PendingOp) -> Completion | None:
         if copy.ticket is None:
             op, after = copy.op, copy.after
+            if not op.slots:  # it was given up before it began
+                return Completion(op.op_id, "done")
             copy.queue_seconds = self._clock() - copy.submitted
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)

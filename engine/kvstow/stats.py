@@ -32,6 +32,19 @@ STORE_OUTCOMES = (
     "failed",
 )
 EVICTION_REASONS = ("capacity", "operator", "purge", "resize", "load_failed", "rank_restart")
+LOAD_CHOICES = (
+    "layer_alone",
+    "layer_budget",
+    "layer_setting",
+    "async_budget",
+    "async_burst",
+    "async_whole_prompt",
+    "async_no_room",
+    "async_setting",
+    "async_engine",
+    "async_rank",
+)
+"""Which way a load went, and why: by layer, within the step that computes with it, or before that step (async)."""
 ERRORS = (
     "store_failed",
     "load_failed",
@@ -163,6 +176,8 @@ class TransferStats:
     pending: PendingTransfers = PendingTransfers(0, 0, 0, 0, 0, 0, 0.0, 0)
     load: DirectionStats = field(default_factory=DirectionStats)
     store: DirectionStats = field(default_factory=DirectionStats)
+    choices: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOAD_CHOICES, 0))
+    """Loads that began, by `LOAD_CHOICES`."""
 
     def of(self, direction: Direction) -> DirectionStats:
         return self.load if direction == "load" else self.store

@@ -32,6 +32,7 @@ parse: Parse = parse_untyped
 
 FAMILIES = {
     "counter": """
+        kvstow_loads_begun
         kvstow_transfers kvstow_transfer_blocks kvstow_transfer_bytes kvstow_transfer_busy_seconds kvstow_query_tokens
         kvstow_hit_tokens kvstow_miss_tokens kvstow_lookups kvstow_store_blocks kvstow_evicted_blocks
         kvstow_evicted_bytes kvstow_allocation_failures kvstow_fallbacks kvstow_pin_failures kvstow_events_dropped

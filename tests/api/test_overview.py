@@ -50,7 +50,11 @@ READINESS = ReadinessView(
     memory=MemoryStatus(8 * GIB, 8 * GIB),
 )
 TRANSFER = decode(TransferStatus, EXAMPLES["TransferStatus"])
-TRANSFERS = TransfersView(pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]), items=[TRANSFER])
+TRANSFERS = TransfersView(
+    pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]),
+    load_choices={"layer_alone": 7, "async_burst": 1200},
+    items=[TRANSFER],
+)
 
 
 def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
@@ -209,3 +213,8 @@ def test_ranks_of_several_sessions_are_told_apart() -> None:
     ranks = [replace(RANK, session=session, host="node-7", pid=1, device=None) for session in ("s1", "s2")]
     assert [row.place for row in rank_rows(ranks)] == ["s1, node-7, pid 1", "s2, node-7, pid 1"]
     assert [row.place for row in rank_rows(ranks[:1])] == ["node-7, pid 1"]
+
+
+def test_how_loads_went_and_why_is_beside_what_is_in_flight() -> None:
+    rows = {row.name: row for row in overview(readings([POOL])).pending}
+    assert rows["loads by layer"][1:] == ("7 of 1,207", "layer alone 7, async burst 1,200")

@@ -458,3 +458,9 @@ def test_nothing_is_driven_after_the_end(harness: Harness) -> None:
     harness.submit(1)
     harness.copies.drive()
     assert harness.device.launch_error is not None
+
+
+def test_an_op_that_was_given_up_ends_without_the_device(harness: Harness) -> None:
+    harness.copies.submit([Op(1, "load", (), ())], None)
+    assert harness.completions(1) == [Completion(1, "done")]
+    assert harness.held == []

@@ -15,7 +15,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaFence, DriverError
 from kvstow.layout import Part, Span
-from kvstow.messages import Op
+from kvstow.messages import Op, StepPlan
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]
@@ -191,3 +191,152 @@ def test_a_blocking_copy(make_rank: MakeRank, finish: Finish) -> None:
     rank.scramble()
     rank.device.load_now([4, 5, 6, 7], range(4), None)
     assert np.array_equal(rank.blocks([4, 5, 6, 7]), expected)
+
+
+@pytest.mark.parametrize(("patient", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["at its end", "control"])
+def test_a_slot_gets_other_bytes_when_the_kernel_has_read_it(
+    patient: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+) -> None:
+    """The control plane gives a slot away when its load is complete."""
+    rank = make_rank([8192] * 4)
+    rank.tensors[3].fill_(7)  # the driver loads the kernel now, which it could not beside the latch's
+    expected = rank.blocks(range(4))
+    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
+    stored, found = iter(range(1_000_000, 2_000_000)), 0
+
+    def store(source: int) -> None:
+        plane.submit(StepPlan((Op(next(stored), "store", tuple(range(source, source + 4)), tuple(range(4))),)))
+
+    try:
+        assert plane.layered is not None
+        for number in range(_ROUNDS):
+            for tensor in rank.tensors:
+                tensor[4:8].fill_((number + 1) % 256)
+            store(0)
+            _end_of(plane, 1)
+            latch.close()
+            load = plane.layered.load(
+                (Op(number + 1, "load", (8, 9, 10, 11), tuple(range(4))),), CudaFence.record(latch.stream)
+            )
+            assert load is not None
+            if not patient:
+                store(4)
+                _end_of(plane, 1)
+            latch.open()
+            _end_of(plane, 1)
+            if patient:
+                store(4)
+                _end_of(plane, 1)
+            found += not np.array_equal(rank.blocks((8, 9, 10, 11)), expected)
+        assert found == wrong
+    finally:
+        latch.open()
+        plane.close()
+
+
+def _end_of(plane: DataPlane, number: int) -> None:
+    """Wait until so many ops are complete."""
+    deadline = time.monotonic() + _PATIENCE
+    while number:
+        assert time.monotonic() < deadline
+        plane.wait_completions(1.0)
+        marks = [one.mark for one in plane.take_completions()]
+        assert "failed" not in marks
+        number -= marks.count("done")
+
+
+@pytest.mark.parametrize("graphs", ["piecewise", "full"])
+@pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, 50)], ids=["waits", "control"])
+def test_graphs_that_read_the_pages_are_replayed_behind_them(
+    graphs: str, waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+) -> None:
+    """A piece for each layer waits for that layer; a graph of all layers waits for all of them."""
+    rank = make_rank([8192] * 4)
+    expected = rank.blocks(range(4))
+    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    compute: Any = _new_stream()
+    seen = [torch.zeros((4, 8192), dtype=torch.uint8, device="cuda") for _ in range(4)]
+    pieces = [[part] for part in range(4)] if graphs == "piecewise" else [list(range(4))]
+    captured = []
+    for part in range(4):  # the driver loads the kernels now
+        seen[part].copy_(rank.tensors[part][:4])
+    torch.cuda.synchronize()
+    for piece in pieces:
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=compute):
+            for part in piece:
+                seen[part].copy_(rank.tensors[part][:4])
+        graph.replay()
+        captured.append((graph, piece[-1]))
+    torch.cuda.synchronize()
+    found = 0
+    for _ in range(50):
+        rank.scramble()
+        latch.close()
+        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
+        with torch.cuda.stream(compute):
+            for graph, part in captured:
+                if waits:
+                    load.wait(part)
+                graph.replay()
+        if not waits:
+            compute.synchronize()
+        latch.open()
+        torch.cuda.synchronize()
+        found += not np.array_equal(torch.cat(seen, dim=1).cpu().numpy(), expected)
+        _end(rank, load)
+    assert found == wrong
+
+
+def test_two_loads_of_one_step_and_one_of_the_next(make_rank: MakeRank, latch: Any, finish: Finish) -> None:
+    rank = make_rank([8192, 1000, 4096], blocks=16, slots=16)
+    expected = rank.blocks(range(16))
+    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+    rank.scramble()
+    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
+    try:
+        assert plane.layered is not None
+        latch.close()
+        fence = CudaFence.record(latch.stream)
+        ops = [
+            Op(one, "load", tuple(range(4 * one, 4 * one + 4)), tuple(range(4 * one, 4 * one + 4))) for one in range(3)
+        ]
+        first, second = plane.layered.load(ops[:2], fence), plane.layered.load(ops[2:], fence)
+        assert first is not None
+        assert second is not None
+        latch.open()
+        second.wait(2)  # loads of a rank end in the order in which they began
+        assert np.array_equal(rank.blocks(range(12)), expected[:12])
+        _end_of(plane, 3)
+    finally:
+        latch.open()
+        plane.close()
+
+
+@pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["waits", "control"])
+def test_blocks_of_a_request_that_is_gone_are_written_behind_its_load(
+    waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+) -> None:
+    """It was aborted or preempted behind its step, and another request computes into its blocks. The step has ended
+    with a wait for all of its load."""
+    rank = make_rank([8192] * 4)
+    rank.tensors[3].fill_(7)  # the driver loads the kernel now, which it could not beside the latch's
+    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    compute: Any = _new_stream()
+    found = 0
+    for number in range(_ROUNDS):
+        rank.scramble()
+        latch.close()
+        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
+        with torch.cuda.stream(compute):
+            if waits:
+                load.wait(3)
+            for tensor in rank.tensors:
+                tensor[:4].fill_(number % 256)
+        if not waits:
+            compute.synchronize()
+        latch.open()
+        torch.cuda.synchronize()
+        found += not (rank.blocks(range(4)) == number % 256).all()
+        _end(rank, load)
+    assert found == wrong

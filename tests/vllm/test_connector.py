@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstow.errors import ConfigError
-from kvstow.messages import DesiredState, StepPlan
+from kvstow.errors import ConfigError, CopyError
+from kvstow.messages import DesiredState, LoadLaunch, StepPlan
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core import connector as shared
 from kvstow_service.connectors.engine_core import embeddedschedulerhost
@@ -271,3 +271,52 @@ def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
         hook(scheduler.build_connector_meta(None))
     assert [metadata.admin for metadata in followed] == [address, address]
     assert [metadata.desired for metadata in followed] == [wanted, {}]
+
+
+def test_a_step_that_cannot_load_what_it_computes_with_says_so_apart_from_launches() -> None:
+    """What a rank launches for a device on JAX is another thing than why a step is lost."""
+    made, worker = (
+        make_scheduler(),
+        make(make_config(setup := Setup("lost"), lock=False), setup, KVConnectorRole.WORKER),
+    )
+    side = SimpleNamespace(plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {}))
+    made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=lambda reason: None))
+    made._num_layered = 1
+    metadata = made.build_connector_meta(None)
+    assert (metadata.lost, metadata.launches) == ("the plan of the step is incomplete", ())
+    followed: list[KVStowMetadata] = []
+    worker._rank = SimpleNamespace(follow=followed.append)
+    with pytest.raises(CopyError, match="the plan of the step is incomplete"):
+        worker.bind_connector_metadata(metadata)
+    assert followed == []
+    whole = KVStowMetadata(launches=(LoadLaunch(1, 2, 0, 1),))
+    worker.bind_connector_metadata(whole)
+    assert followed == [whole]
+    assert made.build_connector_meta(None).lost is None, "it was of that step alone"
+
+
+def test_the_ticket_of_a_step_is_that_of_the_session_in_which_its_loads_began() -> None:
+    """Planning may begin another session, and ranks leave the old one when they get its ticket."""
+    made = make_scheduler()
+    tickets = ["old", "new"]
+
+    def plan(step: Any) -> PlannedStep:
+        tickets.pop(0)
+        return PlannedStep(1, StepPlan(), StepPlan(), (), {})
+
+    made._host = SimpleNamespace(
+        ask=lambda what, call, otherwise: plan(None),
+        address_for_remote_ranks=None,
+        take_desired=dict,
+        time_step=lambda step: 0,
+    )
+    type(made._host).ticket = property(lambda self: tickets[0])
+    try:
+        assert made.build_connector_meta(None).ticket == "old"
+    finally:
+        del type(made._host).ticket
+
+
+def test_cuda_graphs_stay_whole() -> None:
+    """A full graph calls no hooks: its step waits for the load before the replay."""
+    assert not connector.KVStowConnector.requires_piecewise_for_cudagraph({})

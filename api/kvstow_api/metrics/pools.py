@@ -128,6 +128,16 @@ def transfer_families(taken: Snapshots) -> Iterator[Metric]:
     ended = [((*values, name), one.transfers.of(name)) for values, one in stats for name in DIRECTIONS]
     results = [((*values, result), getattr(one, result)) for values, one in ended for result in ("ok", "error")]
     yield counter("kvstow_transfers", "Ops that ended, by result", [*POOL, "direction", "result"], results)
+    yield counter(
+        "kvstow_loads_begun",
+        "Loads that began, by their way (layer: within the step that computes with it; async: before it) and why",
+        [*POOL, "path", "reason"],
+        [
+            ((*values, *choice.split("_", 1)), count)
+            for values, one in stats
+            for choice, count in one.transfers.choices.items()
+        ],
+    )
 
 
 def token_families(taken: Snapshots) -> Iterator[Metric]:

@@ -39,6 +39,7 @@ from kvstow.attach.wire import (
 )
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
 from kvstow.plaintext import plain
+from kvstow.stats import LOAD_CHOICES
 
 
 class Hold(IntEnum):
@@ -111,13 +112,20 @@ class Release(Packed, frozen=True):
 
 
 class BeginLoad(Packed, frozen=True):
-    """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease."""
+    """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease. `choice`: one of
+    `LOAD_CHOICES`, which is counted."""
 
     KIND: ClassVar = Kind.BEGIN_LOAD
     lease_id: U64
     first: U32
     count: U32
     request_id: Text = ""
+    choice: Text = "async_engine"
+
+    def check(self) -> None:
+        if self.choice not in LOAD_CHOICES:
+            raise ValueError(f"the choice is {self.choice}; allowed: {', '.join(LOAD_CHOICES)}")
+        super().check()
 
 
 class LoadBegun(Packed, frozen=True):

@@ -245,13 +245,20 @@ class AttachedEngine:
             self._tell(Release((count_of(lease.lease_id),)))
 
     def begin_load(
-        self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = ""
+        self,
+        lease: Lease,
+        blocks: Sequence[int],
+        *,
+        first: int = 0,
+        request_id: str = "",
+        choice: str = "async_engine",
     ) -> Answer[Op | None]:
         """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. Uses up the lease. The value
-        is None if the service disconnected, or refused because the lease was broken; release the lease then."""
+        is None if the service disconnected, or refused because the lease was broken; release the lease then.
+        `choice`: one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
             return _failed("the session of the lease has ended")
-        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), request_id)
+        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), request_id, choice)
         return self._ask(call, partial(self._read_load, tuple(blocks), request_id), None)
 
     # -- store ----------------------------------------------------------------------------------------------

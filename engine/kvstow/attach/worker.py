@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -32,9 +32,11 @@ from kvstow.attach.channel import Channel, Frame, close_fds
 from kvstow.attach.connection import AttachConnection, Call
 from kvstow.attach.hello import Hello, SessionTicket, Welcome, number_of
 from kvstow.attach.wire import Kind
-from kvstow.errors import AttachError, KvstowError, PinError
+from kvstow.errors import AttachError, CopyError, KvstowError, PinError
 from kvstow.messageorder import is_news
-from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
+
+_T = TypeVar("_T")
 
 
 class Fence(Protocol):
@@ -108,6 +110,14 @@ class OpGate:
             self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in wanted if op not in ops]
             if ops:  # under the lock: no op may enter after `shut`
                 self._plane.submit(StepPlan(ops), after)
+
+    def pass_through(self, ops: Sequence[Op], start: Callable[[], _T]) -> _T:
+        """Call `start`, which starts ops that cannot be refused any more: a computation waits for them. Raises
+        `CopyError` if they are of another session all the same, and calls nothing."""
+        with self._lock:  # no op may enter after `shut`
+            if any(number_of(op.op_id) != self._number for op in ops):
+                raise CopyError(_REFUSED)
+            return start()
 
     def take_completions(self) -> list[Completion]:
         with self._lock:
@@ -230,7 +240,10 @@ LEAVING_SECONDS = 0.005
 IDLE_SECONDS = 60.0
 """How long to rest without a session to join; a ticket ends it early."""
 GRACE_SECONDS = 1.0
-"""How long after the end of a session its ops are let through: the host may have some that it has not submitted yet."""
+"""How long after the end of a session, and after the last step of the host, ops of the session are let through: the
+host may have some that it has not submitted yet. A step that computes with what it loads cannot go on without it."""
+LONGEST_GRACE_SECONDS = 60.0
+"""The limit of that for a host that is always busy. It gets the ticket of the next session long before."""
 FAREWELL_SECONDS = 5.0
 """The pause between two messages that all copies of a lost session have ended."""
 FAULT_SECONDS = 1.0
@@ -247,10 +260,10 @@ class AttachedWorker:
     `launched`, `drive`).
 
     A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
-    later, or with the next ticket, the worker refuses ops of the old session, waits for its copies to end, and says so
-    to the service. For that it needs no ticket: an engine that has no requests takes no step, and would keep the
-    service from reusing what it may still use. The memory that it has mapped stays if the service grants the same
-    again, as after a restart with a keeper. It lets go of the rest.
+    after that and after the host's last step, or with the next ticket, the worker refuses ops of the old session, waits
+    for its copies to end, and says so to the service. For that it needs no ticket: an engine that has no requests takes
+    no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if the
+    service grants the same again, as after a restart with a keeper. It lets go of the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.
@@ -286,6 +299,8 @@ class AttachedWorker:
         self._was_attached = self._is_over = False
         """Whether it has joined the session of `_ticket`, and whether that session has ended."""
         self._clock = clock
+        self._in_step, self._stepped_at = False, float("-inf")
+        self._ended_at = 0.0
         self._settle_at = 0.0
         """When to say next that all copies of the session that is over have ended."""
         self._settled: tuple[str, ...] = ()
@@ -313,6 +328,18 @@ class AttachedWorker:
         if ticket is not None and ticket.number > self._newest.number:
             self._newest = ticket
             self._wake_up()
+
+    def begin_step(self) -> None:
+        """The host has begun a step."""
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """The step has ended."""
+        self._in_step, self._stepped_at = False, self._clock()
+
+    def load_now(self, ops: Sequence[Op], start: Callable[[], _T]) -> _T:
+        """Call `start`, which starts the loads of a step that computes with them. See `OpGate.pass_through`."""
+        return self._gate.pass_through(ops, start)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Like `DataPlane.submit`. Ops of a session that this rank is not in fail. Stores that rank 0 makes for all
@@ -451,7 +478,10 @@ class AttachedWorker:
     def _settle(self) -> float:
         """The session is over, and there is no ticket yet: say that its copies have ended. Again and again, because
         nobody answers, and the service that has to know may come later. Returns the seconds until the next time."""
-        left = self._settle_at - self._clock()
+        now = self._clock()
+        last_step = now if self._in_step else self._stepped_at
+        grace = min(last_step + GRACE_SECONDS, self._ended_at + LONGEST_GRACE_SECONDS)
+        left = max(self._settle_at, grace) - now
         if left > 0:
             return left
         self._gate.shut()
@@ -481,5 +511,6 @@ class AttachedWorker:
 
     def _end_session(self) -> None:
         self._is_over = True
-        self._settle_at = self._clock() + GRACE_SECONDS
+        self._ended_at = self._clock()
+        self._settle_at = self._ended_at + GRACE_SECONDS
         self._calls.end_session()

@@ -223,9 +223,17 @@ class Session:
             if self.leases.end(lease):
                 pool.unhold(lease.slots)
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+    def begin_load(
+        self,
+        lease: Lease,
+        blocks: Sequence[int],
+        *,
+        first: int = 0,
+        request_id: str = "",
+        choice: str = "async_engine",
+    ) -> Op:
         """Plan to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease: its slots are kept
-        until the load ends.
+        until the load ends. `choice`: one of `LOAD_CHOICES`.
 
         Raises `LeaseError` if the lease has ended, or if a rank has lost its memory since (then release it), and
         `InvalidRequestError` for no blocks, or more than the lease has from `first` on.
@@ -242,6 +250,7 @@ class Session:
             if self.leases.is_broken(lease):
                 raise LeaseError(f"lease {lease.lease_id} is broken: a rank has lost its memory since it was given")
             self.leases.end(lease)
+            pool.counters.transfers.choices[choice] += 1
             end = first + len(blocks)
             return self.ops.start(
                 "load",

@@ -164,7 +164,7 @@ class CpuDevice:
             for number, start, size in part:
                 kv, offset = self._pages[number]
                 pages = kv[run.block : run.block + run.length, start : start + size]
-                pages[:] = rows_at(run.place + offset + start, run.length, stride, pages)
+                _load_run(pages, rows_at(run.place + offset + start, run.length, stride, pages))
 
     def advance(self) -> None:
         """Copies run in `CpuTicket.poll`."""

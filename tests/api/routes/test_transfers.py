@@ -29,7 +29,7 @@ async def test_transfers_are_shown_oldest_first(
     ranks.store(keys[:2])
     store = ranks.begin_store(keys[2:5])
     clock.advance(1.0)
-    load = engine.begin_load(engine.acquire(keys[:2]), [7, 8], request_id="r-load")
+    load = engine.begin_load(engine.acquire(keys[:2]), [7, 8], request_id="r-load", choice="layer_alone")
     engine.complete(0, "boot-0", [Completion(store.op_id, "done")])
     body = (await client.get("/v1/transfers")).json()
     assert body["pending"] == {
@@ -42,6 +42,7 @@ async def test_transfers_are_shown_oldest_first(
         "oldest_seconds": 1.0,
         "stuck": 0,
     }
+    assert {choice: count for choice, count in body["load_choices"].items() if count} == {"layer_alone": 1}
     assert body["items"] == [
         {
             "op_id": store.op_id,

@@ -73,6 +73,7 @@ MESSAGES: list[Any] = [
     calls.LookupPrompt([b"12", b"\0\0\0"]),
     calls.Release((1, 2**63)),
     calls.BeginLoad(9, 2, 3, "request-ä"),
+    calls.BeginLoad(9, 2, 3, "r", "layer_budget"),
     calls.LoadBegun(2**40, (5, 4, 3)),
     calls.BeginStore([b"12", b"\0\0"], "r"),
     StoreBegun(7, (0, 2), (11, 12), (3,), {"skipped_already_cached": 1}, 99),

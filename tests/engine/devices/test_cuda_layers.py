@@ -95,6 +95,37 @@ def test_a_layer_waits_for_its_own_part_and_for_none_behind_it(cuda: Any, rank: 
     cuda.run()
 
 
+@pytest.mark.usefixtures("one_part_a_launch")
+def test_each_of_two_streams_waits_for_a_layer(
+    cuda: Any, rank: Any, compute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two micro-batches, whose threads launch the same layers: what one has waited for says nothing of the
+    other."""
+    _, other = cuda.cuStreamCreateWithPriority(0, 0)
+    blocks, first, second = [4, 5, 6, 7], dict[int, list[bytes]](), dict[int, list[bytes]]()
+    load = rank.device.load_layers(blocks, range(4), None)
+    for stream, seen in ((compute, first), (other, second)):
+        monkeypatch.setattr(rank.device._layers, "_compute", lambda stream=stream: stream)
+        monkeypatch.setattr(load, "_compute", lambda stream=stream: stream)
+        load.wait(2)
+        stream.work.append(("layer", _reader(rank, 2, blocks, seen), []))
+    cuda.run(compute, other)
+    assert (first, second) == ({}, {})
+    cuda.run()
+    assert first == second == {2: _parts_of(rank, 2)}
+
+
+@pytest.mark.usefixtures("one_part_a_launch")
+def test_a_stream_waits_for_a_launch_once(cuda: Any, rank: Any, compute: Any) -> None:
+    """Launches end in their order, and each wait costs the host as much as a layer's launch."""
+    load = rank.device.load_layers([4, 5, 6, 7], range(4), None)
+    for part in (2, 1, 2, 0):
+        load.wait(part)
+    assert len(compute.work) == 1
+    load.wait(3)
+    assert len(compute.work) == 2
+
+
 def test_small_parts_share_a_launch(cuda: Any, rank: Any) -> None:
     load = rank.device.load_layers([4, 5, 6, 7], range(4), None)
     assert [name for stream in cuda.streams for name in stream.names].count("fetch") == 1

@@ -26,6 +26,7 @@ from kvstow.attach.hello import SessionTicket, unique_id
 from kvstow.attach.peer import Peer
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
+from kvstow.errors import CopyError
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
@@ -375,6 +376,39 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
     rank.device.ticket(load).finish()
     wait_until(lambda: node.events("over"))
     assert rank.worker.faults == 0
+
+
+def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
+    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step was planned in a session that has ended meanwhile, and cannot go on without its loads."""
+    monkeypatch.setattr("kvstow.attach.worker.GRACE_SECONDS", 0.001)
+    turns, settle = list[float](), rank.worker._settle
+
+    def turn() -> float:
+        turns.append(settle())
+        return turns[-1]
+
+    monkeypatch.setattr(rank.worker, "_settle", turn)
+    rank.worker.begin_step()
+    engine.close()
+    wait_until(lambda: len(turns) > 3)
+    load = Op(unique_id(1, 1), "load", (1,), (0,))
+    assert rank.worker.load_now((load,), lambda: "begun") == "begun"
+    rank.worker.end_step()
+    wait_until(lambda: node.events("over"))
+    with pytest.raises(CopyError, match="the session of this op has ended"):
+        rank.worker.load_now((load,), lambda: pytest.fail("an op of another session was let through"))
+
+
+def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer(
+    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GRACE_SECONDS", "LONGEST_GRACE_SECONDS"):
+        monkeypatch.setattr(f"kvstow.attach.worker.{name}", 0.01)
+    rank.worker.begin_step()
+    engine.close()
+    wait_until(lambda: node.events("over"))
 
 
 def test_a_service_that_comes_later_hears_it_too(

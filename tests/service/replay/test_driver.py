@@ -309,7 +309,7 @@ def test_failed_stores_are_counted_and_missed_later(conversations: list[TraceReq
 
 def test_a_broken_lease_is_a_miss(conversations: list[TraceRequest]) -> None:
     class Breaking(OffloadEngine):
-        def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+        def begin_load(self, lease: Lease, blocks: Sequence[int], **options: Any) -> Op:
             raise LeaseError("broken")
 
     with bench(conversations, engine_type=Breaking) as parts:
@@ -400,7 +400,7 @@ def test_a_stop_gives_up_what_does_not_finish_in_time(conversations: list[TraceR
 
 def test_an_engine_error_gives_leases_and_blocks_back(conversations: list[TraceRequest]) -> None:
     class Failing(OffloadEngine):
-        def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+        def begin_load(self, lease: Lease, blocks: Sequence[int], **options: Any) -> Op:
             self.release_lease(lease)
             raise InvalidRequestError("defect")
 

@@ -38,6 +38,7 @@ class Host:
 
     def __init__(self, setup: Setup, random: Random, stream: ComputeStream, patch: pytest.MonkeyPatch) -> None:
         self.extra_config: dict[str, Any] = {
+            "load_path": "async",
             "cpu_bytes_to_use": setup.slots * _SLOT_BYTES * setup.ranks,
             "lazy_offload": setup.lazy,
             "lock": False,

@@ -30,7 +30,8 @@ PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])  # pages.cu
 
 _THREAD_BLOCKS, _THREADS = 4, 512
 _WARPS = _THREADS // 32
-_LEAST_BYTES = 1 << 20  # of a launch: 20 us on the link, while one launch costs the host 10 us
+_LEAST_BYTES = 4 << 20  # of a launch: 80 us on the link; a launch and the waits for it cost the host 30 us
+_MOST_LAUNCHES = 32  # of a load: each delays the computation by its own part at most
 _AT_A_TIME = 4  # loads; a host is two steps ahead of the device at most, with one load in each
 
 
@@ -81,10 +82,15 @@ class CudaLayeredLoad:
         self.ticket = LayerTicket()
         self.events: list[Handle] = []
         self.launches: list[int] = []
+        self._waited: dict[Handle, int] = {}
+        """By stream, the last launch that it waits for: launches end in their order."""
 
     def wait(self, part: int) -> None:
-        with self._context.current():
-            self._context.driver.wait_event(self._compute(), self.events[self.launches[part]])
+        stream, launch = self._compute(), self.launches[part]
+        if self._waited.get(stream, -1) < launch:
+            with self._context.current():
+                self._context.driver.wait_event(stream, self.events[launch])
+            self._waited[stream] = launch
 
     def __del__(self) -> None:
         for event in getattr(self, "events", ()):
@@ -175,11 +181,12 @@ class LayerLoader:
         driver.record_event(buffers.finished, stream)
 
     def _launch_ends(self, num_blocks: int) -> list[int]:
-        """The end of each launch, as a number of parts: each has a megabyte to copy, but for the last one."""
+        """The end of each launch, as a number of parts. Each but the last has `_LEAST_BYTES` or more to copy."""
         ends, size = [], 0
+        least = max(_LEAST_BYTES, sum(self._part_bytes) * num_blocks // _MOST_LAUNCHES)
         for number, part_bytes in enumerate(self._part_bytes):
             size += part_bytes * num_blocks
-            if size >= _LEAST_BYTES or number == len(self._part_bytes) - 1:
+            if size >= least or number == len(self._part_bytes) - 1:
                 ends.append(number + 1)
                 size = 0
         return ends

@@ -212,6 +212,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         host = self._host
+        ticket = host.ticket  # first: planning may begin a session, and ranks leave the old one when they are told
         plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
@@ -220,7 +221,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._lost, self._num_layered = None, 0
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
             lost = "the plan of the step is incomplete"
-        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket, timed, lost=lost)
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), ticket, timed, lost=lost)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

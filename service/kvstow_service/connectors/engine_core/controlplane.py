@@ -83,7 +83,7 @@ class ControlPlane(Protocol):
     """Used only by the scheduler's thread. An embedded engine answers at once; the node service answers after a later
     `step`.
 
-    Only `wait` waits, for a fraction of a millisecond in each step.
+    Only `wait` waits, for a fraction of a millisecond in each step, and `wait_for_slots`, for 2 ms at most.
     """
 
     @property
@@ -96,13 +96,23 @@ class ControlPlane(Protocol):
     def wait(self, answer: Awaited[object]) -> bool:
         """Wait for an answer, as long as this step may wait. Returns whether it has arrived."""
 
+    @property
+    def begins_loads_at_once(self) -> bool:
+        """Whether `begin_load` answers before it returns. Otherwise the slots of a load by layer are asked for before
+        vLLM is told of it: its step cannot wait for them."""
+
+    def wait_for_slots(self, answer: Awaited[Op | None]) -> bool:
+        """Like `wait`, for such a load."""
+
     def hit_finder(self, groups: KVGroups) -> HitFinder: ...
 
     # Loads and stores: see `OffloadEngine`.
 
     def release_lease(self, lease: Lease) -> None: ...
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
+    ) -> Awaited[Op | None]:
         """The value is None if the lease has ended; nothing is held in that case."""
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]: ...
@@ -152,15 +162,20 @@ class EmbeddedControl:
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done
 
+    begins_loads_at_once = True
+    wait_for_slots = wait
+
     def hit_finder(self, groups: KVGroups) -> HitFinder:
         return EmbeddedHits(self._engine, groups)
 
     def release_lease(self, lease: Lease) -> None:
         self._engine.release_lease(lease)
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Given[Op | None]:
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
+    ) -> Given[Op | None]:
         try:
-            return Given(self._engine.begin_load(lease, blocks, first=first, request_id=request_id))
+            return Given(self._engine.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice))
         except LeaseError as error:  # a rank has lost its memory since the lookup
             self._engine.release_lease(lease)
             return Given(None, str(error))

@@ -16,10 +16,9 @@ from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.tls import TlsFiles
-from kvstow_service.connectors.engine_core.controlplane import ControlPlane, EmbeddedControl
+from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
@@ -46,15 +45,13 @@ class EmbeddedSchedulerHost(SchedulerHost):
         make_events: Callable[[OffloadEngine], EventFeed | None],
         by_layer: bool = False,
     ) -> None:
-        """`by_layer`: whether ranks can load layer by layer. Raises `ConfigError` if the options do not allow an admin
-        server to start."""
-        super().__init__(options, process, groups)
+        """Raises `ConfigError` if the options do not allow an admin server to start."""
+        super().__init__(options, process, groups, by_layer=by_layer)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
         self._build, self._make_events = build, make_events
         self._admin_options = _admin_options(options, process)
         self._spans_nodes = False
-        self._by_layer = by_layer
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
@@ -105,14 +102,6 @@ class EmbeddedSchedulerHost(SchedulerHost):
             "lazy" if self._options.lazy_offload else "eager",
         )
         return Offload(control, side, stats, events)
-
-    def _make_policy(self, control: ControlPlane) -> LoadPolicy | None:
-        options = self._options
-        if not self._by_layer or options.load_path == "async":
-            return None
-        if not (self._groups.is_plain and self._process.may_load_by_layer):
-            return None
-        return LoadPolicy(options.load_path, options.load_step_budget, control.slot_bytes)
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
         """The largest size that a resize may set. On each node, the slots of its ranks share the available memory."""

@@ -90,6 +90,12 @@ class KVGroups:
         return self.num_tables == 1 and self.groups[0].is_full
 
     @property
+    def are_attention(self) -> bool:
+        """Whether all that a request reads of its prefix is read by layers that attend, and is kept. Steps may compute
+        with what they load only then: vLLM copies recurrent states before the layers run."""
+        return not self.left_out and not self.has_states
+
+    @property
     def full(self) -> tuple[KVGroup, ...]:
         return tuple(group for group in self.groups if group.is_full)
 

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvstow.errors import LeaseError
@@ -20,7 +21,14 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
-from kvstow_service.connectors.engine_core.trackedrequests import Hit, LoadWait, Request, SharedLoad, TrackedRequest
+from kvstow_service.connectors.engine_core.trackedrequests import (
+    BegunLoad,
+    Hit,
+    LoadWait,
+    Request,
+    SharedLoad,
+    TrackedRequest,
+)
 
 WAIT_SECONDS = 5.0
 """How long a request waits at most. All loads that fit into a GPU's cache together take less."""
@@ -117,6 +125,14 @@ class _AskedLoad(NamedTuple):
     tracked: TrackedRequest
     targets: tuple[int, ...]
     answer: Awaited[Op | None]
+    at: float
+
+
+class _Queued(NamedTuple):
+    """A load before the step, of so many blocks, asked for at the time `at`."""
+
+    num_blocks: int
+    at: float
 
 
 class Loads:
@@ -140,18 +156,21 @@ class Loads:
         null_block: int,
         observe: Observe,
         shared: SharedLoads,
-        policy: LoadPolicy | None = None,
+        policy: LoadPolicy,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
-        time of each lookup. `policy`: None if no load can go by layer."""
+        time of each lookup."""
         self._control, self._planner, self._groups = control, planner, groups
         self._null_block, self._observe, self._shared = null_block, observe, shared
         self._finder = control.hit_finder(groups)
         self._asked: deque[_AskedLoad] = deque()
         self._under_way: dict[int, TrackedRequest] = {}  # by op
-        self._policy = policy
+        self._policy, self._clock = policy, clock
         self._layered: set[int] = set()
-        self._blocks: dict[int, int] = {}  # of the loads under way, by op
+        self._told: list[TrackedRequest] = []  # with a load that has begun, in this step
+        self._unwanted: list[Awaited[Op | None]] = []
+        self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
     @property
     def are_under_way(self) -> bool:
@@ -160,7 +179,7 @@ class Loads:
     @property
     def are_awaited(self) -> bool:
         """Whether there are loads that the pool has not agreed to yet."""
-        return bool(self._asked)
+        return bool(self._asked or self._unwanted)
 
     # -- lookup --------------------------------------------------------------------------------------------
 
@@ -175,8 +194,12 @@ class Loads:
         the request waits for another one's load. A hit without blocks to load, as at the start of a chunk, counts as no
         hit, because vLLM waits for the end of each load. `tracked.choice` says which way the load would go."""
         tracked.start, tracked.choice = local, None
+        if (begun := tracked.begun) is not None:
+            if begun.start == local:
+                return self._begun_hit(tracked, begun)
+            self._drop_begun(tracked)
         hit, end = tracked.hit, self._longest_end(tracked)
-        if local % self._groups.alignment or local >= end:
+        if local % self._groups.alignment or local >= end or self._is_computed(tracked, end):
             self.release_hit(tracked)
             return 0
         if hit is None or not hit.start <= local < hit.end or not self._finder.is_valid(hit):
@@ -188,21 +211,70 @@ class Loads:
         if hit is None:
             return 0
         tracked.choice = choice = self._choose(tracked, hit.end)
-        if choice is not None and choice.by_layer:
-            return hit.end - local  # it needs no other request's load, and vLLM keeps it in this step
+        if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
+            if self._control.begins_loads_at_once:
+                return hit.end - local
+            return self._begin_early(tracked, hit, choice)
         return None if self._shared.must_wait(tracked, local, hit.end) else hit.end - local
 
-    def _choose(self, tracked: TrackedRequest, end: int) -> Choice | None:
-        if self._policy is None:
-            return None
+    def _is_computed(self, tracked: TrackedRequest, end: int) -> bool:
+        """Whether only the last block of the whole prompt is missing on the GPU, and computing it takes less time."""
+        is_last = end == tracked.request.num_tokens and end - tracked.start == self._groups.alignment
+        return is_last and not self._policy.loads_last_block
+
+    def _choose(self, tracked: TrackedRequest, end: int) -> Choice:
         request, num_blocks = tracked.request, (end - tracked.start) // self._groups.alignment
-        return self._policy.choose(request.request_id, num_blocks, is_whole=end >= request.num_tokens)
+        is_whole, had_no_room = end >= request.num_tokens, tracked.had_no_room
+        return self._policy.choose(request.request_id, num_blocks, is_whole=is_whole, had_no_room=had_no_room)
+
+    def _begin_early(self, tracked: TrackedRequest, hit: Hit, choice: Choice) -> int | None:
+        """Ask for the slots of a load by layer, whose blocks are not known yet."""
+        tracked.hit = None
+        places = self._groups.places(tracked.start, hit.end)
+        answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
+        if answer is None:
+            return 0
+        fetched = hit.fetched_tokens(tracked.start, hit.end)
+        tracked.begun = begun = BegunLoad(tracked.start, hit.end, answer, choice, fetched)
+        return self._begun_hit(tracked, begun)
+
+    def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
+        """How much the load brings; None while its slots are not known."""
+        if not self._control.wait_for_slots(begun.answer):
+            return None
+        if begun.answer.value is None:  # the session has ended
+            tracked.begun = None
+            return 0
+        tracked.choice = begun.choice
+        self._told.append(tracked)
+        return begun.end - begun.start
+
+    def _drop_begun(self, tracked: TrackedRequest) -> None:
+        if tracked.begun is not None:
+            self._unwanted.append(tracked.begun.answer)
+            tracked.begun = None
+
+    def drop_unused(self) -> None:
+        """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up: if it stayed,
+        its slots would, too."""
+        for tracked in self._told:
+            if tracked.begun is not None:
+                tracked.had_no_room = True
+                self._drop_begun(tracked)
+        self._told.clear()
+        unknown = []
+        for answer in self._unwanted:
+            if not answer.done:
+                unknown.append(answer)
+            elif answer.value is not None:
+                self._planner.drop_load(answer.value)
+        self._unwanted = unknown
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The request is admitted, and uses `num_tokens` of what was found."""
         end = self._longest_end(tracked)
         queried = end - tracked.start
-        if queried > 0:
+        if queried > 0 and not self._is_computed(tracked, end):
             tracked.looked_up = tracked.looked_up or range(tracked.start, end)
             alignment = self._groups.alignment
             self._control.count_lookup(queried // alignment, num_tokens // alignment)
@@ -211,6 +283,7 @@ class Loads:
         """Stop holding the request's hit."""
         self._finder.forget(tracked)
         self._release_lease(tracked)
+        self._drop_begun(tracked)
         self._end_deferral(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
@@ -223,11 +296,11 @@ class Loads:
 
         The last token is always computed. If the hit is the whole prompt, vLLM computes that token again. A step of one
         token decodes, which is faster than computing the token's block (27 ms instead of 37: H200, 8b of `bench.vllm`).
-        No block is loaded for that alone. With windows, that token may read one more block, so the hit ends before it.
+        With windows, that token may read one more block, so the hit ends before it.
         """
         num_tokens, alignment = tracked.request.num_tokens, self._groups.alignment
         end = (num_tokens - 1) // alignment * alignment
-        if self._groups.is_plain and num_tokens % alignment == 0 and end > tracked.start:
+        if self._groups.is_plain and num_tokens % alignment == 0:
             return num_tokens
         return end
 
@@ -261,9 +334,8 @@ class Loads:
         if answer is None:
             self.lose_load(tracked, num_tokens)
             return
-        if self._policy is not None and tracked.choice is not None:
-            self._policy.begun(tracked.choice, len(targets))
-        self._asked.append(_AskedLoad(tracked, tuple(targets), answer))
+        self._policy.begun(_choice_of(tracked), len(targets))
+        self._asked.append(_AskedLoad(tracked, tuple(targets), answer, self._clock()))
         self._shared.begun(tracked, num_tokens)
         if answer.done:
             self.take_begun()
@@ -272,32 +344,36 @@ class Loads:
         """Load the `num_tokens` tokens after `tracked.start` in the step that is being planned, which computes with
         them. Uses up the hit. Raises `LeaseError` if that is impossible."""
         hit, tracked.hit = tracked.hit, None
+        begun, tracked.begun = tracked.begun, None
         end = tracked.start + num_tokens
-        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
         places = self._groups.places(tracked.start, end)
         targets = [tracked.tables[group][number] for group, number in places]
-        answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)
+        answer: Awaited[Op | None] | None = None
+        if begun is not None and (begun.start, begun.end) == (tracked.start, end) and self._null_block not in targets:
+            answer, tracked.fetched_tokens = begun.answer, begun.fetched_tokens
+        elif hit is not None:
+            tracked.fetched_tokens = hit.fetched_tokens(tracked.start, end)
+            answer = self._begin_load(tracked, hit, end, places, targets)
         if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
             raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
-        self._planner.add_layered(answer.value)
+        self._planner.add_layered(replace(answer.value, blocks=tuple(targets)))
         self._layered.add(answer.value.op_id)
-        if self._policy is not None and tracked.choice is not None:
-            self._policy.begun(tracked.choice, len(targets))
+        self._policy.begun(_choice_of(tracked), len(targets))
 
     def take_begun(self, *, wait: bool = False) -> None:
         """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
         as long as this step may wait. The pool answers them in the order in which they were asked for."""
         while self._asked:
-            tracked, targets, answer = self._asked[0]
+            tracked, targets, answer, at = self._asked[0]
             if not (self._control.wait(answer) if wait else answer.done):
                 return
             self._asked.popleft()
             if (op := answer.value) is not None:
                 self._planner.add_load(op, tracked.request.request_id)
                 self._under_way[op.op_id] = tracked
-                self._blocks[op.op_id] = len(targets)
+                self._queued[op.op_id] = _Queued(len(targets), at)
             else:
-                self._end_queued(len(targets))
+                self._policy.ended(len(targets))
                 logger.warning("request %s lost its hit and is computed: %s", tracked.request.request_id, answer.error)
                 self._lose(tracked, targets)
 
@@ -313,7 +389,8 @@ class Loads:
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
         self._layered.discard(op_id)
-        self._end_queued(self._blocks.pop(op_id, 0))
+        if (queued := self._queued.pop(op_id, None)) is not None:
+            self._policy.ended(queued.num_blocks, None if failed else self._clock() - queued.at)
         tracked = self._under_way.pop(op_id, None)
         if tracked is None:
             return
@@ -322,10 +399,6 @@ class Loads:
             self._shared.ended(tracked)
         else:
             self._shared.done(tracked)
-
-    def _end_queued(self, num_blocks: int) -> None:
-        if self._policy is not None and num_blocks:
-            self._policy.ended(num_blocks)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True
@@ -341,9 +414,15 @@ class Loads:
             held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
         if held[first : first + len(places)] == places and self._null_block not in targets:
-            return self._planner.begin_load(hit.lease, targets, hit.first + first, tracked.request.request_id)
+            choice = _choice_of(tracked).label
+            return self._planner.begin_load(hit.lease, targets, hit.first + first, tracked.request.request_id, choice)
         self._control.release_lease(hit.lease)
         return None
+
+
+def _choice_of(tracked: TrackedRequest) -> Choice:
+    assert tracked.choice is not None  # made when the request was looked up
+    return tracked.choice
 
 
 class FailedLoads:

@@ -141,9 +141,6 @@ def _check_attach(given: Mapping[str, Any]) -> None:
             raise misuse(
                 key, given[key], "has no effect beside attach: the node service has the pool and its admin API"
             )
-    for key in ("load_path", "load_step_budget"):
-        if key in given:
-            raise misuse(key, given[key], "has no effect beside attach: an attached engine loads before the step")
     if given.get("async_register_cache") is False:
         raise misuse("async_register_cache", False, "contradicts attach: vLLM's start never waits for the node service")
 
@@ -179,7 +176,7 @@ class ConnectorOptions:
     curve: Annotated[bool, _flag] = True
     transfer_timeout: Annotated[float, _positive_seconds] = 30.0
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
-    load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "async"
+    load_path: Annotated[LoadPath, _choice(*LOAD_PATHS)] = "auto"
     load_step_budget: Annotated[float, _seconds] = 0.01
     lock: Annotated[bool, _flag] = True
     huge_pages: Annotated[HugePages, _choice(*HUGE_PAGES)] = "advised"

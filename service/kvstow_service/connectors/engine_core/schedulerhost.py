@@ -45,14 +45,17 @@ class SchedulerHost(ABC):
     _lazy_steps = 2
     """Lazy stores look ahead as far as this many steps can evict: a store holds its GPU blocks for as many steps."""
 
-    def __init__(self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups) -> None:
-        """Starts nothing."""
+    def __init__(
+        self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, *, by_layer: bool = False
+    ) -> None:
+        """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
         self.offload: Offload | None = None
         self._options, self._process, self._groups = options, process, groups
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
         self._has_failed = False
+        self._by_layer = by_layer
         self.num_ranks = process.num_ranks
         """How many ranks there are, if vLLM's configuration does not say. 0 until a rank has said it."""
 
@@ -133,9 +136,8 @@ class SchedulerHost(ABC):
             desired = self._take_report(update.report)
             if desired is not None:
                 self._desired[rank] = desired
-        policy = self.offload.side.policy
-        if policy is not None and update.layers_off is not None:
-            policy.off = f"rank {rank}: {update.layers_off}"
+        if update.layers_off is not None:
+            self.offload.side.policy.off = f"rank {rank}: {update.layers_off}"
         for boot_id, completions in update.completions:
             self.offload.side.measure(completions)
             self.offload.control.complete(rank, boot_id, completions)
@@ -180,9 +182,21 @@ class SchedulerHost(ABC):
             policy=self._make_policy(control),
         )
 
-    def _make_policy(self, control: ControlPlane) -> LoadPolicy | None:
-        """None if no load can go by layer."""
-        return None
+    def _make_policy(self, control: ControlPlane) -> LoadPolicy:
+        options = self._options
+        is_possible = self._by_layer and self._groups.are_attention and self._process.may_load_by_layer
+        if options.load_path == "layer" and not is_possible:
+            logger.warning(
+                "load_path is 'layer', and this engine loads before the step: loads by layer need a model with "
+                "attention alone and one pipeline stage, and no drafter, micro-batches, sleep mode or other connector"
+            )
+        return LoadPolicy(
+            options.load_path,
+            options.load_step_budget,
+            control.slot_bytes,
+            is_possible=is_possible,
+            block_tokens=self._groups.alignment,
+        )
 
     def _make_adapters(self) -> Adapters | None:
         if self._process.lora_settings is None:

@@ -53,12 +53,12 @@ class SchedulerSide:
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
         adapters: Adapters | None = None,
-        policy: LoadPolicy | None = None,
+        policy: LoadPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
-        most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter. `policy`: see `Loads`."""
+        most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter."""
         self._control, self._groups, self._adapters = control, groups, adapters
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
@@ -165,8 +165,7 @@ class SchedulerSide:
             return
         self._loads.release_hit(tracked)
         self._shared_loads.ended(tracked)
-        if self.policy is not None:
-            self.policy.finished(request.request_id)
+        self.policy.finished(request.request_id)
         if self._gpu.known_hashes is not None:
             self._gpu.known_hashes.add_ended(tracked)
         if tracked.adapter is not None:
@@ -195,6 +194,7 @@ class SchedulerSide:
         if self._adapters is not None:
             self._adapters.move_on()
         self._loads.take_begun(wait=True)
+        self._loads.drop_unused()
         self._control.step()
         self.settle()
         room = self._stores.next_step()
@@ -208,8 +208,7 @@ class SchedulerSide:
         self._ended.tell_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
-        if self.policy is not None:
-            self.policy.planned(scheduled)
+        self.policy.planned(scheduled)
         return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:
@@ -219,10 +218,9 @@ class SchedulerSide:
 
     def measure(self, completions: Iterable[Completion]) -> None:
         """Ops have ended on some rank: how fast loads are decides which way the next ones go."""
-        if self.policy is not None:
-            for one in completions:
-                if one.mark == "done" and self._loads.has(one.op_id):
-                    self.policy.measured(one.num_bytes, one.seconds)
+        for one in completions:
+            if one.mark == "done" and self._loads.has(one.op_id):
+                self.policy.measured(one.num_bytes, one.seconds)
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.messages import Completion, Op, StepPlan
@@ -53,9 +54,12 @@ class StepPlanner:
     def add_store(self, op: Op) -> None:
         self._stores.append(op)
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Awaited[Op | None]:
-        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` follows."""
-        return self._control.begin_load(lease, blocks, first=first, request_id=request_id)
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], first: int, request_id: str, choice: str
+    ) -> Awaited[Op | None]:
+        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` or `add_layered`
+        follows."""
+        return self._control.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice)
 
     def add_load(self, op: Op, request_id: str) -> None:
         self._loads.append(op)
@@ -64,6 +68,10 @@ class StepPlanner:
     def add_layered(self, op: Op) -> None:
         """A load that `begin_load` has answered, for the step that computes with it."""
         self._layered.append(op)
+
+    def drop_load(self, op: Op) -> None:
+        """Have the ranks end a load that `begin_load` has answered and nobody needs: they touch nothing of it."""
+        self._stores.append(replace(op, blocks=(), slots=()))
 
     def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Have each rank report that the load of these blocks has failed."""

@@ -7,7 +7,8 @@ from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvstow.keys import make_key
-from kvstow.results import Lease
+from kvstow.messages import Op
+from kvstow.results import Awaited, Lease
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.loadpolicy import Choice
@@ -54,20 +55,31 @@ class Hit(NamedTuple):
         return count
 
 
+class BegunLoad(NamedTuple):
+    """A load by layer of the tokens `start` to `end`, whose slots were asked for. `fetched_tokens`: see `Hit`."""
+
+    start: int
+    end: int
+    answer: Awaited[Op | None]
+    choice: Choice
+    fetched_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
-    pool. `hit`: what is held for the next admission. `choice`: which way its load goes, as vLLM was told last. `wait`:
-    the wait for another request's load, begun since the last admission. `start`: how many tokens were on the GPU when
-    the hit was looked up. `looked_up`: the tokens that the first admission looked up. `loading`: the admission began
-    with a load, of the tokens `loaded`. `fetched_tokens`: how many of those came from the fleet tier. `load_failed`:
-    some of them were not written. `withheld`: its blocks belong to weights that were replaced, and are never offered.
-    `deferred_at`: when its lookup was first deferred to a later step; None if none is. `admitted_at`: the step that
-    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load. `adapter`: its
-    LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes`
-    has.
+    pool. `hit`: what is held for the next admission; `begun`: a load by layer that the pool was asked for instead.
+    `had_no_room`: vLLM was told of such a load, and had no blocks for it. `choice`: which way its load goes, as vLLM
+    was told last. `wait`: the wait for another request's load, begun since the last admission. `start`: how many tokens
+    were on the GPU when the hit was looked up. `looked_up`: the tokens that the first admission looked up. `loading`:
+    the admission began with a load, of the tokens `loaded`.
+    `fetched_tokens`: how many of those came from the fleet tier. `load_failed`: some of them were not written.
+    `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its lookup
+    was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`: it was
+    computed since, so its tokens are more than the promise of a load. `adapter`: its LoRA adapter, which is part of its
+    keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes` has.
     """
 
     request: Request
@@ -75,7 +87,9 @@ class TrackedRequest:
     adapter: Adapter | None = None
     offered_tokens: int = 0
     hit: Hit | None = None
+    begun: BegunLoad | None = None
     choice: Choice | None = None
+    had_no_room: bool = False
     wait: LoadWait | None = None
     start: int = 0
     loaded: range = range(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -13,12 +13,11 @@ from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.errors import CopyError, InsufficientMemoryError
-from kvstow.layeredloads import LayeredLoads
 from kvstow.memory.limits import limits_of
 from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, RankReport, RankState, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
 from kvstow_service.connectors.engine_core.stepplan import (
     BootCompletions,
@@ -61,6 +60,16 @@ def wait_until_pinned(pool: SlotPool) -> None:
         changed.clear()
 
 
+class StepLoads(Protocol):
+    """`LayeredLoads`, or those of an attached rank."""
+
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def failure(self) -> str | None: ...
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None: ...
+
+
 class RankDataPlane(Protocol):
     """What a `WorkerSide` needs: a `DataPlane`, vLLM's `AttachedPlane` or a `NoDataPlane`."""
 
@@ -71,7 +80,7 @@ class RankDataPlane(Protocol):
     @property
     def applied(self) -> DesiredState: ...
     @property
-    def layered(self) -> LayeredLoads | None: ...
+    def layered(self) -> StepLoads | None: ...
     def start(self, *, at_ease: bool = False) -> None: ...
     def begin_step(self) -> None: ...
     def launched(self, work: Fence | None = None) -> None: ...
@@ -92,7 +101,7 @@ class NoDataPlane:
     """
 
     is_pinning = False
-    layered: LayeredLoads | None = None
+    layered: StepLoads | None = None
 
     def __init__(
         self,

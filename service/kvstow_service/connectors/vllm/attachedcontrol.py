@@ -223,6 +223,8 @@ def _hit_at(number: int, runs: Sequence[KeyRun]) -> tuple[int, int] | None:
     return None
 
 
+LAYER_WAIT_SECONDS = 0.002
+"""How long a load by layer may wait for its slots: a load before the step takes longer than that."""
 STEP_WAIT_SECONDS = 0.0003
 """How long all lookups and loads of one step together may wait for answers."""
 SLOW_SECONDS = 0.25
@@ -263,6 +265,7 @@ class AttachedControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slot_bytes = slot_bytes
+        self.begins_loads_at_once = False
         self._make_engine, self._clock = make_engine, clock
         self._engine: AttachedEngine | None = None
         self._asked: deque[_Asked] = deque()
@@ -345,6 +348,11 @@ class AttachedControl:
             self.engine.wait(answer)
         return answer.done
 
+    def wait_for_slots(self, answer: Awaited[object]) -> bool:
+        if isinstance(answer, Answer) and not answer.done:
+            self.engine.wait(answer, seconds=LAYER_WAIT_SECONDS)
+        return answer.done
+
     # -- lookups --------------------------------------------------------------------------------------------
 
     def hit_finder(self, groups: KVGroups) -> AttachedHits:
@@ -404,8 +412,10 @@ class AttachedControl:
 
     # -- loads and stores -----------------------------------------------------------------------------------
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
-        return self._note(self.engine.begin_load(lease, blocks, first=first, request_id=request_id))
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
+    ) -> Answer[Op | None]:
+        return self._note(self.engine.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice))
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]:
         if self._failure is not None or self._is_slow or not self.engine.is_attached:

@@ -52,10 +52,11 @@ class AttachedSchedulerHost(SchedulerHost):
         namespace_identity: Callable[[], NamespaceIdentity],
         fleet_weights: FleetWeights = UNNAMED_WEIGHTS,
         make_events: Callable[[BlockSource], EventFeed | None] = lambda source: None,
+        by_layer: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`version` is vLLM's. `namespace_identity` is called when vLLM has its block hashes."""
-        super().__init__(options, process, groups)
+        super().__init__(options, process, groups, by_layer=by_layer)
         self._version, self._clock = version, clock
         self._pool_identity, self._namespace_identity = pool_identity, namespace_identity
         self._fleet_weights = fleet_weights

@@ -148,4 +148,5 @@ def _scheduler_host(
         namespace_identity=namespace_identity,
         fleet_weights=engineidentity.fleet_weights(vllm_config, options.weights_id),
         make_events=lambda source: event_feed(vllm_config, source, specs),
+        by_layer=True,
     )

@@ -23,7 +23,7 @@ from kvstow.attach.hello import SessionTicket
 from kvstow.attach.worker import AttachedWorker
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import Fence
+from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
 from kvstow.layeredloads import LayeredLoads
@@ -33,7 +33,7 @@ from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly, Registrar, cpu_registrar, pace_of
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.stepplan import RankSession
 from kvstow_service.connectors.engine_core.workerside import rank_pool_config
@@ -238,7 +238,7 @@ def build_plane(
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
         return HostPool(config, registrar, numa_node=numa_node)
 
-    return plane_around(rank, kv, config, options, make_pool, sender, by_layer=options.load_path != "async")
+    return plane_around(rank, kv, config, options, make_pool, sender)
 
 
 def plane_around(
@@ -248,11 +248,9 @@ def plane_around(
     options: ConnectorOptions,
     make_pool: MakePool,
     sender: ReportSequence | None = None,
-    *,
-    by_layer: bool = False,
 ) -> DataPlane:
-    """A rank's data plane around `kv` and the pool that `make_pool` makes. `by_layer`: it can also load layer by layer.
-    Behaves like `build_plane` if it raises."""
+    """A rank's data plane around `kv` and the pool that `make_pool` makes. Behaves like `build_plane` if it raises."""
+    by_layer = options.load_path != "async"
     device = kv.tensors[0].device
     parts = kv.parts if by_layer else None
     with ExitStack() as undo:
@@ -301,14 +299,28 @@ def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
     return lambda: CudaFence.record(torch.cuda.current_stream(device))
 
 
+class SessionLoads:
+    """`LayeredLoads` of a rank's session."""
+
+    def __init__(self, loads: LayeredLoads, worker: AttachedWorker) -> None:
+        self._loads, self._worker = loads, worker
+        self.num_parts = loads.num_parts
+
+    @property
+    def failure(self) -> str | None:
+        return self._loads.failure
+
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
+        return self._worker.load_now(ops, lambda: self._loads.load(ops, after))
+
+
 class AttachedPlane:
     """A `DataPlane` and the `AttachedWorker` that manages its ops and its memory. Used like a `DataPlane`."""
-
-    layered: LayeredLoads | None = None
 
     def __init__(self, plane: DataPlane, worker: AttachedWorker) -> None:
         self._plane, self._worker = plane, worker
         self._ticket = SessionTicket(0, "")
+        self.layered = None if plane.layered is None else SessionLoads(plane.layered, worker)
 
     def join(self, ticket: SessionTicket) -> None:
         """Join a session, unless it is the current one or older."""
@@ -343,6 +355,7 @@ class AttachedPlane:
         self._worker.start(at_ease=at_ease)
 
     def begin_step(self) -> None:
+        self._worker.begin_step()
         self._plane.begin_step()
 
     def launched(self, work: Fence | None = None) -> None:
@@ -350,6 +363,7 @@ class AttachedPlane:
 
     def end_step(self) -> None:
         self._plane.end_step()
+        self._worker.end_step()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self._worker.submit(plan, after)

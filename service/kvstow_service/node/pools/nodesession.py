@@ -406,7 +406,7 @@ class NodeSession(MemoryHolder):
     def begin_load(self, call: BeginLoad) -> LoadBegun:
         lease = self.control.find_lease(call.lease_id)
         blocks = range(min(call.count, len(lease.slots) + 1))
-        op = self.control.begin_load(lease, blocks, first=call.first, request_id=call.request_id)
+        op = self.control.begin_load(lease, blocks, first=call.first, request_id=call.request_id, choice=call.choice)
         return LoadBegun(op.op_id, op.slots)
 
     def begin_store(self, call: BeginStore) -> StoreBegun:

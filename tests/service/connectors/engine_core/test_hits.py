@@ -23,6 +23,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import Loads, SharedLoads
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -53,7 +54,8 @@ class Pool:
         control = EmbeddedControl(self.engine)
         planner = StepPlanner(control)
         shared = SharedLoads(planner, groups, FakeClock())
-        self.loads = Loads(control, planner, groups, 0, lambda name, value: None, shared)
+        policy = LoadPolicy("async", 0.0, 1)
+        self.loads = Loads(control, planner, groups, 0, lambda name, value: None, shared, policy)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

@@ -94,3 +94,28 @@ def test_a_rank_without_a_data_plane_does_not_compute() -> None:
     with pytest.raises(CopyError, match="no data plane"):
         side.load_layers(hooks_run=True)
     side.load_layers(hooks_run=True)  # nothing is left to load
+
+
+class FakeLoads:
+    """Notes after what a load was to begin."""
+
+    num_parts, failure = 3, None
+
+    def __init__(self) -> None:
+        self.after: list[Any] = []
+
+    def load(self, ops: Any, after: Any) -> FakeLoad:
+        self.after.append(after)
+        return FakeLoad()
+
+
+def test_blocks_are_written_after_the_work_that_the_compute_stream_has_by_then() -> None:
+    """A freed block may still be written by an older step, also where loads before the step wait for nothing."""
+    plane: Any = NoDataPlane(0, 64)
+    plane.layered = loads = FakeLoads()
+    side = WorkerSide(0, plane, loads_wait=False)
+    fence: Any = object()
+    side.fence = lambda: fence
+    side.begin_step(_step(plane.boot_id))
+    side.load_layers(hooks_run=True)
+    assert loads.after == [fence]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstow.stats import LOAD_CHOICES
 from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPath, LoadPolicy
 
 MIB = 1 << 20
@@ -28,11 +29,11 @@ def make(clock: Clock, path: LoadPath = "auto", budget: float = 0.01) -> LoadPol
     return policy
 
 
-def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, *running: str) -> None:
+def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, *running: str, tokens: int = 1) -> None:
     for _ in range(50):
-        policy.planned(running)
+        policy.planned(dict.fromkeys(running, tokens))
         clock.now += seconds
-    policy.planned(running)
+    policy.planned(dict.fromkeys(running, tokens))
 
 
 def choose(policy: LoadPolicy, num_blocks: int, *, is_whole: bool = False) -> Choice:
@@ -74,8 +75,26 @@ def test_of_a_burst_the_first_load_goes_by_layer(clock: Clock) -> None:
     for expected in (Choice(True, "alone"), Choice(False, "burst"), Choice(False, "burst")):
         assert choose(policy, 100) == expected
         policy.begun(expected, 100)
-    policy.planned(["new"])
+    policy.planned({"new": 1})
     assert policy.counts == {(True, "alone"): 1, (False, "burst"): 2}
+
+
+def test_a_burst_after_long_steps_is_a_burst_all_the_same(clock: Clock) -> None:
+    """Those that wait for its loads are its own requests, and their steps are short."""
+    policy = make(clock)
+    run_steps(policy, clock, 0.5, "other")
+    policy.finished("other")
+    policy.begun(Choice(True, "alone"), 12)
+    assert choose(policy, 12) == (False, "burst")
+
+
+def test_of_the_last_steps_the_shortest_counts(clock: Clock) -> None:
+    policy = make(clock)
+    run_steps(policy, clock, 0.5, "other")
+    clock.now += 0.01
+    policy.planned({"other": 1})
+    assert choose(policy, 21) == (False, "budget")
+    assert choose(policy, 20) == (True, "budget")
 
 
 def test_what_is_queued_on_the_link_counts(clock: Clock) -> None:
@@ -93,7 +112,7 @@ def test_small_loads_of_one_step_share_the_budget(clock: Clock) -> None:
         assert choose(policy, 4) == (True, "budget")
         policy.begun(Choice(True, "budget"), 4)
     assert choose(policy, 4) == (False, "burst")
-    policy.planned(["other"])
+    policy.planned({"other": 1})
     assert choose(policy, 4) == (True, "budget")
 
 
@@ -117,3 +136,66 @@ def test_short_loads_do_not_count_as_a_measurement(clock: Clock) -> None:
     policy.measured(MIB, 1.0)
     policy.measured(1000 * MIB, 0.0)
     assert policy._rate == rate
+
+
+@pytest.mark.parametrize("path", ["auto", "layer"])
+def test_what_found_no_room_in_a_step_goes_before_the_next(path: LoadPath, clock: Clock) -> None:
+    assert make(clock, path).choose("new", 1, is_whole=False, had_no_room=True) == (False, "no_room")
+
+
+def test_an_engine_that_cannot_load_by_layer_says_so(clock: Clock) -> None:
+    policy = LoadPolicy("layer", 0.01, MIB, clock, is_possible=False)
+    assert choose(policy, 1) == (False, "engine")
+
+
+def test_every_choice_has_a_label(clock: Clock) -> None:
+    for choice in LOAD_CHOICES:
+        path, reason = choice.split("_", 1)
+        assert Choice(path == "layer", reason).label == choice
+
+
+# -- the last block alone ---------------------------------------------------------------------------------------
+
+
+def measured_steps(clock: Clock, tail: float, decode: float, delay: float) -> LoadPolicy:
+    policy = make(clock)
+    run_steps(policy, clock, tail, "r", tokens=16)
+    policy.planned({})
+    run_steps(policy, clock, decode, "r")
+    for _ in range(100):
+        policy.begun(Choice(False, "whole_prompt"), 1)
+        policy.ended(1, delay + 0.001)
+    return policy
+
+
+def test_the_last_block_alone_is_loaded_where_that_takes_less_than_computing_it(clock: Clock) -> None:
+    """tp8 with CUDA graphs on an H200: 71.9 ms to compute it, 29.5 ms with it."""
+    assert measured_steps(clock, tail=0.072, decode=0.030, delay=0.005).loads_last_block
+
+
+@pytest.mark.parametrize(("tail", "decode", "delay"), [(0.020, 0.019, 0.005), (0.030, 0.020, 0.012)])
+def test_otherwise_it_is_computed(tail: float, decode: float, delay: float, clock: Clock) -> None:
+    assert not measured_steps(clock, tail, decode, delay).loads_last_block
+
+
+def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: Clock) -> None:
+    policy = make(clock)
+    assert not policy.loads_last_block
+    run_steps(policy, clock, 0.1, "r", tokens=16)
+    assert not policy.loads_last_block
+    policy.planned({})
+    run_steps(policy, clock, 0.001, "r")
+    assert policy.loads_last_block
+
+
+def test_steps_that_load_or_prefill_and_idle_time_are_no_measurement(clock: Clock) -> None:
+    policy = make(clock)
+    policy.begun(Choice(True, "alone"), 10)
+    policy.planned({"r": 16})
+    clock.now += 1.0
+    policy.planned({"r": 1000})
+    clock.now += 1.0
+    policy.planned({"r": 1})
+    clock.now += 1.0
+    policy.planned({"other": 1})
+    assert (policy._tail_seconds, policy._decode_seconds) == (None, None)

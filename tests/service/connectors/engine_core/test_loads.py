@@ -19,6 +19,7 @@ from tests.service.connectors.engine_core.vllmhost import (
 )
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
@@ -314,3 +315,64 @@ def test_a_load_that_is_done_after_one_that_failed_is_not_stored_again() -> None
     host.step({request: 1})
     host.finish(request)
     assert host.step().stores.ops == ()
+
+
+# -- by layer ---------------------------------------------------------------------------------------------------
+
+
+def host_by_layer(groups: KVGroups = ONE_GROUP) -> VllmHost:
+    host = make_host(groups)
+    host.policy._path = "layer"
+    return host
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW], ids=["one group", "with a window"])
+def test_a_load_by_layer_is_planned_for_the_step_that_admits_its_request(groups: KVGroups) -> None:
+    host, request = host_by_layer(groups), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    assert host.side.loads_by_layer(request)
+    host.admit(request, load=12)
+    plan = host.step()
+    assert (plan.loads.ops, plan.lost_loads, len(plan.layered.ops)) == ((), {}, 1)
+    assert host.contents(request) == keys_of(PROMPT)
+
+
+def test_a_request_that_gets_no_blocks_for_its_load_by_layer_asks_again_and_loads_before_the_step() -> None:
+    """vLLM may find no room after it was told of the load, and asks again in each step."""
+    host, request = host_by_layer(), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    assert host.step().layered.ops == ()
+    assert host.leases == 1
+    assert host.ask(request) == 12
+    host.admit(request, load=12)
+    assert len(host.step().layered.ops) == 1
+    assert host.leases == 0
+
+
+def test_a_request_that_ends_before_it_has_blocks_holds_nothing() -> None:
+    host, request = host_by_layer(), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.side.finish(request, request.block_ids)
+    assert (host.leases, host.step().layered.ops) == (0, ())
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_last_block_of_a_whole_prompt_is_loaded_alone_if_that_is_faster(
+    is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadPolicy, "loads_last_block", is_faster)
+    host, first, request = make_host(), FakeRequest("f", PROMPT[:10]), FakeRequest("r", PROMPT[:12])
+    host.run(first)
+    assert host.ask(request, 10) == (2 if is_faster else 0)
+    if is_faster:
+        host.admit(request, local=10, load=2)
+        assert targets(host.step()) == [(request.block_ids[0][5],)]
+        assert host.contents(request) == keys_of(PROMPT[:12])
+
+
+def test_choices_are_counted() -> None:
+    host, request = host_by_layer(), FakeRequest("r", PROMPT)
+    host.ask(request)
+    host.admit(request, load=12)
+    choices = host.engine.stats().transfers.choices
+    assert {choice: count for choice, count in choices.items() if count} == {"layer_setting": 1}

@@ -89,7 +89,7 @@ def test_an_attached_engine_asks_for_all_memory_unless_told_otherwise() -> None:
 
 MEANT_FOR_ATTACHED = {
     *("attach", "weights_id", "attach_require_sharing", "cpu_bytes_to_use", "lazy_offload", "copy_strategy", "lock"),
-    *("pin_chunk", "pin_pause", "pin_latency_target", "async_register_cache"),
+    *("pin_chunk", "pin_pause", "pin_latency_target", "async_register_cache", "load_path", "load_step_budget"),
 }
 
 
@@ -102,7 +102,6 @@ def test_every_other_option_is_refused_beside_attach() -> None:
         "huge_pages": "reserved",
         "readiness_require": ["pool"],
         "allowed_hosts": ["host"],
-        "load_path": "layer",
     }
     for key in {each.name for each in fields(ConnectorOptions)} - MEANT_FOR_ATTACHED:
         with pytest.raises(ConfigError, match=f"{key}.* has no effect beside attach"):

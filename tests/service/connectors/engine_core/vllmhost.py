@@ -21,6 +21,7 @@ from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -126,6 +127,7 @@ class VllmHost:
         self.pool = FakeBlockPool(gpu_blocks)
         self.groups = groups
         self.observed: list[tuple[str, float]] = []
+        self.policy = LoadPolicy("async", 0.01, 64, self.clock)
         self.side = SchedulerSide(
             EmbeddedControl(self.engine),
             groups,
@@ -135,6 +137,7 @@ class VllmHost:
             observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=step_blocks,
             drafts=drafts,
+            policy=self.policy,
             clock=self.clock,
             adapters=adapters,
         )
@@ -253,7 +256,7 @@ class VllmHost:
 
     def _submit(self, plan: PlannedStep) -> None:
         for rank in self.ranks:
-            rank.submit(*plan.stores.ops, *plan.loads.ops)
+            rank.submit(*plan.stores.ops, *plan.loads.ops, *plan.layered.ops)
 
     def _prefix(self, request: FakeRequest, group: KVGroup, local: int, end: int) -> list[Block]:
         """Blocks of the tokens up to `end`: none out of the window, cached ones below `local`, then fresh ones."""

@@ -17,6 +17,7 @@ from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
@@ -52,6 +53,7 @@ class AttachedVllmHost(VllmHost):
         self.ranks = [FakeRank(link, memory=self.memory)]
         self.pool = FakeBlockPool(gpu_blocks)
         self.observed = []
+        self.policy = LoadPolicy("async", 0.01, 64, self.clock)
         self.side = SchedulerSide(
             self.control,
             groups,
@@ -59,6 +61,7 @@ class AttachedVllmHost(VllmHost):
             lazy_blocks=lazy_blocks,
             observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=STEP_BLOCKS,
+            policy=self.policy,
             clock=self.clock,
         )
         self._placed: set[str] = set()
@@ -124,7 +127,7 @@ class AttachedVllmHost(VllmHost):
         self._join()
         number = 0 if self._joined is None else self._joined[0]
         for rank in self.ranks:
-            for op in (*plan.stores.ops, *plan.loads.ops):
+            for op in (*plan.stores.ops, *plan.loads.ops, *plan.layered.ops):
                 if number_of(op.op_id) == number:
                     rank.submit(op)
                 else:

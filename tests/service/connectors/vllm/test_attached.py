@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
@@ -328,3 +329,88 @@ def test_the_state_says_why_there_is_no_host_cache(caplog: pytest.LogCaptureFixt
 )
 def test_the_word_for_what_is_not_shared(sentences: tuple[str, ...], word: str) -> None:
     assert sharing_word(sentences, was_reset=False) == word
+
+
+# -- by layer ---------------------------------------------------------------------------------------------------
+
+
+def by_layer(groups: KVGroups = ONE_GROUP, **options: Any) -> AttachedVllmHost:
+    host = with_prompt(groups, **options)
+    host.policy._path = "layer"
+    return host
+
+
+def choices(host: AttachedVllmHost) -> dict[str, int]:
+    counts = host.service.facade.stats().transfers.choices
+    return {choice: count for choice, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_a_load_by_layer_has_its_slots_before_vllm_is_told_of_it(groups: KVGroups, delay: int) -> None:
+    host, request = by_layer(groups, delay=delay), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert host.answer(request) == 12
+    assert host.side.loads_by_layer(request)
+    host.admit(request, load=12)
+    plan = host.step()
+    assert (plan.loads.ops, plan.lost_loads, len(plan.layered.ops)) == ((), {}, 1)
+    assert host.has_loaded(request, 12)
+    host.settle()
+    assert (host.leases, host.control.open_transfers, choices(host)) == (0, 0, {"layer_setting": 1})
+
+
+def test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before_a_step() -> None:
+    host, request = by_layer(), FakeRequest("r", PROMPT)
+    assert host.answer(request) == 12
+    plan = host.step()
+    assert [(op.direction, op.blocks, op.slots) for op in plan.stores.ops] == [("load", (), ())]
+    host.settle()
+    assert (host.leases, host.control.open_transfers) == (0, 0)
+    assert host.answer(request) == 12
+    assert not host.side.loads_by_layer(request)
+    host.admit(request, load=12)
+    for _ in range(2):
+        host.step()
+    assert host.has_loaded(request, 12)
+    assert choices(host) == {"layer_setting": 1, "async_no_room": 1}
+
+
+def test_the_slots_of_a_request_that_ends_before_they_are_known_are_given_up() -> None:
+    host, request = by_layer(delay=2), FakeRequest("r", PROMPT)
+    while host.control.open_transfers == 0 and not host.side._loads.are_awaited:
+        assert host.ask_now(request) is None
+        if request.request_id in host.side._requests and host.side._requests["r"].begun is not None:
+            break
+        host.step()
+    host.side.finish(request, request.block_ids)
+    for _ in range(4):
+        host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers) == (0, 0)
+    assert choices(host) == {"layer_setting": 1}
+
+
+def test_a_prefix_that_the_gpu_has_meanwhile_gives_up_the_slots() -> None:
+    host, cached, request = by_layer(), FakeRequest("c", PROMPT[:4]), FakeRequest("r", PROMPT)
+    assert host.answer(request) == 12
+    host.run(cached)
+    host.side._requests["r"].had_no_room = False
+    assert host.answer(request, 4) == 8
+    host.admit(request, local=4, load=8)
+    assert len(host.step().layered.ops) == 1
+    assert host.has_loaded(request, 12)
+    host.settle()
+    assert (host.leases, host.control.open_transfers) == (0, 0)
+
+
+def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() -> None:
+    host, request = by_layer(delay=1), FakeRequest("r", PROMPT)
+    for _ in range(5):
+        assert host.ask_now(request) is None
+        if host.side._requests["r"].begun is not None:
+            break
+        host.step()
+    host.service.is_up = False
+    host.control.engine.disconnect("gone")
+    assert host.answer(request) == 0
