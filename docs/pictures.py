@@ -13,7 +13,7 @@ from PIL import Image
 from tests.api.browser import Browser
 from tests.helm.processes import KVSTOW, environ, running, until
 
-from kvstow_api.client import Client, calls
+from kvstow_api.client import Client, routes
 
 _PORT = 9595
 _SECONDS = 290.0  # the page shows the last five minutes
@@ -53,7 +53,7 @@ def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
         pool = until(lambda: _pool_with_blocks(kvstow), "the first blocks")
         start("second", "replay", trace, f"--attach=unix:{attach}", *second)
         _operate(kvstow, pool)
-        until(lambda: len(kvstow.send(calls.pools()).items) == len(_REPLAYS), "the second pool")
+        until(lambda: len(kvstow.call(routes.list_pools).items) == len(_REPLAYS), "the second pool")
         time.sleep(seconds)
         picture = ("top", f"--server={url}", f"--pool={pool}", f"--svg={folder / 'top.svg'}")
         subprocess.run([*KVSTOW, *picture], env=environ(), check=True)
@@ -63,13 +63,14 @@ def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
 
 
 def _pool_with_blocks(kvstow: Client) -> str | None:
-    return next((pool.name for pool in kvstow.send(calls.pools()).items if pool.slots.cached >= 40), None)
+    return next((pool.name for pool in kvstow.call(routes.list_pools).items if pool.slots.cached >= 40), None)
 
 
 def _operate(kvstow: Client, pool: str) -> None:
     """Changes that an operator might make, so that there are events."""
-    kvstow.send(calls.protect([block.key for block in kvstow.send(calls.blocks(pool=pool)).items[:20]], pool=pool))
-    kvstow.send(calls.evict(slots=10, pool=pool))
+    keys = [block.key for block in kvstow.call(routes.list_blocks, pool=pool).items[:20]]
+    kvstow.call(routes.protect, {"keys": keys}, pool=pool)
+    kvstow.call(routes.evict, {"slots": 10}, pool=pool)
 
 
 def _photograph(browser: Browser, url: str, scheme: str, path: Path) -> None:

@@ -64,6 +64,7 @@ LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
 
 NODE_API = "tests/api/node/test_conditions.py"
+NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
 MUTANTS = [
@@ -384,7 +385,7 @@ MUTANTS = [
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
     Mutant(
-        "a_worker_lets_go_of_what_it_was_not_asked_for",
+        "a_worker_releases_what_was_not_revoked",
         RANK_MEMORY,
         "            if not self._find(extent_id).revoked:\n",
         "            if self._find(extent_id) is None:\n",
@@ -416,12 +417,69 @@ MUTANTS = [
         "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
-        "a_worker_without_memory_is_told_nothing",
+        "a_worker_without_memory_gets_no_message",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "        self.has_all = not session.is_engine\n",
+        "        self.has_all = not session.control.is_engine\n",
         "        self.has_all = True\n",
         "tests/service/node/pools/test_poolmemory.py::"
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
+    ),
+    Mutant(
+        "a_user_has_any_number_of_pools",
+        "service/kvstow_service/node/nodehost.py",
+        "if len(mine) < POOLS_OF_USER:",
+        "if True:",
+        f"{NODE_HOST}::test_a_user_has_so_many_pools_and_one_without_sessions_makes_room",
+    ),
+    Mutant(
+        "a_user_has_any_number_of_ranks",
+        "service/kvstow_service/node/nodehost.py",
+        "if there + num_ranks > RANKS_OF_USER:",
+        "if False:",
+        f"{NODE_HOST}::test_the_sessions_of_a_user_have_so_many_ranks",
+    ),
+    Mutant(
+        "the_end_of_a_session_frees_millions_of_slots_at_once",
+        "engine/kvstow/control/pool.py",
+        "            if not self._free_owed():\n                return\n",
+        "            while self._free_owed():\n                pass\n",
+        f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
+    ),
+    Mutant(
+        "one_user_takes_all_places",
+        "service/kvstow_service/node/attach/clientcalls.py",
+        "if not self._clients.has_place_for(peer.uid):",
+        "if False:",
+        "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
+    ),
+    Mutant(
+        "settings_of_any_length",
+        "engine/kvstow/attach/payloads.py",
+        "> _MAX_PAIRS_TEXT:",
+        "< 0:",
+        "tests/engine/attach/test_messages.py::test_the_settings_of_an_engine_have_a_bound",
+    ),
+    Mutant(
+        "a_user_has_any_number_of_namespaces",
+        "service/kvstow_service/node/nodehost.py",
+        "            self._require_namespace(pool.identity.uid)\n",
+        "",
+        f"{NODE_HOST}::test_a_user_has_so_many_namespaces",
+    ),
+    Mutant(
+        "each_session_keeps_its_hello",
+        "service/kvstow_service/node/nodehost.py",
+        "hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)",
+        "pass",
+        f"{NODE_HOST}::test_a_session_keeps_no_identities_of_its_own",
+    ),
+    Mutant(
+        "a_client_fills_the_log",
+        "service/kvstow_service/process/logwriter.py",
+        "if written.lines >= _LINES_OF_MESSAGE:",
+        "if False:",
+        "tests/service/process/test_logwriter.py"
+        "::test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_were_not",
     ),
     Mutant(
         "descriptors_of_clients_are_accepted",
@@ -676,6 +734,14 @@ MUTANTS = [
         "found = link = folder.stat()",
         "tests/service/node/attach/test_attachsocket.py::test_a_link_of_another_user_is_refused",
     ),
+    Mutant(
+        "a_group_replaces_the_socket",
+        "service/kvstow_service/admin/sockets.py",
+        "(stat.S_IWGRP | stat.S_IWOTH)",
+        "stat.S_IWOTH",
+        "tests/service/node/attach/test_attachsocket.py"
+        "::test_a_folder_in_which_a_group_may_replace_the_socket_is_refused",
+    ),
     # -- the fleet tier --------------------------------------------------------------------------------------
     Mutant(
         "changed_bytes_of_an_object_are_loaded",
@@ -821,8 +887,8 @@ MUTANTS = [
     Mutant(
         "a_forwarded_port_leads_to_the_local_socket",
         "service/kvstow_service/cli/localserver.py",
-        "                if local.send(calls.info()).engine_id == info.engine_id:\n",
-        "                if local.send(calls.info()).engine_id:\n",
+        "                if local.call(routes.get_info).engine_id == info.engine_id:\n",
+        "                if local.call(routes.get_info).engine_id:\n",
         "tests/service/cli/test_connection.py::test_the_socket_of_another_server_is_not_used",
     ),
     Mutant(
@@ -1040,8 +1106,8 @@ PATCHED = [
     ),
     Patched(
         "tests/service/node/test_nodetier.py",
-        ("test_mutant_extents_are_let_go_before_they_are_unmapped",),
-        "tests/service/node/test_nodetier.py::test_mutant_extents_are_let_go_before_they_are_unmapped",
+        ("test_mutant_extents_are_released_before_they_are_unmapped",),
+        "tests/service/node/test_nodetier.py::test_mutant_extents_are_released_before_they_are_unmapped",
     ),
     Patched(
         "tests/service/node/test_tierrestart.py",

@@ -104,14 +104,13 @@ ORDER = {
     "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients attach.clientcalls "
     "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
     "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
-    "tier.nodetier nodehost node settingtypes settings nodeprocess",
+    "tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
-    "eventstream texts columns hostreadiness overview sampler readings client.decoding client.call "
-    "client.endpoint client.eventstream client.client client.operationcalls client.poolcalls client.blockcalls "
-    "client.servercalls client.sessioncalls client.switchcalls client.calls conditions.evidence conditions.pools "
+    "eventstream texts columns hostreadiness overview sampler readings client.endpoint "
+    "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
-    "page.render page.live routes.engine routes.pools routes.server app",
+    "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output blocks board get replay "
     "serve settings top watching",
 }

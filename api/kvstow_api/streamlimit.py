@@ -1,4 +1,9 @@
-"""Limits on open streams: in total and per client, with places reserved for admins."""
+"""Limits on open streams: in total and per client, with places reserved for admins.
+
+Not sse-starlette, which has no such limits and would replace ten lines, those of the comments that keep a silent
+stream open. Importing it replaces `uvicorn.Server.handle_exit` in the whole process, an inference engine's perhaps,
+and it looks for the end of the server at the handler that the process has for SIGTERM, twice a second.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from tests.api.test_conditions import RANK, SESSION
 
 from kvstow_api.answers import PoolView
-from kvstow_api.client.decoding import decode
+from kvstow_api.client.client import decode
 from kvstow_api.columns import LISTS, POOLS, SESSIONS, Table, rank_state
 from kvstow_api.figures import NowView
 from kvstow_api.openapi import EXAMPLES

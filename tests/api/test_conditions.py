@@ -17,7 +17,7 @@ from kvstow.stats import EngineState, SlotCounts
 from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import DoctorView
-from kvstow_api.client.decoding import decode
+from kvstow_api.client.client import decode
 from kvstow_api.conditions.evidence import Evidence
 from kvstow_api.conditions.table import TABLE, failures_of, find_conditions
 from kvstow_api.directory import HostMemory

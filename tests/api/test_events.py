@@ -16,7 +16,7 @@ from kvstow.control.blockevents import BlockEvent
 from kvstow.control.engine import OffloadEngine
 from kvstow_api import eventstream
 from kvstow_api.answers import EventView
-from kvstow_api.client.eventstream import EventParser
+from kvstow_api.client.client import parse_events
 from kvstow_api.directory import HostedPool
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.eventstream import EventStreams
@@ -33,7 +33,6 @@ class Reader:
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream
-        self._parser = EventParser()
         self._ready: list[EventView] = []
 
     async def next(self) -> EventView:
@@ -41,7 +40,7 @@ class Reader:
             while not self._ready:
                 chunk = (await anext(self._stream)).decode()
                 lines = chunk.split("\n")[:-1]
-                self._ready += [event for event in map(self._parser.feed, lines) if event is not None]
+                self._ready += parse_events(lines)
         return self._ready.pop(0)
 
     async def close(self) -> None:

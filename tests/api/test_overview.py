@@ -16,7 +16,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
 from kvstow.status import MemoryStatus, RankStatus, TransferStatus
 from kvstow_api.answers import ConditionView, PoolView, ReadinessView, TransfersView
-from kvstow_api.client.decoding import decode
+from kvstow_api.client.client import decode
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.overview import (

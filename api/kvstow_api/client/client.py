@@ -1,31 +1,72 @@
-"""Sends calls, and yields events."""
+"""Sends requests to the admin API, and yields its events."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import datetime
+from functools import cache
+from types import NoneType, TracebackType, UnionType
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
 import httpx
 
-from kvstow_api.answers import EventView, ProblemView
-from kvstow_api.client.call import ApiError, Call, Reply
-from kvstow_api.client.decoding import decode
+from kvstow.errors import KvstowError
+from kvstow_api.answers import EventType, EventView, OperationView, ProblemView
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
-from kvstow_api.client.eventstream import EventParser, Subscription
 
 T = TypeVar("T")
+V = TypeVar("V")
+Convert = Callable[[Any], Any]
 
 _STREAM_SILENCE_SECONDS = 45.0  # the server sends at least a comment every 15 s
 
 
-class Client:
-    """Sends calls one at a time, over persistent connections. Not thread-safe; close it with `close` or `with`.
+class ApiError(KvstowError):
+    """A request that failed. `problem` is the server's answer; None if the server could not be reached, did not answer
+    in time, or sent something else. `status` is that of the answer, None without one."""
 
-    `timeout` is in seconds, for connecting and for each answer; a call's `patience` is added to it. All failures raise
-    `ApiError`.
+    code = "request_failed"
+
+    def __init__(self, message: str, problem: ProblemView | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.problem = problem
+        self.status = problem.status if problem else status
+
+    def __reduce__(self) -> tuple[type[ApiError], tuple[str, ProblemView | None, int | None]]:
+        return type(self), (str(self), self.problem, self.status)
+
+
+class ProbeResult(NamedTuple):
+    """Whether the probe passed, and its text."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[T]):
+    """A route of the API and the type of its answer; `kvstow_api.client.routes` has them all. `operation`: what takes
+    longer than `wait` seconds is answered with the operation."""
+
+    method: str
+    path: str
+    answer: type[T]
+    operation: bool = False
+
+    def returning(self, answer: type[V]) -> Route[V]:
+        """For a request whose answer has another type, such as a dry run, or `dict` for the JSON itself."""
+        return Route(self.method, self.path, answer)
+
+
+class Client:
+    """Makes requests one at a time, over persistent connections. Not thread-safe; close it with `close` or `with`.
+
+    `timeout` is in seconds, for connecting and for each answer; the `wait` of a request is added to it. All failures
+    raise `ApiError`.
     """
 
     def __init__(self, server: str | Endpoint = DEFAULT_SERVER, *, timeout: float = 10.0) -> None:
@@ -35,44 +76,67 @@ class Client:
         transport = httpx.HTTPTransport(uds=uds, **_verify(endpoint))
         self._http = httpx.Client(base_url=endpoint.url, transport=transport)
 
-    def send(self, call: Call[T]) -> T:
+    def call(
+        self,
+        route: Route[T],
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **given: Any,
+    ) -> T:
+        """`given` has the names in the route's path; the others are query parameters, of which None is not sent.
+
+        Keys of blocks are hex text, as in answers. `pool` names a pool; that of an embedded engine is `host`. `wait`:
+        how many seconds (at most 30) the server may wait for the end of the work before it answers.
+        """
+        path, query = _filled(route.path, given)
         with self._as_api_errors():
             answer = self._http.request(
-                call.method,
-                call.path,
-                params=call.params,
-                json=call.body,
-                headers={**self._endpoint.credentials(), **call.headers},
-                timeout=httpx.Timeout(self._timeout, read=self._timeout + call.patience),
+                route.method,
+                path,
+                params=query,
+                json=body,
+                headers={**self._endpoint.credentials(), **(headers or {})},
+                timeout=httpx.Timeout(self._timeout, read=self._timeout + (given.get("wait") or 0.0)),
             )
-        if answer.status_code >= 400 and answer.status_code not in call.accepts:
+        is_probe = cast(Any, route.answer) is ProbeResult
+        if answer.status_code >= 400 and not (is_probe and answer.status_code == 503):
             raise self._failure(answer)
         try:
-            return call.decode(Reply(answer.status_code, answer.content))
+            return _read(route, answer)
         except (ValueError, TypeError, KeyError) as error:
-            request = f"{call.method} {call.path}"
+            request = f"{route.method} {path}"
             message = f"{self._not_kvstow()}, or is another version: unexpected answer to {request}: {error}"
             raise ApiError(message) from error
 
-    def events(self, subscription: Subscription) -> Iterator[EventView]:
-        """Yields events as they arrive. Returns when the server ends the stream, raises when the connection breaks."""
-        parser = EventParser()
+    def events(
+        self,
+        types: Sequence[EventType] = (),
+        *,
+        after: str | None = None,
+        recent: int = 0,
+        pool: str | None = None,
+    ) -> Iterator[EventView]:
+        """Yields events of these types (if empty, the server's default) as they arrive, after the event with the id
+        `after` or, without one, from the last `recent` events on. With `pool`, those of other pools are left out;
+        events of blocks need it where there are several pools. Returns when the server ends the stream, raises when
+        the connection breaks."""
+        _, query = _filled("", {"types": types, "recent": recent, "pool": pool})
+        resumed = {"Last-Event-ID": after} if after else {}
         with (
             self._as_api_errors(),
             self._http.stream(
                 "GET",
-                subscription.path,
-                params=subscription.params,
-                headers={**self._endpoint.credentials(), **subscription.headers},
+                "/v1/events",
+                params=query,
+                headers={**self._endpoint.credentials(), "Accept": "text/event-stream", **resumed},
                 timeout=httpx.Timeout(self._timeout, read=_STREAM_SILENCE_SECONDS),
             ) as answer,
         ):
             if answer.status_code >= 400:
                 answer.read()
                 raise self._failure(answer)
-            for line in answer.iter_lines():
-                if (event := parser.feed(line)) is not None:
-                    yield event
+            yield from parse_events(answer.iter_lines())
 
     def close(self) -> None:
         self._http.close()
@@ -118,3 +182,92 @@ def _verify(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.tls is not None:
         return {"verify": endpoint.tls}
     return {} if endpoint.url.startswith("https:") else {"verify": False}
+
+
+def _filled(path: str, given: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """The path with the names that it has, and the query parameters; None and empty ones are left out."""
+    query = {}
+    for name, value in given.items():
+        if f"{{{name}}}" in path:
+            path = path.replace(f"{{{name}}}", quote(str(value), safe=""))
+        elif value is not None and value != "" and value != ():
+            text = ",".join(value) if isinstance(value, (list, tuple)) else str(value)
+            query[name] = text.lower() if isinstance(value, bool) else text
+    return path, query
+
+
+def _read(route: Route[T], answer: httpx.Response) -> T:
+    kind = cast(Any, route.answer)
+    if kind is ProbeResult:
+        return cast(T, ProbeResult(answer.is_success, answer.text))
+    if kind in (str, NoneType):
+        return cast(T, answer.text if kind is str else None)
+    value = json.loads(answer.content)
+    if kind is dict:
+        return cast(T, value)
+    return cast(T, decode(OperationView if route.operation and answer.status_code == 202 else kind, value))
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[EventView]:
+    """Server-sent events from their lines. Raises `ValueError` for invalid JSON."""
+    found: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            if name in ("id", "event", "data"):
+                found[name] = value.removeprefix(" ")
+            continue
+        if "data" in found:
+            yield EventView(id=found.get("id", ""), type=found.get("event", ""), data=json.loads(found["data"]))
+        found = {}
+
+
+def decode(cls: type[T], value: Any) -> T:
+    """An instance of the dataclass `cls`, and of the dataclasses within it, from JSON. Unknown fields are ignored.
+
+    Raises `ValueError` or `TypeError` if a field without a default is missing, or if `value` has another shape.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{cls.__name__} is {type(value).__name__}; allowed: an object")
+    given: dict[str, Any] = {}
+    kind: type = cls
+    for name, (convert, is_required) in _fields_of(kind).items():
+        if name in value:
+            given[name] = convert(value[name])
+        elif is_required:
+            raise ValueError(f"{cls.__name__}.{name} is missing")
+    return cls(**given)
+
+
+@cache
+def _fields_of(cls: type) -> dict[str, tuple[Convert, bool]]:
+    """How each field is converted, and whether it must be there. Cached: resolving the type hints takes 0.3 ms."""
+    hints = get_type_hints(cls)
+    return {
+        field.name: (_converter(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(cls)
+    }
+
+
+def _converter(hint: Any) -> Convert:
+    """Turns JSON into a value of the type `hint`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return lambda value: decode(hint, value)  # type: ignore[arg-type]
+    if hint is datetime:
+        return datetime.fromisoformat
+    if hint is float:
+        return float
+    if origin in (list, tuple):
+        item, container = _converter(arguments[0]), origin
+        return lambda values: container(map(item, values))
+    if origin in (dict, Mapping):
+        inner = _converter(arguments[1])
+        return lambda values: {key: inner(value) for key, value in values.items()}
+    if origin in (Union, UnionType):
+        parts = [part for part in arguments if part is not NoneType]
+        if all(get_origin(part) is Literal for part in parts):
+            return lambda value: value
+        (chosen,) = map(_converter, parts)
+        return lambda value: None if value is None else chosen(value)
+    return lambda value: value

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector as BaseCollector
 
 from kvstow.stats import EngineState
 from kvstow.status import RankStatus, SessionState
-from kvstow.tier.tierstatus import TierClient, TierStatus
+from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import ConditionView
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import Directory, TierLabels
@@ -31,6 +31,7 @@ from kvstow_api.metrics.pools import (
     Snapshots,
     counter_families,
     error_family,
+    exposed,
     pool_families,
     rank_families,
     token_families,
@@ -286,23 +287,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[_Values], float | None]], ...] = (
         lambda tiers: min(_known(one.prefill_tokens_per_second for one in tiers), default=None),
     ),
 )
-_COUNTERS = (
-    ("kvstow_tier_requests", "Requests that were not wholly in the pool", "requests"),
-    ("kvstow_tier_declined_requests", "Requests for which a fetch did not pay", "declined_requests"),
-    ("kvstow_tier_cut_waits", "Requests that went on before all fetches had ended", "cut_waits"),
-    ("kvstow_tier_wait_seconds", "Time that requests waited for the store", "wait_seconds"),
-    ("kvstow_tier_saved_seconds", "Estimated time to compute what was fetched", "saved_seconds"),
-    ("kvstow_tier_found_blocks", "Blocks that the store had and the pool had not", "found_blocks"),
-    ("kvstow_tier_fetched_blocks", "Blocks fetched on all ranks", "fetched_blocks"),
-    ("kvstow_tier_put_blocks", "Blocks put by all ranks", "put_blocks"),
-    (
-        "kvstow_tier_dropped_blocks",
-        "Blocks that were not put because too many waited or the store was full",
-        "dropped_blocks",
-    ),
-    ("kvstow_tier_breaker_opened", "How often the store was left alone because it did not work", "breaker_opened"),
-)
-"""Fields of `TierCounters`."""
+_COUNTERS = [(one, source.read) for one, _, source in exposed(TierCounters)]
 
 
 def tier_families(directory: Directory) -> Iterator[Metric]:
@@ -315,11 +300,10 @@ def tier_families(directory: Directory) -> Iterator[Metric]:
         return
     totals = directory.tier.totals()
     for name, text, value in _GAUGES:
-        found = [(labels, value(of_pool)) for labels, of_pool in tiers.items()]
-        yield gauge(name, text, TIER, [(labels, figure) for labels, figure in found if figure is not None])
-    for name, text, field in _COUNTERS:
-        rows: list[Row] = [(labels, getattr(one, field)) for labels, one in totals.items()]
-        yield counter(name, text, TIER, rows)
+        figures = [(labels, value(of_pool)) for labels, of_pool in tiers.items()]
+        yield gauge(name, text, TIER, [(labels, figure) for labels, figure in figures if figure is not None])
+    for one, read in _COUNTERS:
+        yield counter(f"kvstow_{one.name}", one.text, TIER, [(at, read(counted)) for at, counted in totals.items()])
     yield counter(
         "kvstow_tier_failed_blocks",
         "Blocks that could not be moved",
@@ -331,21 +315,14 @@ def tier_families(directory: Directory) -> Iterator[Metric]:
         ],
     )
     for name, text, field in (
-        (
-            "kvstow_tier_corrupt_objects",
-            "Objects that were fetched and were not what was put",
-            "corrupt_objects",
-        ),
-        (
-            "kvstow_tier_client_restarts",
-            "How often what connects to the store was ended and started again",
-            "restarts",
-        ),
+        ("corrupt_objects", "Objects that were fetched and were not what was put", "corrupt_objects"),
+        ("client_restarts", "How often what connects to the store was ended and started again", "restarts"),
     ):
-        counted = [
-            (labels, sum(getattr(one.stats, field) for one in _clients(of_pool))) for labels, of_pool in tiers.items()
+        found = [
+            (labels, sum(getattr(client.stats, field) for one in of_pool for client in one.clients))
+            for labels, of_pool in tiers.items()
         ]
-        yield counter(name, text, TIER, counted)
+        yield counter(f"kvstow_tier_{name}", text, TIER, found)
 
 
 def _sum(tiers: _Values, field: str) -> float:
@@ -354,8 +331,3 @@ def _sum(tiers: _Values, field: str) -> float:
 
 def _known(figures: Iterable[float | None]) -> list[float]:
     return [figure for figure in figures if figure is not None]
-
-
-def _clients(tiers: _Values) -> Iterator[TierClient]:
-    for one in tiers:
-        yield from one.clients

@@ -62,25 +62,25 @@ _COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
 
 
 class _Source(NamedTuple):
-    """Where the values of a family are in `EngineStats`, and the values of the labels that this place stands for."""
+    """Where the values of a family are in the counters, and the values of the labels that this place stands for."""
 
-    read: Callable[[EngineStats], Any]
+    read: Callable[[Any], Any]
     labels: tuple[str, ...]
 
 
-def _exposed(kind: type, path: str = "", labels: tuple[str, ...] = ()) -> Iterator[tuple[Exposed, bool, _Source]]:
+def exposed(kind: type, path: str = "", labels: tuple[str, ...] = ()) -> Iterator[tuple[Exposed, bool, _Source]]:
     """What this dataclass, and those within it, expose, and whether that is a histogram."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        exposed = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Exposed)]
-        if exposed:
-            yield exposed[0], hint.__origin__ is Histogram, _Source(attrgetter(path + name), labels)
+        found = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Exposed)]
+        if found:
+            yield found[0], hint.__origin__ is Histogram, _Source(attrgetter(path + name), labels)
         elif is_dataclass(hint):
             inner = hint if isinstance(hint, type) else type(hint)
-            yield from _exposed(inner, f"{path}{name}.", (name,) if inner is DirectionStats else labels)
+            yield from exposed(inner, f"{path}{name}.", (name,) if inner is DirectionStats else labels)
 
 
 _FAMILIES: dict[tuple[Exposed, bool], list[_Source]] = {}
-for _one, _is_histogram, _source in _exposed(Counters):
+for _one, _is_histogram, _source in exposed(Counters):
     _FAMILIES.setdefault((_one, _is_histogram), []).append(_source)
 
 

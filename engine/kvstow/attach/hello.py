@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
@@ -72,6 +72,11 @@ class Hello:
     numa_node: int | None = None
     settled_tokens: tuple[str, ...] = ()
 
+    def in_session(self) -> Self:
+        """What is still of use once the process is in a session. A session must not keep identities of its own: they
+        take up to seven times as much memory as the frame, and those of the pool and the namespace are equal."""
+        return replace(self, pool=None, namespace=None, fleet_weights=UNNAMED_WEIGHTS, settled_tokens=())
+
     @property
     def is_farewell(self) -> bool:
         """Whether the process only says that its copies have ended."""
@@ -105,9 +110,11 @@ class Hello:
     @classmethod
     def _read(cls, value: JsonObject) -> Self:
         role = cast(Role, value.text("role", allowed=("scheduler", "worker")))
-        pool, namespace = value.optional_child("pool"), value.optional_child("namespace")
-        weights = value.optional_child("fleet_weights")
-        if role == "scheduler" and (pool is None or namespace is None):
+        is_scheduler = role == "scheduler"
+        pool, namespace, weights = (
+            value.optional_child(name) if is_scheduler else None for name in ("pool", "namespace", "fleet_weights")
+        )
+        if is_scheduler and (pool is None or namespace is None):
             raise InvalidRequestError("hello of a scheduler needs hello.pool and hello.namespace")
         return cls(
             role=role,
@@ -170,6 +177,7 @@ TRANSIENT_REFUSALS: Final = frozenset(
         "too_many_lost",
         "too_many_strangers",
         "unknown_token",
+        "user_limit",
     }
 )
 """Reasons that may soon no longer apply. A client tries again soon."""

@@ -212,21 +212,37 @@ def _differences(here: Any, there: Any) -> Iterator[str]:
         mine, theirs = getattr(here, known.name), getattr(there, known.name)
         if mine == theirs:
             continue
-        if isinstance(mine, tuple) and isinstance(theirs, tuple):
+        if known.name == "value_settings":
+            yield _setting_difference(known.name, dict(mine), dict(theirs))
+        elif isinstance(mine, tuple) and isinstance(theirs, tuple):
             yield _tuple_difference(known.name, mine, theirs)
         else:
             yield f"{known.name} is {_shown(mine)} here and {_shown(theirs)} there"
 
 
+def _setting_difference(name: str, mine: dict[str, str], theirs: dict[str, str]) -> str:
+    first = next(one for one in sorted({**mine, **theirs}) if mine.get(one) != theirs.get(one))
+    values = [_shown(found[first]) if first in found else "not set" for found in (mine, theirs)]
+    return f"{name}: {_shown(first)} is {values[0]} here and {values[1]} there"
+
+
 def _tuple_difference(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
+    """The first entry that differs, and what differs in it."""
     if len(mine) != len(theirs):
         return f"{name} has {len(mine)} entries here and {len(theirs)} there"
     at = next(number for number, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-    return f"{name}[{at}] is {_shown(mine[at])} here and {_shown(theirs[at])} there"
+    one, other, name = mine[at], theirs[at], f"{name}[{at}]"
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return _tuple_difference(name, one, other)
+    if isinstance(one, RegionIdentity) and one.name == other.name:
+        name = f"{name} ({one.name})"
+    elif not isinstance(one, RegionIdentity | GroupIdentity):
+        return f"{name} is {_shown(one)} here and {_shown(other)} there"
+    return f"{name}: " + ", ".join(_differences(one, other))
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = value if isinstance(value, str) and value else repr(value)
     return text if len(text) <= 160 else f"{text[:160]}..."
 
 

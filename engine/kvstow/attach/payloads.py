@@ -247,6 +247,7 @@ class PayloadReader:
 
 
 _MAX_ITEMS = 4096
+_MAX_PAIRS_TEXT = 16 << 10  # the settings of an engine take 2 KB
 _MAX_NUMBER = 1 << 62
 
 
@@ -326,6 +327,8 @@ class JsonObject:
             raise self._error(name, values, "an object of texts")
         if not all(is_plain(value) and is_plain(key, MOST_TEXT - len(value)) for key, value in values.items()):
             raise self._error(name, values, "an object of printable texts")
+        if sum(len(key) + len(value) for key, value in values.items()) > _MAX_PAIRS_TEXT:
+            raise self._error(name, values, f"texts of at most {_MAX_PAIRS_TEXT} characters together")
         return tuple(sorted(values.items()))
 
     def child(self, name: str) -> JsonObject:

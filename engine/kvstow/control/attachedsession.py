@@ -42,6 +42,17 @@ class AttachedSession(Session):
         self._first_number = pool.desired.number
         self.adapt_to_pool()
 
+    def release_leases(self, lease_ids: Sequence[int]) -> None:
+        """End these leases, unless they have ended. O(leases given), and few of their slots are freed at once: see
+        `Pool.owed`."""
+        pool = self.pool
+        for start in range(0, len(lease_ids), pool.slice_slots):
+            with pool.lock:
+                found = map(self.leases.get, lease_ids[start : start + pool.slice_slots])
+                pool.owed.extend(lease.slots for lease in found if lease is not None and self.leases.end(lease))
+        with pool.lock:
+            pool.owe(())
+
     # -- processes and end ----------------------------------------------------------------------------------
 
     def map_memory(self, process: Hashable) -> None:
@@ -97,8 +108,7 @@ class AttachedSession(Session):
         if pool.earlier is not None and pool.earlier.session is self:
             pool.earlier = None
             pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
-        for slots in self._held:
-            pool.unhold(slots)
+        pool.owe(self._held)
         pool.end_quarantine(self.quarantined_slots)
         self._held, self.quarantined_slots = [], []
 

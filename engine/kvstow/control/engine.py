@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 
 from kvstow.config import EngineConfig
@@ -201,7 +201,8 @@ def _defects(pool: Pool) -> list[str]:
             written.update(*(session.quarantined_slots for session in sessions_of(pool)))
         if written != in_use[name]:
             found.append(f"the {name} slots are not those of the open stores")
-    holders = Counter(slot for session in sessions_of(pool) for slots in session.held_slots() for slot in set(slots))
+    held = chain(pool.owed, *(session.held_slots() for session in sessions_of(pool)))
+    holders = Counter(slot for slots in held for slot in set(slots))
     if holders != pool.index.holders():
         found.append("the held slots are not those of leases and loads")
     if not all(session.leases.is_consistent() for session in sessions_of(pool)):

@@ -30,6 +30,8 @@ from kvstow.status import HOST_NAME, BypassStatus, DrainMode, Refusal
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
+_SLICES_AT_ONCE = 16
+"""So much is freed at the end of leases, before the rest is owed."""
 
 
 class PoolAcceptance:
@@ -266,6 +268,9 @@ class Pool:
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
+        self.owed: deque[tuple[int, ...]] = deque()
+        """Slots of leases and loads that have ended, and that are kept until `free_owed` comes to them: a session of a
+        node's pool may have held 4 million."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -322,6 +327,30 @@ class Pool:
 
     def unhold(self, slots: Iterable[int]) -> None:
         self.deallocate(self.index.unhold(list(slots)))
+
+    def owe(self, leased: Iterable[tuple[int, ...]]) -> None:
+        """Leases and loads have ended, so nothing needs their slots. Few are freed at once. The caller holds the
+        lock."""
+        self.owed.extend(leased)
+        for _ in range(_SLICES_AT_ONCE):
+            if not self._free_owed():
+                return
+
+    def free_owed(self) -> bool:
+        """Free some more slots of those that are owed. Returns False if there are none."""
+        with self.lock:
+            return self._free_owed()
+
+    def _free_owed(self) -> bool:
+        left = self.slice_slots
+        while self.owed and left > 0:
+            slots = self.owed.popleft()
+            if len(slots) > left:
+                self.owed.appendleft(slots[left:])
+                slots = slots[:left]
+            self.unhold(slots)
+            left -= max(1, len(slots))
+        return bool(self.owed)
 
     def end_excess_leases(self) -> bool:
         """End leases of sessions that hold more than they may when slots are short; False if there are none.

@@ -21,9 +21,10 @@ _NOTHING = Lease(0, (), ())
 """The lease of a miss; it holds nothing."""
 
 MOST_HELD = 65_536
-"""Leases and loads under way of one session: more than requests wait in any inference engine. 36 MiB."""
+"""Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
 MOST_HELD_SLOTS = 4 << 20
-"""Slots of all of them, a slot once for each: 64 MiB. 4,096 requests may wait for 16,384 tokens of 16-token blocks."""
+"""Slots of all of them, a slot once for each: 380 MiB, as each lease has keys of its own. 4,096 requests may wait for
+16,384 tokens of 16-token blocks."""
 
 
 class Session:

@@ -88,11 +88,6 @@ class MemoryBudget:
 
     # What engines, clients and operators do.
 
-    def set_total(self, total_bytes: int) -> None:
-        """Grow, or shrink as far as clients let go. Raises `ConfigError`."""
-        _require_units("memory", total_bytes)
-        self.total_bytes = total_bytes
-
     def add_pool(self, name: str, layout: PoolLayout) -> None:
         """Raises `ConflictError` if there is one with that name. A pool from before a restart may have extents of
         another size than the budget's."""

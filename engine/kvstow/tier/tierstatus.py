@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
+from kvstow.stats import Exposed
 from kvstow.tier.store import ClientHealth, ClientStats
 
 BreakerState = Literal["closed", "open", "half_open"]
@@ -77,26 +78,28 @@ TierState = Literal["on", "off", "down"]
 
 @dataclass(slots=True)
 class TierCounters:
-    """They only grow. `requests`: those that were not wholly in the pool. `cut_waits`: of them, those that went on
-    before all that was to come had arrived. `declined_requests`: those for which a fetch did not pay. `saved_seconds`:
-    the estimated time to compute what was fetched, 0 until the prefill speed is known. `found_blocks`: blocks that
-    the store had and the pool had not. `fetched_blocks`: those that every rank has received. `dropped_blocks` were to
-    be put, and too many waited or the store was full. `breaker_opened`: how often the breaker has opened."""
+    """They only grow. `cut_waits` and `declined_requests` are some of the `requests`. `saved_seconds` is 0 until the
+    prefill speed is known."""
 
-    requests: int = 0
-    cut_waits: int = 0
-    declined_requests: int = 0
-    wait_seconds: float = 0.0
-    saved_seconds: float = 0.0
+    requests: Annotated[int, Exposed("tier_requests", "Requests that were not wholly in the pool")] = 0
+    cut_waits: Annotated[int, Exposed("tier_cut_waits", "Requests that went on before all fetches had ended")] = 0
+    declined_requests: Annotated[int, Exposed("tier_declined_requests", "Requests for which a fetch did not pay")] = 0
+    wait_seconds: Annotated[float, Exposed("tier_wait_seconds", "Time that requests waited for the store")] = 0.0
+    saved_seconds: Annotated[float, Exposed("tier_saved_seconds", "Estimated time to compute what was fetched")] = 0.0
     lookups: int = 0
     asked_blocks: int = 0
-    found_blocks: int = 0
-    fetched_blocks: int = 0
+    found_blocks: Annotated[int, Exposed("tier_found_blocks", "Blocks that the store had and the pool had not")] = 0
+    fetched_blocks: Annotated[int, Exposed("tier_fetched_blocks", "Blocks fetched on all ranks")] = 0
     failed_fetch_blocks: int = 0
-    put_blocks: int = 0
+    put_blocks: Annotated[int, Exposed("tier_put_blocks", "Blocks put by all ranks")] = 0
     failed_put_blocks: int = 0
-    dropped_blocks: int = 0
-    breaker_opened: int = 0
+    dropped_blocks: Annotated[
+        int,
+        Exposed("tier_dropped_blocks", "Blocks that were not put because too many waited or the store was full"),
+    ] = 0
+    breaker_opened: Annotated[
+        int, Exposed("tier_breaker_opened", "How often the store was left alone because it did not work")
+    ] = 0
 
     def __add__(self, other: TierCounters) -> TierCounters:
         return TierCounters(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))

@@ -174,12 +174,17 @@ class RankAgent:
             client = self._connect()
             if client is None:
                 return
-            from kvstow_api.client import calls  # only once there is a server: the host is starting, too
+            from kvstow_api.client import routes  # only once there is a server: the host is starting, too
 
-            desired = client.send(calls.report(report, clock=time.time()))
+            answer = client.call(
+                routes.report.returning(dict),
+                report.to_json(),
+                headers={"X-KVStow-Clock": f"{time.time():.6f}"},
+                rank=self._rank,
+            )
             if self._stopping.is_set():
                 return
-            self._source.apply(desired)
+            self._source.apply(DesiredState.from_json(answer))
             self._reported = report
         except Exception as error:  # nothing may end the thread
             self._due_at = time.monotonic() + self._interval

@@ -188,9 +188,10 @@ def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
     if link.st_uid not in mine:  # a symbolic link, which its owner can lead elsewhere
         whose = f"the folder {folder} belongs to uid {link.st_uid}"
     elif found.st_uid in mine:
-        if not found.st_mode & stat.S_IWOTH or found.st_mode & stat.S_ISVTX:
+        if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_mode & stat.S_ISVTX:
             return
-        whose = f"the folder {folder} can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"
+        who = "everybody" if found.st_mode & stat.S_IWOTH else f"the group {found.st_gid}"
+        whose = f"the folder {folder} can be written by {who} (mode {stat.S_IMODE(found.st_mode):o})"
     raise ConflictError(f"{whose}, who could replace the socket in it: use a folder of its own, with mode {mode:o}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +29,7 @@ from kvstow_service.cli.output import Format, emit, format_flag, table
 if TYPE_CHECKING:
     from kvstow.status import ProtectionResult
     from kvstow_api.answers import OperationView, RemovedView
-    from kvstow_api.client import Call, Client
+    from kvstow_api.client import Client, Route
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
@@ -47,14 +47,24 @@ def server_wait(no_wait: bool = False) -> float | None:
     return 0.25 if sys.stderr.isatty() else 10.0
 
 
-def follow(client: Client, call: Call[V | OperationView], *, no_wait: bool = False) -> V | OperationView:
-    """Send `call`, whose answer may be an operation, and wait for that to end unless `no_wait`.
+def follow(
+    client: Client,
+    route: Route[V | OperationView],
+    body: Mapping[str, Any],
+    *,
+    pool: str,
+    if_match: str | None = None,
+    no_wait: bool = False,
+) -> V | OperationView:
+    """Make a request whose answer may be an operation, and wait for that to end unless `no_wait`. `if_match`: an ETag
+    of the settings.
 
     Returns the answer or the operation. Raises `CommandError` if the operation failed or was cancelled.
     """
     from kvstow_api.answers import OperationView
 
-    answer = client.send(call)
+    headers = None if if_match is None else {"If-Match": if_match}
+    answer = client.call(route, body, headers=headers, pool=pool, wait=server_wait(no_wait))
     if not isinstance(answer, OperationView) or no_wait:
         return answer
     ended = _until_ended(client, answer)
@@ -71,7 +81,7 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -79,7 +89,7 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
         bar = bars.add_task(operation.kind, total=None)
         try:
             while operation.state == "running":
-                operation = client.send(calls.operation(operation.id, wait=server_wait()))
+                operation = client.call(routes.get_operation, operation_id=operation.id, wait=server_wait())
                 waiting = " (waiting for transfers)" if operation.waiting else ""
                 done, total = operation.progress.done, operation.progress.total
                 bars.update(bar, description=operation.kind + waiting, completed=done, total=total or None)
@@ -100,11 +110,11 @@ def started(operation: Any) -> str:
 @remote
 def cancel(connection: Connection, operation_id: str, style: Format) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_api.columns import OPERATIONS
 
     with connection.client() as client:
-        view = client.send(calls.cancel(operation_id))
+        view = client.call(routes.cancel_operation, operation_id=operation_id)
     emit(view, style, lambda view: table([view], OPERATIONS))
 
 
@@ -137,12 +147,11 @@ def evict(
 
     Leased and protected blocks stay. Give one of --slots, --size and --idle.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if sum(given is not None for given in (slots, size, idle)) != 1:
         raise click.UsageError("give one of --slots, --size and --idle")
-    make = partial(calls.evict, slots=slots, num_bytes=size, idle_seconds=idle)
-    _remove(connection, make, style, pool, **flags)
+    _remove(connection, routes.evict, {"slots": slots, "bytes": size, "idle_seconds": idle}, style, pool, **flags)
 
 
 @click.command()
@@ -176,21 +185,20 @@ def purge(
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Give one kind of selector.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     chosen: dict[str, Any] = {
-        "everything": everything or None,
+        "all": everything or None,
         "keys": _keys(keys) or None,
         "key_prefixes": list(key_prefixes) or None,
         "idle_seconds": idle,
         "age_seconds": age,
         "slots": slots,
-        "num_bytes": size,
+        "bytes": size,
     }
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if len(given) != 1:
+    if sum(value is not None for value in chosen.values()) != 1:
         raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots and --size")
-    _remove(connection, partial(calls.purge, **given), style, pool, **flags)
+    _remove(connection, routes.purge, chosen, style, pool, **flags)
 
 
 @click.command()
@@ -208,7 +216,7 @@ def protect(
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
     protection. Exit code 4 if none of the keys is in the pool.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     wanted = _keys(keys)
     with connection.client() as client:
@@ -223,7 +231,8 @@ def protect(
         if dry_run:
             emit(plan, style, partial(_changed, "would protect"))
         else:
-            emit(client.send(calls.protect(wanted, ttl_seconds=ttl, pool=pool)), style, partial(_changed, "protected"))
+            view = client.call(routes.protect, {"keys": wanted, "ttl_seconds": ttl}, pool=pool)
+            emit(view, style, partial(_changed, "protected"))
 
 
 @click.command()
@@ -247,7 +256,7 @@ def unprotect(
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if bool(keys) == everything:
         raise click.UsageError("give keys, or --all")
@@ -261,12 +270,14 @@ def unprotect(
         if plan is not None:  # blocks named by their keys can be protected again
             words = f"unprotect {counted(plan.changed, 'block')}"
             confirm(Effect(words, lost_protections=plan.changed), connection, yes)
-        emit(client.send(calls.unprotect(wanted, pool=pool)), style, partial(_changed, "unprotected"))
+        body = {"all": True} if wanted is None else {"keys": wanted}
+        emit(client.call(routes.unprotect, body, pool=pool), style, partial(_changed, "unprotected"))
 
 
 def _remove(
     connection: Connection,
-    make: Callable[..., Call[RemovedView | OperationView]],
+    route: Route[RemovedView | OperationView],
+    chosen: dict[str, Any],
     style: Format,
     pool: str | None,
     *,
@@ -274,19 +285,19 @@ def _remove(
     yes: bool,
     no_wait: bool,
 ) -> None:
-    """`make` takes `dry_run`, `wait` and `pool`, and selects the blocks."""
+    """`chosen` selects the blocks."""
     with connection.client() as client:
-        make = partial(make, pool=chosen_pool(client, pool))
+        pool = chosen_pool(client, pool)
         effect = Effect("remove blocks", lost_blocks=None)
         if dry_run or not yes:
-            planned = follow(client, make(dry_run=True, wait=server_wait()))
+            planned = follow(client, route, {**chosen, "dry_run": True}, pool=pool)
             if dry_run:
                 emit(planned, style, _removed)
                 return
             plan = _result(planned)
             effect = Effect(f"remove {evicted(plan)}", lost_blocks=plan.evicted_slots)
         confirm(effect, connection, yes)
-        answer = follow(client, make(wait=server_wait(no_wait)), no_wait=no_wait)
+        answer = follow(client, route, chosen, pool=pool, no_wait=no_wait)
         emit(answer, style, _removed)
 
 
@@ -310,19 +321,20 @@ def _keys(arguments: Sequence[str]) -> list[str]:
 def _presence(client: Client, keys: Sequence[str], pool: str) -> ProtectionResult:
     """How many of the keys are in the pool."""
     from kvstow.status import ProtectionResult
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
-    present = [is_there for part in parts for is_there in client.send(calls.lookup(part, pool=pool)).present]
+    answers = [client.call(routes.lookup, {"keys": part}, pool=pool) for part in parts]
+    present = [is_there for answer in answers for is_there in answer.present]
     return ProtectionResult(changed=present.count(True), missing=present.count(False))
 
 
 def _protected(client: Client, pool: str) -> ProtectionResult:
     """How many blocks are protected."""
     from kvstow.status import ProtectionResult
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    return ProtectionResult(changed=client.send(calls.pool(pool)).slots.protected, missing=0)
+    return ProtectionResult(changed=client.call(routes.get_pool, pool=pool).slots.protected, missing=0)
 
 
 def _changed(verb: str, view: ProtectionResult) -> str:

@@ -144,11 +144,11 @@ pool_flag = click.option("--pool", metavar="NAME", help="The pool; needed only w
 
 def chosen_pool(client: Client, name: str | None) -> str:
     """`name`, or that of the only pool. Raises `CommandError` if there is none, or if there are several."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if name is not None:
         return name
-    names = [pool.name for pool in client.send(calls.pools()).items]
+    names = [pool.name for pool in client.call(routes.list_pools).items]
     if not names:
         raise CommandError(
             "no engine has attached yet, so there is no pool",
@@ -162,9 +162,9 @@ def chosen_pool(client: Client, name: str | None) -> str:
 
 def find_session(client: Client, session_id: str) -> SessionStatus:
     """Raises `CommandError` if there is none with this id."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    for session in client.send(calls.sessions()).items:
+    for session in client.call(routes.list_sessions).items:
         if session.id == session_id:
             return session
     raise CommandError(f"there is no session {session_id!r}", "`kvstow get sessions` lists them", ExitCode.NOT_FOUND)

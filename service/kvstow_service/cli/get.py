@@ -21,14 +21,14 @@ from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, format_option, pairs, styled, table, text_of
 
 if TYPE_CHECKING:
-    from kvstow_api.client import Client
+    from kvstow_api.client import Client, Route
 
 _PAGE = 1000
 
 
 class _Noun(NamedTuple):
-    """One list: its options are those of the client's call of the same name. `described`: the noun of `kvstow describe`
-    that shows one item."""
+    """One list: its options are query parameters of the route `list_NAME`, or of `route`. `described`: the noun of
+    `kvstow describe` that shows one item."""
 
     name: str
     singular: str
@@ -37,6 +37,7 @@ class _Noun(NamedTuple):
     described: bool = True
     in_pool: bool = False
     """The list is below a pool: without --pool, below the only one."""
+    route: str = ""
 
 
 _LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
@@ -74,8 +75,14 @@ _NOUNS = (
             _LIMIT,
         ),
     ),
-    _Noun("tiers", "tier", "The fleet tier of each pool: state, rates, queue, what it saves.", described=False),
-    _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False),
+    _Noun(
+        "tiers",
+        "tier",
+        "The fleet tier of each pool: state, rates, queue, what it saves.",
+        described=False,
+        route="get_tier",
+    ),
+    _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False, route="get_log_levels"),
 )
 _ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name for noun in _NOUNS}}
 
@@ -153,25 +160,23 @@ def _note(view: Any, options: dict[str, Any]) -> str:
 
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
     """The list; of one that has pages, as many as `limit` items take."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    if noun.name == "tiers":
-        return client.send(calls.tier())
-    call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
+    route: Route[Any] = getattr(routes, noun.route or f"list_{noun.name}")
     if noun.in_pool:
         chosen["pool"] = chosen_pool(client, chosen["pool"])
     if limit is None:
-        view: Any = client.send(call(**chosen))
+        view: Any = client.call(route, **chosen)
         return view
-    pages = list(_pages(client, partial(call, **chosen), limit))
+    pages = list(_pages(partial(client.call, route, **chosen), limit))
     whole: Any = replace(pages[-1], items=[item for page in pages for item in page.items])
     return whole
 
 
-def _pages(client: Client, call: Callable[..., Any], limit: int) -> Iterator[Any]:
+def _pages(call: Callable[..., Any], limit: int) -> Iterator[Any]:
     token, left = None, limit
     while True:
-        page: Any = client.send(call(page_size=min(left, _PAGE), page_token=token))
+        page: Any = call(page_size=min(left, _PAGE), page_token=token)
         yield page
         token, left = page.next_page_token, left - len(page.items)
         if token is None or left <= 0:
@@ -237,16 +242,16 @@ def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @_noun("server")
 def server(connection: Connection, style: Format) -> None:
     """The server: version, settings, readiness, ranks, operations."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     _show(
         connection,
         style,
-        server=calls.info(),
-        readiness=calls.readiness(),
-        drain=calls.drain_status(),
-        bypass=calls.bypass_status(),
-        running_operations=calls.operations(state="running"),
+        server=_asking(routes.get_info),
+        readiness=_asking(routes.get_readiness),
+        drain=_asking(routes.get_drain),
+        bypass=_asking(routes.get_bypass),
+        running_operations=_asking(routes.list_operations, state="running"),
     )
 
 
@@ -255,10 +260,10 @@ def server(connection: Connection, style: Format) -> None:
 @pool_flag
 def stats(connection: Connection, style: Format, section: str | None, pool: str | None) -> None:
     """Counters of a pool since it was made."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        found = client.send(calls.stats(pool=pool))
+        found = client.call(routes.get_stats, pool=pool)
     _emit({"stats": _sections(found, *_SECTIONS) if section is None else _sections(found, section)}, style)
 
 
@@ -266,11 +271,11 @@ def stats(connection: Connection, style: Format, section: str | None, pool: str 
 @click.argument("name", required=False)
 def pool(connection: Connection, style: Format, name: str | None) -> None:
     """A pool: its slots by state, and counters of its blocks. NAME is needed only where there are several."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         name = chosen_pool(client, name)
-        found, stats = client.send(calls.pool(name)), client.send(calls.stats(pool=name))
+        found, stats = client.call(routes.get_pool, pool=name), client.call(routes.get_stats, pool=name)
     _emit({"pool": found, "blocks": _sections(stats, "stores", "evictions", "lookups")}, style)
 
 
@@ -288,10 +293,10 @@ def session(connection: Connection, style: Format, session_id: str) -> None:
 @click.argument("name")
 def namespace(connection: Connection, style: Format, name: str) -> None:
     """A namespace of a pool: model, weights, and which engines share its blocks."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        found = [one for one in client.send(calls.namespaces()).items if one.name == name]
+        found = [one for one in client.call(routes.list_namespaces).items if one.name == name]
     if not found:
         raise CommandError(f"there is no namespace {name!r}", "`kvstow get namespaces` lists them", ExitCode.NOT_FOUND)
     emit(found if len(found) > 1 else found[0], style, lambda _: "\n\n".join(map(details, found)))
@@ -303,9 +308,9 @@ def namespace(connection: Connection, style: Format, name: str) -> None:
 @pool_flag
 def rank(connection: Connection, style: Format, number: int, session: str | None, pool: str | None) -> None:
     """A rank as it last reported."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    _show(connection, style, rank=calls.rank(number, pool=pool, session=session))
+    _show(connection, style, rank=_asking(routes.get_rank, rank=number, pool=pool, session=session))
 
 
 @_noun("block")
@@ -313,26 +318,30 @@ def rank(connection: Connection, style: Format, number: int, session: str | None
 @pool_flag
 def block(connection: Connection, style: Format, key: str, pool: str | None) -> None:
     """A block in a pool."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-    _show(connection, style, block=calls.block(key, pool=pool))
+    _show(connection, style, block=_asking(routes.get_block, pool=pool, key=key))
 
 
 @_noun("operation")
 @click.argument("operation_id", metavar="ID")
 def operation(connection: Connection, style: Format, operation_id: str) -> None:
     """A long-running operation."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    _show(connection, style, operation=calls.operation(operation_id))
+    _show(connection, style, operation=_asking(routes.get_operation, operation_id=operation_id))
 
 
-def _show(connection: Connection, style: Format, **sections: Any) -> None:
+def _asking(route: Route[Any], **given: Any) -> Callable[[Client], Any]:
+    return lambda client: client.call(route, **given)
+
+
+def _show(connection: Connection, style: Format, **sections: Callable[[Client], Any]) -> None:
     """Prints nothing unless every section could be read."""
     with connection.client() as client:
-        _emit({title: client.send(call) for title, call in sections.items()}, style)
+        _emit({title: ask(client) for title, ask in sections.items()}, style)
 
 
 def _emit(found: Mapping[str, Any], style: Format) -> None:

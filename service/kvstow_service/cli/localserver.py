@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvstow_api.client import ApiError, Call, Client, Endpoint, calls
+from kvstow_api.client import ApiError, Client, Endpoint, Route, routes
 from kvstow_api.hostsettings import is_loopback
 
 T = TypeVar("T")
@@ -25,12 +26,12 @@ class LocalServerClient(Client):
         self._url, self._patience = endpoint.url, timeout
         self._local: Client | None = None
 
-    def send(self, call: Call[T]) -> T:
-        if call.method == "GET":
-            return super().send(call)
-        if self._local is None:
+    def call(self, route: Route[T], body: Mapping[str, Any] | None = None, **given: Any) -> T:
+        if self._local is None and route.method != "GET":
             self._local = self._find()
-        return super().send(call) if self._local is None else self._local.send(call)
+        if self._local is None or route.method == "GET":
+            return super().call(route, body, **given)
+        return self._local.call(route, body, **given)
 
     def close(self) -> None:
         super().close()
@@ -44,7 +45,7 @@ class LocalServerClient(Client):
         if not is_loopback(address.hostname or ""):
             return None
         try:
-            info = super().send(calls.info())
+            info = super().call(routes.get_info)
         except ApiError:
             return None  # the change itself says why
         for path in (Path(one.removeprefix(_UNIX)) for one in info.addresses if one.startswith(_UNIX)):
@@ -52,7 +53,7 @@ class LocalServerClient(Client):
                 continue
             local = Client(Endpoint.parse(f"{_UNIX}{path}"), timeout=self._patience)
             try:
-                if local.send(calls.info()).engine_id == info.engine_id:
+                if local.call(routes.get_info).engine_id == info.engine_id:
                     return local
             except ApiError:
                 pass

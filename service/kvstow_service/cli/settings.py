@@ -10,7 +10,7 @@ import click
 
 from kvstow.bytesize import format_size
 from kvstow_api.texts import bypass_words, bypassed, counted, drain_words, duration
-from kvstow_service.cli.blocks import follow, no_wait_flag, server_wait, started
+from kvstow_service.cli.blocks import follow, no_wait_flag, started
 from kvstow_service.cli.connection import (
     SIZE,
     TIME,
@@ -32,6 +32,7 @@ from kvstow_service.cli.output import Format, emit, format_flag, table
 if TYPE_CHECKING:
     from kvstow.status import BypassStatus, DrainStatus, SessionStatus
     from kvstow_api.answers import DetachView, PlanView, PoolView
+    from kvstow_api.client import Client
 
 # -- resize and config ------------------------------------------------------------------------------------------------
 
@@ -59,23 +60,31 @@ def resize(
 
     A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
     with connection.client() as client:
         name = chosen_pool(client, pool)
-        now = client.send(calls.pool(name))
+        now = client.call(routes.get_pool, pool=name)
         _check_size(size if size is not None else (slots or 0) * now.slot_bytes, now)
-        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size, pool=name))
+        wanted = {"capacity_slots": slots, "capacity_bytes": size}
+        plan = planned(client, wanted, name)
         if dry_run:
             emit(plan, style, _would_resize)
             return
         words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.resize(slots=slots, num_bytes=size, if_match=now.etag, wait=server_wait(no_wait), pool=name)
-        answer = follow(client, change, no_wait=no_wait)
+        answer = follow(client, routes.change_pool, wanted, pool=name, if_match=now.etag, no_wait=no_wait)
         emit(answer, style, partial(_resized, now.capacity_slots, plan.capacity_slots))
+
+
+def planned(client: Client, wanted: dict[str, Any], pool: str) -> PlanView:
+    """What the change of these settings would do now."""
+    from kvstow_api.answers import PlanView
+    from kvstow_api.client import routes
+
+    return client.call(routes.change_pool.returning(PlanView), {**wanted, "dry_run": True}, pool=pool)
 
 
 def _check_size(size: int, pool: PoolView) -> None:
@@ -119,11 +128,11 @@ def config() -> None:
 @remote
 def view(connection: Connection, style: Format, pool: str | None) -> None:
     """Show the settings: those of the pool, which can change now, and those of the start."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        startup = client.send(calls.info()).settings
-        pools = [one for one in client.send(calls.pools()).items if pool in (None, one.name)]
+        startup = client.call(routes.get_info).settings
+        pools = [one for one in client.call(routes.list_pools).items if pool in (None, one.name)]
     found = {"pools": {one.name: _settings_of(one) for one in pools}, "startup": startup}
     emit(found, style, details)
 
@@ -147,20 +156,19 @@ def set_values(
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
     from kvstow_api.answers import OperationView
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-        etag = client.send(calls.pool(pool)).etag
-        plan = client.send(calls.plan_pool(runtime, pool=pool))
+        etag = client.call(routes.get_pool, pool=pool).etag
+        plan = planned(client, runtime, pool)
         if dry_run:
             emit(plan, style, details)
             return
         words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait), pool=pool)
-        answer = follow(client, change, no_wait=no_wait)
+        answer = follow(client, routes.change_pool, runtime, pool=pool, if_match=etag, no_wait=no_wait)
         emit(answer if isinstance(answer, OperationView) else _settings_of(answer), style, details)
 
 
@@ -171,11 +179,11 @@ def set_values(
 @remote
 def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_api.columns import LOG_LEVELS
 
     with connection.client() as client:
-        answer = client.send(calls.set_log_level(level, logger=logger))
+        answer = client.call(routes.set_log_level, {"logger": logger, "level": level})
     emit(answer, style, lambda view: table([view], LOG_LEVELS))
 
 
@@ -232,16 +240,17 @@ def drain(
     Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
     waits until nothing is in flight.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     wanted: Any = mode.replace("-", "_")
     with connection.client() as client:
         if dry_run:
-            emit(client.send(calls.drain_status(pool=pool)), style, partial(_would_drain, mode))
+            emit(client.call(routes.get_drain, pool=pool), style, partial(_would_drain, mode))
             return
         words = _DRAINS[mode] if pool is None else f"{_POOL_DRAINS[mode]} in pool {pool},"
         confirm(Effect(words, fails_readyz=pool is None), connection, yes)
-        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline, pool=pool)), style, drain_words)
+        now = client.call(routes.start_drain, {"mode": wanted, "deadline_seconds": deadline}, pool=pool)
+        emit(now, style, drain_words)
 
 
 @click.command()
@@ -251,14 +260,14 @@ def drain(
 @remote
 def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | None) -> None:
     """Accept traffic again."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         if dry_run:
-            emit(client.send(calls.drain_status(pool=pool)), style, _would_undrain)
+            emit(client.call(routes.get_drain, pool=pool), style, _would_undrain)
             return
-        was_active = client.send(calls.drain_status(pool=pool)).active
-        now = client.send(calls.undrain(pool=pool))
+        was_active = client.call(routes.get_drain, pool=pool).active
+        now = client.call(routes.end_drain, pool=pool)
         emit(now, style, drain_words if was_active else lambda _: "nothing to do: there was no drain")
 
 
@@ -295,7 +304,7 @@ def bypass(
     Replaces any earlier bypass.
     """
     from kvstow.status import BypassStatus
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     if off == (load or store) or (off and ttl is not None):
         raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
@@ -303,8 +312,8 @@ def bypass(
         emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
         return
     with connection.client() as client:
-        before = client.send(calls.bypass_status(pool=pool))
-        now = client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl, pool=pool))
+        before = client.call(routes.get_bypass, pool=pool)
+        now = client.call(routes.set_bypass, {"load": load, "store": store, "ttl_seconds": ttl}, pool=pool)
         is_nothing = off and not bypassed(before)
         emit(now, style, (lambda _: "nothing to do: there was no bypass") if is_nothing else bypass_words)
 
@@ -326,10 +335,10 @@ def pinning() -> None:
 @remote
 def pause(connection: Connection, pool: str | None) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        client.send(calls.pause_pinning(pool=chosen_pool(client, pool)))
+        client.call(routes.change_pool, {"pinning_paused": True}, pool=chosen_pool(client, pool))
     click.echo("pinning is paused")
 
 
@@ -338,10 +347,10 @@ def pause(connection: Connection, pool: str | None) -> None:
 @remote
 def resume(connection: Connection, pool: str | None) -> None:
     """Continue a paused pinning."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        client.send(calls.resume_pinning(pool=chosen_pool(client, pool)))
+        client.call(routes.change_pool, {"pinning_paused": False}, pool=chosen_pool(client, pool))
     click.echo("pinning continues")
 
 
@@ -350,10 +359,10 @@ def resume(connection: Connection, pool: str | None) -> None:
 @remote
 def retry(connection: Connection, pool: str | None) -> None:
     """Let ranks whose pinning failed try again."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        attempt = client.send(calls.retry_pinning(pool=chosen_pool(client, pool))).pin_attempt
+        attempt = client.call(routes.retry, pool=chosen_pool(client, pool)).pin_attempt
     click.echo(f"ranks try again: attempt {attempt}")
 
 
@@ -374,7 +383,7 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
     its processes have ended, and not before, because until then they may still copy: --kill ends them. SESSION is an id
     of `kvstow get sessions`.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
         session = find_session(client, session_id)
@@ -382,7 +391,7 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
             emit(session, style, partial(_would_detach, kill))
             return
         confirm(Effect(f"{_detach_words(session, kill)},", ends_engine=True), connection, yes)
-        emit(client.send(calls.detach(session_id, kill=kill)), style, _detached)
+        emit(client.call(routes.detach_session, session_id=session_id, kill=kill), style, _detached)
 
 
 def _detach_words(session: SessionStatus, kill: bool) -> str:
@@ -419,10 +428,10 @@ def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: For
 
     Its memory is for other pools as soon as no process can reach it. Exit code 5 while sessions use the pool.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        now = client.send(calls.pool(name))
+        now = client.call(routes.get_pool, pool=name)
         if now.sessions:
             uses = f"{counted(now.sessions, 'session')} {'uses' if now.sessions == 1 else 'use'}"
             raise CommandError(
@@ -432,7 +441,7 @@ def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: For
             emit(now, style, lambda view: f"would delete pool {name} and {_blocks(view)}")
             return
         confirm(Effect(f"delete pool {name} and {_blocks(now)},", lost_blocks=None), connection, yes)
-        client.send(calls.delete_pool(name))
+        client.call(routes.delete_pool, pool=name)
     click.echo(f"deleted pool {name}")
 
 

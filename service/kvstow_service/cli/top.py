@@ -58,12 +58,12 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
 
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
     from kvstow_api.texts import duration
 
-    send, info, readiness = client.send, client.send(calls.info()), client.send(calls.readiness())
-    pools = send(calls.pools()).items
+    call, info, readiness = client.call, client.call(routes.get_info), client.call(routes.get_readiness)
+    pools = call(routes.list_pools).items
     shown = pool_to_show([one.name for one in pools], pool)
     of_pool = None if shown is None else _ask_pool(client, shown)
     readings = Readings(
@@ -75,11 +75,11 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
         node=info.node,
         readiness=readiness,
         pools=pools,
-        sessions=send(calls.sessions()).items,
-        transfers=send(calls.transfers(slowest=NUM_OLDEST, pool=None if of_pool is None else shown)),
+        sessions=call(routes.list_sessions).items,
+        transfers=call(routes.list_transfers, slowest=NUM_OLDEST, pool=None if of_pool is None else shown),
         asked=pool,
         pool=of_pool,
-        tier=send(calls.tier()),
+        tier=call(routes.get_tier),
         conditions=readiness.conditions,
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
@@ -87,15 +87,15 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
 
 def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
     """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
-    from kvstow_api.client import ApiError, calls
+    from kvstow_api.client import ApiError, routes
     from kvstow_api.overview import PoolReadings
 
-    send = client.send
+    call = client.call
     try:
         return PoolReadings(
-            stats=send(calls.stats(pool=pool)),
-            ranks=send(calls.ranks(pool=pool)).items,
-            curves=send(calls.curves(pool=pool)),
+            stats=call(routes.get_stats, pool=pool),
+            ranks=call(routes.list_ranks, pool=pool).items,
+            curves=call(routes.get_curves, pool=pool),
         )
     except ApiError as error:
         if error.problem is None or error.problem.status != 404:

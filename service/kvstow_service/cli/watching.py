@@ -20,7 +20,6 @@ from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, text_o
 if TYPE_CHECKING:
     from kvstow_api.answers import DoctorView, EventView, ReadinessView
     from kvstow_api.client import ApiError, Client
-    from kvstow_api.client.eventstream import Subscription
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
@@ -33,10 +32,10 @@ def doctor(connection: Connection, style: Format) -> None:
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
     with connection.client() as client:
-        view = client.send(calls.doctor())
+        view = client.call(routes.get_doctor)
     emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
     click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
 
@@ -79,9 +78,7 @@ def events(
     --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
-    from kvstow_api.client.eventstream import Subscription
-
-    stream = _stream(connection, Subscription(types, recent=recent, pool=pool))
+    stream = _stream(connection, types, recent, pool)
     try:
         for event in islice(stream, limit):
             click.echo(_line(event, style))
@@ -89,19 +86,16 @@ def events(
         click.get_current_context().exit()
 
 
-def _stream(connection: Connection, subscription: Subscription) -> Iterator[EventView]:
+def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: str | None) -> Iterator[EventView]:
     """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
-    from dataclasses import replace
-
     from kvstow_api.client import ApiError
 
-    seen = False
+    seen, after = False, None
     with connection.client() as client:
         while True:
             try:
-                for event in client.events(subscription):
-                    seen = True
-                    subscription = replace(subscription, after=event.id or subscription.after, recent=0)
+                for event in client.events(types, after=after, recent=recent, pool=pool):
+                    seen, after, recent = True, event.id or after, 0
                     yield event
             except ApiError as error:
                 if error.problem is not None or not seen:
@@ -232,9 +226,9 @@ def _may_pass(error: ApiError) -> bool:
 
 
 def _ready(client: Client) -> _Status:
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    probe, readiness = client.send(calls.probe("readyz")), client.send(calls.readiness())
+    probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
         # a node is ready before the first engine attaches: there is no slot then
         return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness), readiness)
@@ -244,23 +238,23 @@ def _ready(client: Client) -> _Status:
 
 
 def _pinned(client: Client) -> _Status:
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
 
-    readiness, is_node = client.send(calls.readiness()), client.send(calls.info()).node
+    readiness, is_node = client.call(routes.get_readiness), client.call(routes.get_info).node
     memory = readiness.memory
     is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
     if readiness.usable_slots >= readiness.capacity_slots and is_populated:
         return _Status(True, _state(readiness), readiness)
-    is_paused = any(pool.pinning_paused for pool in client.send(calls.pools()).items)
+    is_paused = any(pool.pinning_paused for pool in client.call(routes.list_pools).items)
     paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
     return _Status(False, _state(readiness) + paused, readiness)
 
 
 def _drained(client: Client) -> _Status:
-    from kvstow_api.client import calls
+    from kvstow_api.client import routes
     from kvstow_api.texts import drain_words
 
-    drain = client.send(calls.drain_status())
+    drain = client.call(routes.get_drain)
     hint = "" if drain.active else "; `kvstow drain` starts that"
     return _Status(drain.drained, drain_words(drain) + hint)
 

@@ -1,6 +1,6 @@
 """The node service without its admin API: memory, control plane and the socket at which engines attach.
 
-It also says how a service takes over what the previous one has left with the keeper, and what the admin API sees.
+How a service takes over what the previous one has left with the keeper, and what the admin API sees, is here, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Node:
 
     `start` returns at once: from then on it answers engines, while memory is populated in the background. `close` ends
     the threads, and leaves to a keeper what a killed service would. `give_back` before it leaves nothing. Memory that
-    engines have mapped is freed when they let go of it. Everything else may be called from any thread and does not
+    engines have mapped is freed when they release it. Everything else may be called from any thread and does not
     wait.
     """
 
@@ -128,7 +128,7 @@ class Node:
         if self.settings.state is not None:
             records = NodeRecords(self.settings.state, self.settings.keep_timeout, self._most_bytes())
             self.memory.pools.records = records
-            self._running.callback(self._leave_keeper, records)
+            self._running.callback(lambda: records.finish(gives_back=self._gives_back))
         self._running.callback(self.memory.memory.close)
         self._running.callback(self.memory.close_records)
         socket = AttachSocket(self.settings.attach_socket, self.settings.attach_group)
@@ -176,18 +176,13 @@ class Node:
         return max(self.settings.memory_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def _take_back(self) -> None:
-        """Ask the engines to let go of all memory. Otherwise they would hold it for the next service."""
+        """Ask the engines to release all memory. Otherwise they would hold it for the next service."""
         if self._gives_back or self.records is None:
-            for revoke_or_send in (self.memory.revoke_all, self.server.post):
+            self.memory.do(self.memory.pools.revoke_all)
+            for call_on_thread in (self.memory.do, self.server.post):
                 done = threading.Event()
-                revoke_or_send(done.set)
+                call_on_thread(done.set)
                 done.wait(_REVOKE_SECONDS)
-
-    def _leave_keeper(self, records: NodeRecords) -> None:
-        if self._gives_back:
-            records.end()
-        else:
-            records.leave()
 
     # -- for the admin process ------------------------------------------------------------------------------
 
@@ -199,7 +194,7 @@ class Node:
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_SECONDS
             if self.memory_failure() is not None:
-                self.memory.retry()
+                self.memory.do(self.memory.memory.retry)
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
             self._check_integrity()
@@ -228,7 +223,7 @@ class Node:
     @property
     def rejected(self) -> dict[str, int]:
         """Connections to the attach socket that were refused, or ended because of what they sent, by reason."""
-        return dict.fromkeys(REASONS, 0) | (dict(self.server.figures().refused) if self._has_started else {})
+        return dict.fromkeys(REASONS, 0) | (dict(self.server.tally.refused) if self._has_started else {})
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """See `AttachServer.detach`. Raises `ConflictError` before engines can attach."""
@@ -240,8 +235,8 @@ class Node:
         return self.server.detach(session_id, kill=kill)
 
     def _check_integrity(self) -> None:
-        """Check pools without sessions, because nobody waits for their locks."""
-        self.memory.check_integrity()
+        """Check pools without sessions, because no engine waits for their locks."""
+        self.memory.do(self.memory.budget.check_integrity)
         for pool in self.host.pools():
             if self.host.has_sessions(pool) or pool.slots.in_service > _MAX_CHECKED_SLOTS:
                 continue
@@ -280,21 +275,20 @@ def _recover(survivors: Survivors, memory: MemoryThread, host: NodeHost, server:
     for found in survivors.pools:
         pool = host.restore_pool(found.record, found.namespaces)
         memory.pools.restore_pool(pool, found, survivors)
-        num_blocks += _recover_blocks(pool, found)
-        for session_id, workers in _sessions(found).items():
+        sessions = _sessions(found)
+        earlier = [
+            EarlierSession(
+                workers[0].record.number, workers[0].record.engine, frozenset(one.client for one, _ in workers)
+            )
+            for workers in sessions.values()
+        ]
+        names = {tag: label.name for tag, label in found.journal.namespaces().items()}
+        num_blocks += recover(pool, found.journal.recover(), names, earlier)
+        for session_id, workers in sessions.items():
             host.restore_session(workers[0].record)
             peers = [(one.hello(), one.peer(None if pidfd is None else os.dup(pidfd))) for one, pidfd in workers]
             server.restore_session(session_id, workers[0].record.token_digest, peers)
     return num_blocks
-
-
-def _recover_blocks(pool: NodePool, found: SurvivingPool) -> int:
-    earlier = [
-        EarlierSession(workers[0].record.number, workers[0].record.engine, frozenset(one.client for one, _ in workers))
-        for workers in _sessions(found).values()
-    ]
-    names = {tag: label.name for tag, label in found.journal.namespaces().items()}
-    return recover(pool, found.journal.recover(), names, earlier)
 
 
 def _sessions(found: SurvivingPool) -> dict[str, list[SurvivingWorker]]:

@@ -42,6 +42,12 @@ from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodetier import NodeTier
 
+RANKS_OF_USER = 1024
+"""Of all sessions of one user (uid). The status of each takes 20 us, several times a second."""
+POOLS_OF_USER = 64
+NAMESPACES_OF_USER = 256
+"""Without those of engines that have reset their cache, which share an identity."""
+
 logger = logging.getLogger("kvstow.node")
 
 
@@ -52,7 +58,7 @@ class NodeHost:
     under the pool's lock, and everything about memory is left to the `MemoryThread`. All other methods may be called
     from any thread.
 
-    A pool begins with its first session, and ends in `_close_pool` alone. The sessions say whether it is in use.
+    A pool begins with its first session, and ends in `_close_pool` alone. It is in use while it has sessions.
 
     There are two kinds of locks, taken in this order: the host's own, which guards which pools and sessions exist, then
     a pool's. Both are held for microseconds, and neither is held during a system call.
@@ -75,7 +81,7 @@ class NodeHost:
         """The fleet tier of the node, if it has one; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._closing: dict[str, NodePool] = {}
-        """Pools that nobody finds any more, and whose names are still in use."""
+        """Pools that cannot be found any more, and whose names are still in use."""
         self._sessions: dict[str, NodeSession] = {}
         self._waiting: dict[str, NodeSession] = {}
         """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
@@ -109,8 +115,8 @@ class NodeHost:
                 self._close_pool(pool)
 
     def _close_pool(self, pool: NodePool) -> None:
-        """The only way in which a pool ends: from now on nobody finds it, then the fleet tier lets go of it, then its
-        memory goes back. The caller holds the lock."""
+        """The only way in which a pool ends: it is not found any more, then the fleet tier releases it, then its memory
+        goes back. The caller holds the lock."""
         self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
             pool.closed = True
@@ -122,7 +128,7 @@ class NodeHost:
     def _end_pool(self, pool: NodePool) -> None:
         """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
         with self._lock:
-            self._memory.remove_pool(pool)
+            self._memory.do(self._memory.pools.remove_pool, pool)
             del self._closing[pool.name]
 
     def has_sessions(self, pool: NodePool) -> bool:
@@ -180,12 +186,13 @@ class NodeHost:
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
         identity, namespace = self._identities(hello, peer)
         with self._lock:
+            self._require_ranks(peer.uid, identity.num_ranks)
             found = next((one for one in self._pools.values() if one.identity == identity), None)
             pool = found or self._make_pool(identity, namespace.model)
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
         if found is None:
             self.switches.apply_to(pool.facade.admin)
-        self._memory.add_session(session, session.wanted_slots())
+        self._memory.do(self._memory.pools.add_session, session)
         self._enter_tier(session)
         return SessionGrant(pool.facade.engine_id, pool.name, session.namespace.name, reasons)
 
@@ -197,7 +204,7 @@ class NodeHost:
             raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         session.workers[hello.rank] = hello
         if session.is_complete:  # only now are the NUMA nodes of all its devices known
-            self._memory.start_session(session)
+            self._memory.do(self._memory.pools.start_session, session.pool, session.numa_nodes())
 
     def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
         """Both identities. The user is the one that the kernel reports, not the hello."""
@@ -205,14 +212,40 @@ class NodeHost:
         assert hello.namespace is not None
         return replace(hello.pool, uid=peer.uid), hello.namespace
 
+    def _require_ranks(self, uid: int, num_ranks: int) -> None:
+        """The caller holds the lock. Raises `AttachRefusedError`."""
+        there = sum(len(one.ranks) for one in self._sessions.values() if one.pool.identity.uid == uid)
+        if there + num_ranks > RANKS_OF_USER:
+            raise _user_limit(f"sessions of uid {uid} have {there} ranks, and {RANKS_OF_USER} are allowed")
+
+    def _require_place(self, uid: int) -> None:
+        """Have a place for one more pool of the user, by closing the oldest that has no sessions if need be. The caller
+        holds the lock. Raises `AttachRefusedError`."""
+        mine = [pool for pool in self._pools.values() if pool.identity.uid == uid]
+        if len(mine) < POOLS_OF_USER:
+            return
+        in_use = {id(session.pool) for session in self._sessions.values()}
+        idle = next((pool for pool in mine if id(pool) not in in_use), None)
+        if idle is None:
+            raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, as many as are allowed")
+        logger.info("pool %s ends, as uid %d has %d pools and needs another one", idle.name, uid, len(mine))
+        self._close_pool(idle)
+
+    def _require_namespace(self, uid: int | None) -> None:
+        """The caller holds the lock. Raises `AttachRefusedError`."""
+        mine = (pool for pool in self._pools.values() if pool.identity.uid == uid)
+        if sum(not known.is_reset for pool in mine for known in pool.known.values()) >= NAMESPACES_OF_USER:
+            raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
+
     def _make_pool(self, identity: PoolIdentity, model: str) -> NodePool:
         """The caller holds the lock."""
+        owner = identity.uid
+        assert owner is not None, "the kernel has reported it"
+        self._require_place(owner)
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        owner = identity.uid
-        assert owner is not None, "the kernel has told it"
-        self._memory.require_room(pool.record(owner, self._memory.extent_bytes).layout)
-        self._memory.add_pool(pool, owner)
+        self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
+        self._memory.do(self._memory.pools.add_pool, pool, owner)
         self._pools[name] = pool
         return pool
 
@@ -231,7 +264,9 @@ class NodeHost:
         if reasons and hello.require_sharing:
             raise AttachRefusedError("sharing_off", "; ".join(reasons))
         if namespace.name not in pool.known:
+            self._require_namespace(pool.identity.uid)
             namespace.sharing_off = reasons
+        hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
         control = pool.enter(hello.engine, namespace)
         session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
         self._sessions[session_id] = session
@@ -259,18 +294,21 @@ class NodeHost:
         """O(sessions whose lookups wait)."""
         if not self._waiting:
             return None
-        deadlines = [session.next_deadline for session in self._waiting.values()]
+        deadlines = [session.waits.next_deadline for session in self._waiting.values()]
         return min([deadline for deadline in deadlines if deadline is not None], default=None)
 
     def expire(self) -> None:
         """O(sessions whose lookups wait)."""
         for session_id, session in list(self._waiting.items()):
-            session.expire_waits()
-            if session.next_deadline is None:
+            session.waits.expire()
+            if session.waits.next_deadline is None:
                 self._waiting.pop(session_id, None)
 
     def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
-        self._sessions[session_id].release(lease_ids)
+        session = self._sessions[session_id]
+        session.release(lease_ids)
+        if session.pool.owed:
+            self._memory.do(self._memory.free_owed, session.pool)
 
     def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
         return self._sessions[session_id].begin_load(call)
@@ -279,7 +317,7 @@ class NodeHost:
         session = self._sessions[session_id]
         begun = session.begin_store(call)
         if session.pool.used_slots > session.pool.grow_above >= 0:
-            self._memory.grow(session.pool)
+            self._memory.do(self._memory.pools.grow, session.pool)
         return begun
 
     def complete(self, session_id: str, call: Completions) -> None:
@@ -318,7 +356,7 @@ class NodeHost:
     def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
         session = self._sessions[session_id]
         session.released(rank, extent_ids)
-        self._memory.release(session.client(rank), extent_ids)
+        self._memory.do(self._memory.pools.release, session.client(rank), extent_ids)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""
@@ -339,9 +377,9 @@ class NodeHost:
     def session_lost(self, session_id: str, reason: str) -> None:
         session = self._sessions[session_id]
         session.control.lose(reason)
-        self._memory.lose_session(session)
+        self._memory.do(self._memory.pools.lose_session, session)
 
-    def worker_let_go(self, session_id: str, rank: int) -> None:
+    def worker_released(self, session_id: str, rank: int) -> None:
         self._end_client(self._sessions[session_id], rank)
 
     def session_over(self, session_id: str) -> None:
@@ -352,12 +390,20 @@ class NodeHost:
             del self._sessions[session_id]
         self._memory.look_again()
         if not self.has_sessions(session.pool):
-            self._memory.end_claims(session.pool)
+            self._memory.do(self._memory.pools.end_claims, session.pool.name)
 
     def _end_client(self, session: NodeSession, rank: int) -> None:
         client = session.client(rank)
         session.pool.process_died(client)
-        self._memory.end_client(client)
+        self._memory.do(self._memory.pools.end_client, client)
+        if session.pool.owed:
+            self._memory.do(self._memory.free_owed, session.pool)
+
+
+def _user_limit(why: str) -> AttachRefusedError:
+    return AttachRefusedError(
+        "user_limit", f"{why}; the engine tries again, and gets in when others of this user have ended"
+    )
 
 
 class _NoLink:

@@ -164,7 +164,7 @@ def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
     """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
 
     Shared memory in use counts as available here: it may be that of an earlier service, which its keeper hands over, or
-    which its engines let go of when they attach. The populator checks each step against the memory that is available
+    which its engines release when they attach. The populator checks each step against the memory that is available
     then.
     """
     if shortage := limits.shortage(num_bytes, beside_shared=True):

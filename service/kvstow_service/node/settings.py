@@ -2,38 +2,109 @@
 
 The field `extent_size` is the flag `--extent-size`, the variable `KVSTOW_EXTENT_SIZE` and the key `extent_size` of the
 file. Flags win over variables, variables over the file, and the file over the defaults.
+
+Not pydantic-settings, which would replace the merging of three dicts: its errors do not say where a value came from, it
+ignores unknown variables and a file that is missing, wants lists as JSON, and takes `KVSTOW_PORT=tcp://...` for a port.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvstow.bytesize import format_size
+from kvstow.bytesize import format_size, parse_size
 from kvstow.config import POLICIES, HugePages
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.rows import UNIT_BYTES
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.sockets import runtime_folder
 from kvstow_service.admin.tls import TlsFiles
+from kvstow_service.duration import parse_duration
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
-from kvstow_service.node.settingtypes import (
-    Checks,
-    Duration,
-    Flag,
-    HostNames,
-    Policy,
-    Port,
-    PositiveDuration,
-    PositiveSize,
-)
 from kvstow_service.process.logformat import LogFormat, LogLevel
+
+# -- types of settings: each parses the raw value of a flag, a variable or a file ----------------------------------
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, (str, int)):
+        raise ConfigError("", value, "a size such as 8GiB")
+    return parse_size(value)
+
+
+def _positive_size(value: object) -> int:
+    if not (size := _size(value)):
+        raise ConfigError("", value, "more than 0 bytes")
+    return size
+
+
+def _positive_duration(value: object) -> float:
+    if not (seconds := parse_duration(value)):
+        raise ConfigError("", value, "more than 0 seconds")
+    return seconds
+
+
+def _port(value: object) -> int:
+    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
+        number = int(value)
+        if 0 <= number < 1 << 16:
+            return number
+    raise ConfigError("", value, "0 (any free port) to 65535")
+
+
+def _flag(value: object) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ConfigError("", value, "true or false")
+
+
+def _checks(value: object) -> tuple[str, ...]:
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not set(names) <= set(INFORMATIONAL_CHECKS):
+        raise ConfigError("", value, f"a list of {' and '.join(INFORMATIONAL_CHECKS)}")
+    return tuple(names)
+
+
+def _policy(value: object) -> str:
+    if value not in POLICIES:
+        raise ConfigError("", value, " or ".join(POLICIES))
+    return str(value)
+
+
+def _reads(parse: Any) -> BeforeValidator:
+    """`parse` as a validator for pydantic. Its `ConfigError` says what is allowed."""
+
+    def validate(value: object) -> object:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise PydanticCustomError("not_allowed", "{allowed}", {"allowed": error.allowed}) from error
+
+    return BeforeValidator(validate)
+
+
+PositiveSize = Annotated[int, _reads(_positive_size)]
+Duration = Annotated[float, _reads(parse_duration)]
+PositiveDuration = Annotated[float, _reads(_positive_duration)]
+Port = Annotated[int, _reads(_port)]
+Flag = Annotated[bool, _reads(_flag)]
+Checks = Annotated[tuple[str, ...], _reads(_checks)]
+HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
+Policy = Annotated[str, _reads(_policy)]
+
+
+# -- the settings ----------------------------------------------------------------------------------------------------
 
 
 def _written(text: str) -> Any:

@@ -7,12 +7,15 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("kvstow.server")
 
 _MOST_LINES = 1000
 _STOP_SECONDS = 1.0
+_LINES_OF_MESSAGE, _LIMIT_SECONDS = 100, 60.0
+_MOST_MESSAGES = 1000
 _LOGGERS = ("kvstow", "uvicorn", "asyncio")
 
 
@@ -53,8 +56,47 @@ class LogQueue:
                 logger.warning("dropped %d log lines: the log is not read fast enough", dropped)
 
 
+class _Written:
+    """How often a message was written since a moment, and how often it was suppressed."""
+
+    __slots__ = ("lines", "since", "suppressed")
+
+    def __init__(self, since: float) -> None:
+        self.since, self.lines, self.suppressed = since, 0, 0
+
+
+class MessageLimit:
+    """Lets 100 lines a minute pass of each message, without its arguments. Clients can cause some of them a thousand
+    times a second, by attaching and leaving. The next line after suppressed ones gives their number. Lines for
+    debugging all pass. Two threads that log at once may be counted as one."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._written: dict[tuple[str, str], _Written] = {}
+
+    def passes(self, record: logging.LogRecord) -> bool:
+        """Changes the record, if it gives a number."""
+        if record.levelno <= logging.DEBUG:
+            return True
+        now, message = self._clock(), (record.name, str(record.msg))
+        if message not in self._written and len(self._written) >= _MOST_MESSAGES:
+            self._written.clear()
+        written = self._written.setdefault(message, _Written(now))
+        if now - written.since >= _LIMIT_SECONDS:
+            written.since, written.lines = now, 0
+        if written.lines >= _LINES_OF_MESSAGE:
+            written.suppressed += 1
+            return False
+        written.lines += 1
+        if written.suppressed:
+            record.msg = f"{record.getMessage()} ({written.suppressed:,} more were suppressed)"
+            record.args, written.suppressed = None, 0
+        return True
+
+
 class QueuedLog(logging.Handler):
-    """The log of a process that is our own: lines of all threads are written to standard error by one.
+    """The log of a process that is our own: lines of all threads are written to standard error by one, so many of each
+    message as `MessageLimit` says.
 
     They go to the file itself: the interpreter waits at its end for the lock of a stream in which a thread hangs.
     """
@@ -64,6 +106,7 @@ class QueuedLog(logging.Handler):
         self.setFormatter(formatter)
         self.queue = LogQueue(self._write, on_drop)
         self.queue.start()
+        self._limit = MessageLimit()
 
     def createLock(self) -> None:
         """None is needed, and a thread that is stopped in the middle would keep it."""
@@ -71,7 +114,8 @@ class QueuedLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.queue.put(record)
+            if self._limit.passes(record):
+                self.queue.put(record)
         except Exception:  # noqa: BLE001 - a line that cannot be formatted
             self.handleError(record)
 

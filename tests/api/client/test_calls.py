@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any, get_args, get_origin, get_type_hints
 
 import httpx
@@ -17,7 +14,6 @@ from tests.api.conftest import AGENT_TOKEN
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineStats
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
-from kvstow_api import client
 from kvstow_api.answers import (
     BlocksView,
     DoctorView,
@@ -38,12 +34,13 @@ from kvstow_api.answers import (
     TierView,
     TransfersView,
 )
-from kvstow_api.client import ApiError, Call, Client, Endpoint, calls
-from kvstow_api.client.eventstream import Subscription
+from kvstow_api.client import ApiError, Client, Endpoint, ProbeResult, Route, routes
+from kvstow_api.client import client as client_module
 from kvstow_api.figures import CurvesView
-from kvstow_api.routes import ROUTERS
+from kvstow_api.routes import clienttable
 
 KEY = "000000000000"
+ANY = {"If-Match": "*"}
 
 
 @pytest.fixture
@@ -66,60 +63,55 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bytes], None]:
     return answer
 
 
-CALLS: list[tuple[Call[Any], type]] = [
-    (calls.info(), InfoView),
-    (calls.readiness(), ReadinessView),
-    (calls.tier(), TierView),
-    (calls.readiness(pool="host"), ReadinessView),
-    (calls.sessions(), SessionsView),
-    (calls.namespaces(), NamespacesView),
-    (calls.stats(), EngineStats),
-    (calls.curves(), CurvesView),
-    (calls.doctor(), DoctorView),
-    (calls.pools(), PoolsView),
-    (calls.pool(), PoolView),
-    (calls.resize(slots=20), PoolView),
-    (calls.resize(num_bytes=20 * 4096, if_match="*", wait=20), PoolView),
-    (calls.plan_resize(slots=2), PlanView),
-    (calls.set_policy("arc"), PoolView),
-    (calls.change_pool({"policy": "arc"}, if_match="*"), PoolView),
-    (calls.plan_pool({"capacity_slots": 3}), PlanView),
-    (calls.evict(slots=1, wait=20), RemovedView),
-    (calls.evict(num_bytes=1, dry_run=True, wait=20), RemovedView),
-    (calls.evict(idle_seconds=0.5, wait=20), RemovedView),
-    (calls.purge(everything=True, wait=20), RemovedView),
-    (calls.purge(keys=[KEY], wait=20), RemovedView),
-    (calls.purge(key_prefixes=["0000"], dry_run=True, wait=20), RemovedView),
-    (calls.purge(age_seconds=0, wait=20), RemovedView),
-    (calls.protect([KEY], ttl_seconds=5), ProtectionResult),
-    (calls.unprotect([KEY]), ProtectionResult),
-    (calls.unprotect(None), ProtectionResult),
-    (calls.retry_pinning(), PinningView),
-    (calls.pause_pinning(), PoolView),
-    (calls.resume_pinning(), PoolView),
-    (calls.blocks(page_size=2), BlocksView),
-    (calls.block(KEY), BlockStatus),
-    (calls.remove_block(KEY), type(None)),
-    (calls.lookup([KEY, "00ff"]), LookupResult),
-    (calls.ranks(), RanksView),
-    (calls.rank(1), RankStatus),
-    (calls.transfers(direction="load", state="running", slowest=3), TransfersView),
-    (calls.drain_status(), DrainStatus),
-    (calls.drain(mode="stop_stores", deadline_seconds=1), DrainStatus),
-    (calls.undrain(), DrainStatus),
-    (calls.bypass_status(), BypassStatus),
-    (calls.bypass(load=True, store=False, ttl_seconds=1), BypassStatus),
-    (calls.operations(kind="evict", state="succeeded", page_size=5), OperationsView),
-    (calls.log_levels(), LogLevelsView),
-    (calls.set_log_level("info", logger="kvstow.api"), LogLevelView),
-    (calls.probe("livez"), calls.ProbeResult),
-    (calls.metrics(), str),
+Given = dict[str, Any]
+CALLS: list[tuple[Route[Any], Any, Given, type]] = [
+    (routes.get_info, None, {}, InfoView),
+    (routes.get_readiness, None, {}, ReadinessView),
+    (routes.get_tier, None, {}, TierView),
+    (routes.get_readiness, None, {"pool": "host"}, ReadinessView),
+    (routes.list_sessions, None, {}, SessionsView),
+    (routes.list_namespaces, None, {}, NamespacesView),
+    (routes.get_stats, None, {}, EngineStats),
+    (routes.get_curves, None, {}, CurvesView),
+    (routes.get_doctor, None, {}, DoctorView),
+    (routes.list_pools, None, {}, PoolsView),
+    (routes.get_pool, None, {"pool": "host"}, PoolView),
+    (routes.change_pool, {"capacity_slots": 20}, {"pool": "host"}, PoolView),
+    (routes.change_pool, {"capacity_bytes": 20 * 4096}, {"pool": "host", "wait": 20, "headers": ANY}, PoolView),
+    (routes.change_pool.returning(PlanView), {"capacity_slots": 2, "dry_run": True}, {"pool": "host"}, PlanView),
+    (routes.change_pool, {"policy": "arc", "capacity_slots": None}, {"pool": "host", "headers": ANY}, PoolView),
+    (routes.evict, {"slots": 1, "bytes": None}, {"pool": "host", "wait": 20}, RemovedView),
+    (routes.evict, {"bytes": 1, "dry_run": True}, {"pool": "host", "wait": 20}, RemovedView),
+    (routes.purge, {"all": True}, {"pool": "host", "wait": 20}, RemovedView),
+    (routes.purge, {"keys": [KEY]}, {"pool": "host", "wait": 20}, RemovedView),
+    (routes.protect, {"keys": [KEY], "ttl_seconds": 5}, {"pool": "host"}, ProtectionResult),
+    (routes.unprotect, {"all": True}, {"pool": "host"}, ProtectionResult),
+    (routes.retry, None, {"pool": "host"}, PinningView),
+    (routes.list_blocks, None, {"pool": "host", "page_size": 2, "page_token": None}, BlocksView),
+    (routes.get_block, None, {"pool": "host", "key": KEY}, BlockStatus),
+    (routes.remove_block, None, {"pool": "host", "key": KEY}, type(None)),
+    (routes.lookup, {"keys": [KEY, "00ff"]}, {}, LookupResult),
+    (routes.list_ranks, None, {}, RanksView),
+    (routes.get_rank, None, {"rank": 1}, RankStatus),
+    (routes.list_transfers, None, {"direction": "load", "state": "running", "slowest": 3}, TransfersView),
+    (routes.get_drain, None, {}, DrainStatus),
+    (routes.start_drain, {"mode": "stop_stores", "deadline_seconds": None}, {}, DrainStatus),
+    (routes.end_drain, None, {}, DrainStatus),
+    (routes.get_bypass, None, {}, BypassStatus),
+    (routes.set_bypass, {"load": True, "store": False, "ttl_seconds": 1}, {}, BypassStatus),
+    (routes.list_operations, None, {"kind": "evict", "state": "succeeded", "page_size": 5}, OperationsView),
+    (routes.get_log_levels, None, {}, LogLevelsView),
+    (routes.set_log_level, {"level": "info", "logger": "kvstow.api"}, {}, LogLevelView),
+    (routes.livez, None, {"verbose": True}, ProbeResult),
+    (routes.metrics, None, {}, str),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind"), CALLS)
-def test_an_answer_has_the_type_that_its_call_says(kvstow: Client, call: Call[Any], kind: type) -> None:
-    answer = kvstow.send(call)
+@pytest.mark.parametrize(("route", "body", "given", "kind"), CALLS)
+def test_an_answer_has_the_type_that_its_route_says(
+    kvstow: Client, route: Route[Any], body: Any, given: Given, kind: type
+) -> None:
+    answer = kvstow.call(route, body, **given)
     assert isinstance(answer, kind)
     check_types(answer)
 
@@ -141,66 +133,40 @@ def check_types(view: Any) -> None:
             check_types(value)
 
 
-def test_calls_has_those_of_every_resource() -> None:
-    modules = [import_module(f"{client.__name__}.{found.name}") for found in iter_modules(client.__path__)]
-    made = {
-        name
-        for module in modules
-        for name, value in inspect.getmembers(module, inspect.isfunction)
-        if value.__module__ == module.__name__ and str(inspect.signature(value).return_annotation).startswith("Call[")
-    }
-    assert made - {"get", "work"} == {name for name in calls.__all__ if name.islower()}
+def test_the_table_of_routes_is_that_of_the_application() -> None:
+    assert clienttable.PATH.read_text() == clienttable.table(), "python -m kvstow_api.routes.clienttable"
 
 
-def test_every_route_has_a_call(kvstow: Client) -> None:
-    rank_report = "/v1/ranks/{rank}/report"
-    more: list[Call[Any]] = [
-        calls.delete_pool("host"),
-        calls.detach("s1"),
-        calls.operation("evict-0", wait=1),
-        calls.cancel("evict-0"),
-        calls.forget("evict-0"),
-    ]
-    called = {(call.method, call.path) for call in [*(call for call, _ in CALLS), *more]}
-    given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0", "{session_id}": "s1"}
-    for router in ROUTERS:
-        for route in router.routes:
-            path: str = route.path  # type: ignore[attr-defined]
-            if not route.include_in_schema or not path.startswith("/v1"):  # type: ignore[attr-defined]
-                continue
-            if path in (rank_report, "/v1/events"):
-                continue
-            for name, value in given.items():
-                path = path.replace(name, value)
-            assert {(method, path) for method in route.methods} <= called  # type: ignore[attr-defined]
+def test_a_name_in_a_path_is_escaped() -> None:
+    assert client_module._filled("/v1/pools/{pool}", {"pool": "a/../b?c"}) == ("/v1/pools/a%2F..%2Fb%3Fc", {})
 
 
 def test_an_operation_is_followed_to_its_end(kvstow: Client, ranks: Any, keys: list[bytes]) -> None:
     lease = ranks.lease(keys[:4])
-    started = kvstow.send(calls.resize(slots=1, wait=0))
+    started = kvstow.call(routes.change_pool, {"capacity_slots": 1}, pool="host", wait=0)
     assert isinstance(started, OperationView)
     with pytest.raises(ApiError) as running:
-        kvstow.send(calls.forget(started.id))
+        kvstow.call(routes.forget_operation, operation_id=started.id)
     assert running.value.status == 409
     ranks.engine.release_lease(lease)
-    ended = kvstow.send(calls.operation(started.id, wait=20))
+    ended = kvstow.call(routes.get_operation, operation_id=started.id, wait=20)
     assert (ended.state, ended.created.tzinfo is not None) == ("succeeded", True)
-    assert kvstow.send(calls.cancel(started.id)) == ended
-    kvstow.send(calls.forget(started.id))
+    assert kvstow.call(routes.cancel_operation, operation_id=started.id) == ended
+    kvstow.call(routes.forget_operation, operation_id=started.id)
     with pytest.raises(ApiError) as gone:
-        kvstow.send(calls.operation(started.id))
+        kvstow.call(routes.get_operation, operation_id=started.id)
     assert gone.value.status == 404
 
 
 def test_a_report_is_answered_with_what_is_wanted(serve: Any, ranks: Any) -> None:
     with Client(Endpoint(serve().url, token=AGENT_TOKEN)) as agent:
-        answer = agent.send(calls.report(ranks.make_report(0), clock=1.5))
+        answer = agent.call(routes.report, ranks.make_report(0).to_json(), headers={"X-KVStow-Clock": "1.5"}, rank=0)
     assert answer == DesiredState(ranks.engine.engine_id, 16, number=1)
 
 
 def test_a_problem_comes_as_an_error_that_carries_it(kvstow: Client) -> None:
     with pytest.raises(ApiError, match="policy") as caught:
-        kvstow.send(calls.set_policy("mru"))
+        kvstow.call(routes.change_pool, {"policy": "mru"}, pool="host")
     problem = caught.value.problem
     assert problem is not None
     assert (problem.status, problem.code, problem.errors[0].field) == (422, "invalid_request", "policy")
@@ -209,7 +175,7 @@ def test_a_problem_comes_as_an_error_that_carries_it(kvstow: Client) -> None:
 
 def test_a_failed_probe_is_an_answer(kvstow: Client, ranks: Any) -> None:
     ranks.engine.admin.drain("all", None)
-    result = kvstow.send(calls.probe("readyz"))
+    result = kvstow.call(routes.readyz, verbose=True)
     assert not result.ok
     assert "drains" in result.text
 
@@ -219,7 +185,7 @@ def test_an_answer_of_another_shape_is_an_error(body: bytes, answering: Any) -> 
     answering(200, body)
     words = "^http://127.0.0.1:8000 does not seem to be KVStow, .* unexpected answer to GET /v1/pools"
     with Client("http://127.0.0.1:8000") as client, pytest.raises(ApiError, match=words):
-        client.send(calls.pools())
+        client.call(routes.list_pools)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"detail": "Not Found"}'])
@@ -228,7 +194,7 @@ def test_a_server_that_is_another_is_named(body: bytes, answering: Any) -> None:
     words = "^http://127.0.0.1:8000 does not seem to be KVStow: it answers with status 404"
     with Client("http://127.0.0.1:8000") as client:
         with pytest.raises(ApiError, match=words) as caught:
-            client.send(calls.pools())
+            client.call(routes.list_pools)
         with pytest.raises(ApiError, match=words):
-            next(client.events(Subscription()))
+            next(client.events())
     assert (caught.value.status, caught.value.problem) == (404, None)

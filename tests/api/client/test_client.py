@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvstow_api.client import ApiError, Client, Endpoint, calls
-from kvstow_api.client.eventstream import EventParser, Subscription
+from kvstow_api.client import ApiError, Client, Endpoint, routes
+from kvstow_api.client.client import parse_events
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
@@ -21,22 +21,22 @@ def test_a_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, trans
     token.write_text("s3cret")
     listeners = serve(uds=uds, token_file=token)
     with Client(f"unix:{uds}" if transport == "unix" else Endpoint(listeners.url, token="s3cret")) as kvstow:
-        assert kvstow.send(calls.pool()).capacity_slots == 16
-        kvstow.send(calls.drain())
-        first = next(kvstow.events(Subscription(("change",), recent=10)))
+        assert kvstow.call(routes.get_pool, pool="host").capacity_slots == 16
+        kvstow.call(routes.start_drain)
+        first = next(kvstow.events(["change"], recent=10))
         assert (first.data["method"], first.data["path"]) == ("PUT", "/v1/drain")
 
 
 def test_a_stream_is_taken_up_where_it_broke_off(serve: Any, ranks: Any, tmp_path: Path) -> None:
     serve(uds=tmp_path / "admin.sock")
     with Client(f"unix:{tmp_path}/admin.sock") as kvstow:
-        kvstow.send(calls.drain())
-        first = next(kvstow.events(Subscription(("change",), recent=10)))
-        kvstow.send(calls.undrain())
-        second = next(kvstow.events(Subscription(("change",), after=first.id)))
+        kvstow.call(routes.start_drain)
+        first = next(kvstow.events(["change"], recent=10))
+        kvstow.call(routes.end_drain)
+        second = next(kvstow.events(["change"], after=first.id))
         assert (first.data["method"], second.data["method"]) == ("PUT", "DELETE")
         with pytest.raises(ApiError) as refused:
-            next(kvstow.events(Subscription(("nonsense",))))  # type: ignore[arg-type]
+            next(kvstow.events(("nonsense",)))  # type: ignore[arg-type]
         assert refused.value.status == 422
 
 
@@ -45,10 +45,10 @@ def test_a_token_is_shown_to_the_server(serve: Any, ranks: Any, tmp_path: Path) 
     path.write_text("s3cret")
     url = serve(token_file=path).url
     with Client(url) as nobody, pytest.raises(ApiError) as refused:
-        nobody.send(calls.undrain())
+        nobody.call(routes.end_drain)
     assert refused.value.status == 401
     with Client(Endpoint.parse(url, token_file=path)) as admin:
-        assert not admin.send(calls.undrain()).active
+        assert not admin.call(routes.end_drain).active
 
 
 def test_a_server_that_is_away_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_server_that_is_away_is_an_error_that_names_it(tmp_path: Path) -> None
         taken.bind(("127.0.0.1", 0))  # bound, and not listening
         server = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with Client(server) as kvstow, pytest.raises(ApiError, match=server) as caught:
-            kvstow.send(calls.pool())
+            kvstow.call(routes.get_pool, pool="host")
     assert caught.value.problem is None
 
 
@@ -64,7 +64,7 @@ def test_a_server_that_is_away_is_an_error_that_names_it(tmp_path: Path) -> None
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_unix_socket_that_is_away_is_named_too(tmp_path: Path) -> None:
     with Client(f"unix:{tmp_path}/absent") as kvstow, pytest.raises(ApiError, match="absent"):
-        kvstow.send(calls.pool())
+        kvstow.call(routes.get_pool, pool="host")
 
 
 def test_a_server_that_is_silent_is_not_waited_for_for_ever() -> None:
@@ -73,7 +73,7 @@ def test_a_server_that_is_silent_is_not_waited_for_for_ever() -> None:
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with Client(url, timeout=0.05) as kvstow, pytest.raises(ApiError, match="did not answer in time"):
-            kvstow.send(calls.pool())
+            kvstow.call(routes.get_pool, pool="host")
 
 
 def test_the_error_survives_a_pipe_between_processes() -> None:
@@ -82,9 +82,8 @@ def test_the_error_survives_a_pipe_between_processes() -> None:
 
 
 def test_a_parser_makes_events_of_lines() -> None:
-    parser = EventParser()
     lines = ["retry: 2000", "", ": words", "", "id: a-1-0", "event: state", 'data: {"state": "ready"}', ""]
-    (event,) = filter(None, map(parser.feed, lines))
+    (event,) = parse_events(lines)
     assert (event.id, event.type, event.data) == ("a-1-0", "state", {"state": "ready"})
 
 

@@ -85,12 +85,24 @@ def test_each_field_changed_alone_makes_another_identity(base: Any, field: str, 
 def test_the_difference_names_values_of_both_sides() -> None:
     assert difference(POOL, replace(POOL, uid=1001)) == "uid is 1000 here and 1001 there"
     assert difference(POOL, replace(POOL, slot_bytes=(1,))) == "slot_bytes has 2 entries here and 1 there"
-    said = difference(POOL, replace(POOL, regions=(POOL.regions[0], RegionIdentity("layer.1", 1024, "NHD"))))
-    assert said is not None
-    assert said.startswith("regions[1] is RegionIdentity(name='layer.1', page_bytes=2048")
+    smaller = replace(POOL, regions=(POOL.regions[0], RegionIdentity("layer.1", 1024, "HND")))
+    assert difference(POOL, smaller) == (
+        "regions[1] (layer.1): page_bytes is 2048 here and 1024 there, layout is NHD here and HND there"
+    )
+    renamed = replace(POOL, regions=(POOL.regions[0], RegionIdentity("layer.2", 2048, "NHD")))
+    assert difference(POOL, renamed) == "regions[1]: name is layer.1 here and layer.2 there"
+    staged, other = (replace(POOL, other_regions=((1, one.regions),)) for one in (POOL, smaller))
+    assert difference(staged, other) == (
+        "other_regions[0][1][1] (layer.1): page_bytes is 2048 here and 1024 there, layout is NHD here and HND there"
+    )
+    assert difference(POOL, replace(POOL, groups=(GroupIdentity("full", 32, 16),))) == (
+        "groups[0]: block_tokens is 16 here and 32 there"
+    )
+    unquantized = replace(NAMESPACE, value_settings=(("rope", "default"),))
+    assert difference(NAMESPACE, unquantized) == "value_settings: quantization is none here and not set there"
     two = replace(NAMESPACE, model="m", epoch=9)
     assert difference(NAMESPACE, two) == (
-        "model is 'meta-llama/Llama-3.1-8B-Instruct' here and 'm' there; epoch is 0 here and 9 there"
+        "model is meta-llama/Llama-3.1-8B-Instruct here and m there; epoch is 0 here and 9 there"
     )
     assert difference(POOL, replace(POOL)) is None
 

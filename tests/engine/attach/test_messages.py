@@ -232,6 +232,13 @@ def test_names_of_a_namespace_are_printable(name: str) -> None:
         Hello.unpack(json.dumps(value).encode())
 
 
+def test_the_settings_of_an_engine_have_a_bound() -> None:
+    assert HELLO.namespace is not None
+    namespace = replace(HELLO.namespace, value_settings=tuple((f"s{number}", "x" * 4000) for number in range(5)))
+    with pytest.raises(ProtocolError, match="allowed: texts of at most 16384 characters together"):
+        Hello.unpack(replace(HELLO, namespace=namespace).pack())
+
+
 def test_settings_and_sentences_may_have_several_lines() -> None:
     """They come from an engine's configuration, and from exceptions."""
     assert HELLO.namespace is not None

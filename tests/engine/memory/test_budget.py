@@ -276,7 +276,7 @@ def test_a_removed_pool_is_gone_once_clients_have_let_go() -> None:
 def test_a_lower_total_takes_memory_from_pools_and_closes_it() -> None:
     budget = filled("a", total=4 * GIB)
     budget.record_mapping("worker", 4)
-    budget.set_total(2 * GIB)
+    budget.total_bytes = 2 * GIB
     assert settle(budget) == [Recall("a", 3, (4,)), Recall("a", 2, (3,)), TakeBack(3, "a"), Close(3)]
     budget.record_death("worker")
     assert settle(budget) == [TakeBack(4, "a"), Close(4)]

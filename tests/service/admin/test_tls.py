@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from kvstow.errors import ConfigError
 from kvstow_api.auth import CERTIFICATE
-from kvstow_api.client import ApiError, Client, Endpoint, calls
+from kvstow_api.client import ApiError, Client, Endpoint, routes
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.tls import ServerTls, TlsContent, TlsFiles
 
@@ -93,10 +93,10 @@ def test_the_client_verifies_the_server_and_presents_its_certificate(
 ) -> None:
     _, listeners = serving(APP, tls=ServerTls(files))
     with Client(listeners.url) as nobody, pytest.raises(ApiError, match="cannot be reached"):
-        nobody.send(calls.metrics())
+        nobody.call(routes.metrics)
     endpoint = Endpoint.parse(listeners.url, tls=client_context(authority, authority))
     with Client(endpoint) as known, pytest.raises(ApiError, match="status 404"):
-        known.send(calls.metrics())
+        known.call(routes.metrics)
 
 
 def replace(path: Path, content: trustme.Blob) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvstow_api.answers import PoolView
-from kvstow_api.client.decoding import decode
+from kvstow_api.client.client import decode
 from kvstow_api.columns import POOLS, Table
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.board import row_table

@@ -75,13 +75,13 @@ def diagnosis(*conditions: ConditionView) -> DoctorView:
 
 
 def test_doctor_exits_0_for_a_healthy_server(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis())
+    monkeypatch.setattr("kvstow_api.client.Client.call", lambda self, route, body: diagnosis())
     outcome = run("doctor", "--server", host.url)
     assert (outcome.exit_code, outcome.stdout) == (0, "0 conditions; 1 kind looked for\n")
 
 
 def test_doctor_shows_conditions_with_fixes_and_exits_1(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis(CONDITION))
+    monkeypatch.setattr("kvstow_api.client.Client.call", lambda self, route, body: diagnosis(CONDITION))
     outcome = run("doctor", "--server", host.url, "-o", "wide")
     assert outcome.exit_code == 1
     assert outcome.stdout.splitlines() == [

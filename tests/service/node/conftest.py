@@ -4,11 +4,12 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -19,6 +20,7 @@ from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.payloads import Kind
 from kvstow.attach.peer import Peer
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 
@@ -46,6 +48,33 @@ def wait_until(condition: Callable[[], object], step: Callable[[], object] = lam
         assert time.monotonic() < deadline, "the condition did not come true"
         step()
         time.sleep(0.001)
+
+
+class AttachFigures(NamedTuple):
+    """Of an attach server. It counts what it `refused` by reason, `errors` by code and `frames` by kind."""
+
+    clients: int
+    strangers: int
+    sessions: int
+    partial_bytes: int
+    accepted: int
+    frames: Counter[str]
+    refused: Counter[str]
+    errors: Counter[str]
+
+
+def figures_of(server: AttachServer) -> AttachFigures:
+    tally, clients = server.tally, server._clients
+    return AttachFigures(
+        clients=len(clients),
+        strangers=len(clients._strangers),
+        sessions=len(server._life.sessions),
+        partial_bytes=clients.partial_bytes,
+        accepted=tally.accepted,
+        frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(tally.frames).items()}),
+        refused=Counter(dict(tally.refused)),
+        errors=Counter(dict(tally.errors)),
+    )
 
 
 class FakeProcess:

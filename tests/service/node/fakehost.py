@@ -194,7 +194,7 @@ class FakeHost:
         session.leases.clear()
         self.events.append(("lost", session_id, reason))
 
-    def worker_let_go(self, session_id: str, rank: int) -> None:
+    def worker_released(self, session_id: str, rank: int) -> None:
         self.events.append(("let go", session_id, rank))
 
     def session_over(self, session_id: str) -> None:

@@ -195,7 +195,7 @@ class Engine:
     def let_go(self, *ranks: int) -> None:
         """Of the workers that got descriptors."""
         for rank in ranks or list(self.grants):
-            self.bench.host.worker_let_go(self.session_id, rank)
+            self.bench.host.worker_released(self.session_id, rank)
 
     def over(self) -> None:
         self.bench.host.session_over(self.session_id)

@@ -55,8 +55,8 @@ def shares_of(node: Node) -> dict[str, int]:
     """As the thread says that owns the budget."""
     found: list[dict[str, int]] = []
     done = threading.Event()
-    node.memory._do(lambda: found.append(node.memory.memory.budget.fair_shares()))
-    node.memory._do(done.set)
+    node.memory.do(lambda: found.append(node.memory.memory.budget.fair_shares()))
+    node.memory.do(done.set)
     assert done.wait(60)
     return found[0]
 

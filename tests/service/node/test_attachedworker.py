@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, wait_until
+from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.extentcalls import (
@@ -382,8 +382,8 @@ def test_a_service_that_comes_later_hears_it_too(
 ) -> None:
     engine.close()
     wait_until(lambda: node.events("over"))
-    before = node.server.figures().frames["hello"]
-    wait_until(lambda: node.server.figures().frames["hello"] > before + 2)
+    before = figures_of(node.server).frames["hello"]
+    wait_until(lambda: figures_of(node.server).frames["hello"] > before + 2)
 
 
 def test_a_worker_closed_after_its_session_has_ended_says_so_too(
@@ -409,12 +409,12 @@ def test_workers_that_close_one_after_the_other_and_then_their_engine_are_no_fau
         with node.standing_still():  # the first detaches, and the others have not heard that the session has ended
             assert rank.worker.close()
             assert other.worker.close()
-        wait_until(lambda: node.server.figures().frames["hello"] == 3 + 2)  # both farewells, too
+        wait_until(lambda: figures_of(node.server).frames["hello"] == 3 + 2)  # both farewells, too
         wait_until(lambda: node.events("over"))
         assert engine.is_attached
         engine.close()
     assert [record.message for record in caplog.records] == []
-    assert (node.server.figures().refused, node.server.figures().errors) == ({}, {})
+    assert (figures_of(node.server).refused, figures_of(node.server).errors) == ({}, {})
 
 
 def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(

@@ -323,7 +323,7 @@ def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
     node = make_node()
     with monkeypatch.context() as patch:
         patch.setattr(node.memory.memory, "retry", lambda: 1 / 0)
-        node.memory.retry()
+        node.memory.do(node.memory.memory.retry)
         eventually(lambda: node.memory_failure() is not None)
     assert node.memory_failure() == "1 changes of the node's memory failed by a defect; the log says which"
     engines(node).store_all([key_of(0)])

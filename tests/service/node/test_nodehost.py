@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, HostBench, grown
+from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
+from tests.service.node.rawengine import HELLO
 
 from kvstow.attach.calls import Completions, Hold
 from kvstow.attach.extentcalls import ExtentSlots
-from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
+from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
+from kvstow.control import pool
+from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
+from kvstow_service.node import nodehost
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 
@@ -46,6 +53,94 @@ def test_a_session_that_is_lost_before_its_memory_is_sent_leaves_nothing(bench: 
     other.over()
     bench.run()
     assert bench.budget.mappers(row.extents[0]) == [f"pool {engine.pool.name}"]
+
+
+LEASES = range(1, 21)
+
+
+def hello_of(number: int) -> Hello:
+    """Of an engine with a memory layout of its own."""
+    assert ONE_RANK.pool is not None
+    return replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype=f"dtype{number}"))
+
+
+def test_a_user_has_so_many_pools_and_one_without_sessions_makes_room(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodehost, "POOLS_OF_USER", 3)
+    first, second, _ = (bench.attach(hello_of(number)) for number in range(3))
+    with pytest.raises(AttachRefusedError, match="engines of uid 1000 have 3 pools, as many as are allowed") as refused:
+        bench.attach(hello_of(3))
+    assert refused.value.reason in TRANSIENT_REFUSALS
+    bench.attach(hello_of(2))
+    bench.attach(hello_of(3), uid=2000)
+    second.end()
+    bench.run()
+    fourth = bench.attach(hello_of(3))
+    names = [pool.name for pool in bench.host.pools()]
+    assert first.answer.pool in names
+    assert second.answer.pool not in names
+    assert fourth.answer.pool in names
+
+
+def test_the_sessions_of_a_user_have_so_many_ranks(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodehost, "RANKS_OF_USER", 5)
+    one, _ = bench.attach(), bench.attach()
+    with pytest.raises(AttachRefusedError, match="sessions of uid 1000 have 4 ranks, and 5 are allowed") as refused:
+        bench.attach()
+    assert refused.value.reason == "user_limit"
+    bench.attach(ONE_RANK)
+    bench.attach(uid=2000)
+    one.end()
+    bench.attach()
+
+
+def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodehost, "NAMESPACES_OF_USER", 2)
+    assert ONE_RANK.namespace is not None
+    hellos = [replace(ONE_RANK, namespace=replace(ONE_RANK.namespace, weights_id=f"w{number}")) for number in range(3)]
+    first, second = bench.start(hellos[0]), bench.attach(hellos[1])
+    for number in range(3):
+        first.store(number)
+        bench.host.reset(first.session_id)
+    assert len(first.pool.known) > 3, "those that reset their cache share an identity"
+    with pytest.raises(AttachRefusedError, match="pools of uid 1000 have 2 namespaces, as many as are allowed"):
+        bench.attach(hellos[2])
+    bench.attach(hellos[1])
+    bench.attach(hellos[2], uid=2000)
+    second.end()
+    bench.engines[-2].end()
+    bench.attach(hellos[2])
+
+
+def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
+    one, other = bench.attach(), bench.attach()
+    found = [bench.host._sessions[engine.session_id].hello for engine in (one, other)]
+    assert [hello.pool for hello in found] == [None, None]
+    assert found[0].namespace is found[1].namespace
+    assert found[0].namespace == HELLO.namespace
+
+
+@pytest.mark.parametrize(
+    "end", [Engine.end, lambda engine: engine.bench.host.release_leases(engine.session_id, LEASES)]
+)
+def test_many_slots_are_freed_by_the_thread_of_the_memory(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch, end: Callable[[Engine], object]
+) -> None:
+    """While the attach server's thread answers others."""
+    monkeypatch.setattr(pool, "_SLICES_AT_ONCE", 1)
+    engine = bench.start(ONE_RANK)
+    engine.store(*range(8))
+    engine.pool.slice_slots = 20
+    shared = engine.pool
+    for _ in LEASES:
+        engine.find(*range(8), hold=Hold.PRESENT)
+    end(engine)
+    assert sum(map(len, shared.owed)) == 8 * len(LEASES) - 20
+    shared.facade.check_integrity()
+    bench.run_memory()
+    assert not shared.owed
+    assert shared.facade.stats().pool.slots.leased == 0
 
 
 def test_an_operator_does_not_resize_a_pool(bench: HostBench) -> None:
@@ -197,7 +292,7 @@ def test_memory_that_the_machine_refuses_is_shown_and_tried_again(
         bench.run()
         assert engine.grants == {}
         assert bench.memory.memory.error is not None
-    bench.memory.retry()
+    bench.memory.do(bench.memory.memory.retry)
     bench.run()
     assert len(engine.grants[0]) == 1
 
@@ -214,7 +309,8 @@ def test_at_the_end_workers_are_asked_to_let_go_of_all_memory_and_get_none(bench
     first = bench.start()
     assert set(first.grants) == {0, 1}
     ended: list[bool] = []
-    bench.memory.revoke_all(lambda: ended.append(True))
+    bench.memory.do(bench.memory.pools.revoke_all)
+    bench.memory.do(ended.append, True)
     late = bench.attach()
     late.join()
     bench.run()

@@ -331,8 +331,8 @@ def test_an_engine_with_the_longest_name_costs_no_keeper(start_node: StartNode, 
 def lose_at_the_keeper(state: Path, label: str) -> None:
     """While no service runs."""
     client = KeeperClient(state)
-    client.say_hello("a test")
-    client.hear_welcome()
+    client.send_hello("a test")
+    client.take_welcome()
     assert label in listing_of(client).labels
     client.drop([label])
     client.leave()

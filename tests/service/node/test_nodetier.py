@@ -555,11 +555,11 @@ def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> 
     assert ONE_RANK.pool is not None
     other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
     other.wait_for(lambda: store.removals.num_arrived)
-    for pass_on in (node.server.post, node.memory._do):  # what was said before has been heard now
+    for pass_on in (node.server.post, node.memory.do):  # what was said before has been heard now
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)
-    is_known = budget.mappers(last) == [tier.member.client(0)]
+    is_known = budget.mappers(last) == [tier.client(0)]
     store.removals.open()
     other.store_until_found(keys_of(0, 1))
     return is_known
@@ -571,15 +571,15 @@ def test_an_extent_stays_with_the_transfers_until_no_process_maps_it(
     assert is_known_to_map(make_node, engines, reluctant)
 
 
-def test_mutant_extents_are_let_go_before_they_are_unmapped(
+def test_mutant_extents_are_released_before_they_are_unmapped(
     make_node: MakeNode, engines: Engines, reluctant: Reluctant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def say_first(tier: PoolTier, rank: int, extent_ids: Sequence[int]) -> None:
-        tier._post(partial(tier._say_let_go, rank, tuple(extent_ids)))
+    def report_first(tier: PoolTier, rank: int, extent_ids: Sequence[int]) -> None:
+        tier._post(partial(tier._report_released, rank, tuple(extent_ids)))
         for extent_id in extent_ids:
             tier._unmap(rank, extent_id)
 
-    monkeypatch.setattr(PoolTier, "_let_go", say_first)
+    monkeypatch.setattr(PoolTier, "_release", report_first)
     assert not is_known_to_map(make_node, engines, reluctant)
 
 

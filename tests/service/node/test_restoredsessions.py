@@ -46,9 +46,9 @@ def ends(node: Node) -> list[tuple[object, ...]]:
 
 
 def test_it_is_shown_as_lost_and_over_when_its_processes_have_died(node: Node, processes: list[FakeProcess]) -> None:
-    (view,) = node.server.sessions()
-    assert (view.session_id, view.state) == ("before", "lost")
-    assert [(one.rank, one.pid, one.is_connected, one.has_memory) for one in view.members] == [
+    (session,) = node.server._life.sessions.values()
+    assert (session.session_id, session.state) == ("before", "lost")
+    assert [(one.rank, one.peer.pid, one.is_connected, one.has_memory) for one in session.members] == [
         (0, 101, False, True),
         (1, 102, False, True),
     ]
@@ -141,4 +141,4 @@ def test_detaching_it_never_kills_the_service_or_a_process_of_another_user(
     assert node.server.detach("before", kill=True)
     wait_until(lambda: caplog.text.count("was not killed") == 2)
     assert killed == []
-    assert len(node.server.sessions()) == 1, "it is freed when its processes have ended, and not before"
+    assert len(node.server._life.sessions) == 1, "it is freed when its processes have ended, and not before"

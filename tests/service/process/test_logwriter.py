@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.process import logwriter
 from kvstow_service.process.logwriter import LogWriter
 
@@ -105,3 +106,26 @@ def test_a_log_that_stays_blocked_does_not_keep_the_server_from_stopping(
     for _ in range(5):
         _audit.error("nobody reads this")
     writer.stop()
+
+
+def test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_were_not() -> None:
+    clock = FakeClock()
+    limit = logwriter.MessageLimit(clock)
+
+    def lines(message: str, count: int = 1, level: int = logging.INFO) -> list[str]:
+        records = [logging.LogRecord("kvstow.x", level, "", 0, message, (number,), None) for number in range(count)]
+        return [record.getMessage() for record in records if limit.passes(record)]
+
+    assert len(lines("session %s attached", 130)) == 100
+    assert lines("session %s ends") == ["session 0 ends"]
+    assert len(lines("session %s attached", 130, logging.DEBUG)) == 130
+    clock.advance(60.0)
+    assert lines("session %s attached", 2) == ["session 0 attached (30 more were suppressed)", "session 1 attached"]
+
+
+def test_what_is_known_of_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logwriter, "_MOST_MESSAGES", 10)
+    limit = logwriter.MessageLimit(FakeClock())
+    for number in range(50):
+        assert limit.passes(logging.LogRecord("kvstow.x", logging.INFO, "", 0, f"message {number}", (), None))
+        assert len(limit._written) <= 10

@@ -21,9 +21,9 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer, peer_of
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clientcalls import ClientCalls
-from kvstow_service.node.attach.clients import AttachFigures, AttachTally, Clients, client_limit
-from kvstow_service.node.attach.sessionhost import SessionHost
-from kvstow_service.node.attach.sessionlife import Member, SessionLife, SessionView, WireSession, described
+from kvstow_service.node.attach.clients import AttachTally, Clients, client_limit
+from kvstow_service.node.attach.sessionhost import SessionHost, duplicates_of
+from kvstow_service.node.attach.sessionlife import SessionLife, WireSession, described
 from kvstow_service.process.switchinterval import short_switch_interval
 
 FOLDER_MODE = 0o750
@@ -55,83 +55,6 @@ _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 1.0
 
 
-class AttachAcceptor:
-    """Accepts for the attach server's thread, the only thread that uses it. At the limit, a connection that has not
-    said hello makes room for a new one, the oldest first. If all have said hello, the new connection is refused."""
-
-    def __init__(
-        self,
-        epoll: select.epoll,
-        listener: socket.socket,
-        clients: Clients,
-        calls: ClientCalls,
-        tally: AttachTally,
-        scratch: bytearray,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._epoll = epoll
-        self._listener = listener
-        self._clients = clients
-        self._calls = calls
-        self._tally = tally
-        self._scratch = scratch
-        self._clock = clock
-        self.paused_until: float | None = None
-        """Set while the process has no descriptor left."""
-
-    def start(self) -> None:
-        self._listener.setblocking(False)
-        self._epoll.register(self._listener, select.EPOLLIN)
-
-    def is_listener(self, fd: int) -> bool:
-        return fd == self._listener.fileno()
-
-    def resume(self) -> bool:
-        """Listen again if the pause is over. Returns whether it was."""
-        if self.paused_until is None or self._clock() < self.paused_until:
-            return False
-        self.paused_until = None
-        self._epoll.register(self._listener, select.EPOLLIN)
-        return True
-
-    def accept(self) -> None:
-        """Accept some of the waiting connections."""
-        for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
-            try:
-                accepted, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
-                self._pause(error)
-                return
-            self._tally.accepted += 1
-            try:
-                self._admit(accepted)
-            except Exception as error:  # noqa: BLE001 - logged and counted
-                self._tally.fault(error)
-                accepted.close()
-
-    def _pause(self, error: OSError) -> None:
-        self._tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
-        oldest = self._clients.oldest_stranger()
-        if oldest is not None:
-            self._calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
-        self._epoll.unregister(self._listener)
-        self.paused_until = self._clock() + _PAUSE_SECONDS
-
-    def _admit(self, accepted: socket.socket) -> None:
-        oldest = self._clients.oldest_stranger()
-        if oldest is not None and self._clients.is_crowded:
-            self._calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
-        client = self._clients.add(accepted, self._scratch)
-        self._calls.watch(client)
-        if self._clients.is_over_limit:
-            reason = f"the service serves {self._clients.limit} connections already"
-            self._calls.drop(client, "too_many_clients", reason)
-        else:
-            self._calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
-
-
 logger = logging.getLogger("kvstow.attach")
 
 SWITCH_SECONDS = 0.0001
@@ -144,12 +67,12 @@ class AttachServer:
     """Accepts engines on a listening Unix socket and passes their calls to a `SessionHost`.
 
     `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, and calls
-    nothing: the host settles what the sessions hold. Any thread may use `sessions`, `figures`, `detach` and the links
-    of sessions; they do not wait.
+    nothing: the host settles what the sessions hold. Any thread may use `tally`, `detach` and the links of sessions;
+    they do not wait.
 
     No client can stop the thread or fill its memory: see `Clients` for the limits of connections, `Channel` for what
-    waits to be sent, and `Session` of the control plane for leases and loads. If the thread itself fails,
-    `failure` is set and `on_failure` is called.
+    waits to be sent, `NodeHost` for what one user may have, and `Session` of the control plane for leases and loads.
+    If the thread itself fails, `failure` is set and `on_failure` is called.
     """
 
     def __init__(
@@ -168,26 +91,27 @@ class AttachServer:
         self._host = host
         self._clock = clock
         self._on_failure = on_failure
-        self._tally = AttachTally(clock)
+        self.tally = AttachTally(clock)
         self._clients = Clients(limit or client_limit(), clock)
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posted: deque[Callable[[], object]] = deque()
-        self._calls = ClientCalls(self._epoll, host, self._clients, self._tally, find_peer)
-        self._processes = _WatchedProcesses(self._epoll, self._calls.disconnect)
-        self._calls.life = self._life = SessionLife(
+        self.calls = ClientCalls(self._epoll, host, self._clients, self.tally, find_peer)
+        self.calls.life = self._life = SessionLife(
             host,
-            self._processes,
+            self._epoll,
+            self.calls.disconnect,
             partial(_Link, self),
             service=secrets.token_hex(8),
             max_awaited=self._clients.limit,
-            errors=self._tally.errors,
+            errors=self.tally.errors,
             trust_eof=trust_eof,
             clock=clock,
         )
-        self._acceptor = AttachAcceptor(
-            self._epoll, listener, self._clients, self._calls, self._tally, bytearray(SCRATCH_BYTES), clock
-        )
+        self._listener = listener
+        self._paused_until: float | None = None
+        """Set while nothing is accepted, because the process has no descriptor left."""
+        self._scratch = bytearray(SCRATCH_BYTES)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-attach", daemon=True)
 
@@ -195,12 +119,13 @@ class AttachServer:
 
     def start(self) -> None:
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._acceptor.start()
+        self._listener.setblocking(False)
+        self._epoll.register(self._listener, select.EPOLLIN)
         self._thread.start()
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """Restore a lost session of the previous service, with its workers that may still reach memory. The
-        `SessionHost` is told when they end. Call it before `start`. Takes ownership of the peers."""
+        `SessionHost` is notified when they end. Call it before `start`. Takes ownership of the peers."""
         self._life.restore(session_id, token_digest, workers)
 
     def close(self) -> None:
@@ -218,22 +143,10 @@ class AttachServer:
         self._epoll.close()
         os.close(self._wake)
 
-    def sessions(self) -> list[SessionView]:
-        """The sessions that are not over."""
-        return self._life.table.views()
-
-    def figures(self) -> AttachFigures:
-        return self._tally.figures(
-            clients=len(self._clients),
-            strangers=self._clients.num_strangers,
-            sessions=len(self._life.table),
-            partial_bytes=self._clients.partial_bytes,
-        )
-
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """End a session's connections, and kill its processes if `kill` is set. Returns False if there is no such
         session. What it holds is freed when its processes have ended, and not before."""
-        session = self._life.table.get(session_id)
+        session = self._life.sessions.get(session_id)
         if session is None:
             return False
         self.post(partial(self._detach, session, kill))
@@ -260,44 +173,44 @@ class AttachServer:
                 self._on_failure(self.failure)
         finally:
             for client in self._clients:
-                self._calls.forget(client)
+                self.calls.forget(client)
             self._life.close()
 
     def _turn(self) -> None:
         """Handle what has happened. Waits for events if there is nothing else to do."""
-        accepting = self._acceptor.resume()
+        accepting = self._resume()
         ended: list[int] = []
         for fd, mask in self._epoll.poll(self._timeout()):
             client = self._clients.get(fd)
             if client is not None:
-                self._calls.on_event(client, mask)
-            elif self._acceptor.is_listener(fd):
+                self.calls.on_event(client, mask)
+            elif fd == self._listener.fileno():
                 accepting = True
             elif fd == self._wake:
                 os.eventfd_read(self._wake)
             else:
                 ended.append(fd)
-        for client in list(self._calls.busy):
-            self._calls.on_turn(client)
+        for client in list(self.calls.busy):
+            self.calls.on_turn(client)
         for fd in ended:  # after the messages that their processes have sent
-            self._reap(fd)
+            self._life.on_pidfd(fd)
         self._run_posted()
         for client in self._clients.expired():
-            self._calls.drop(client, "hello_timeout", "no hello came in time")
+            self.calls.drop(client, "hello_timeout", "no hello came in time")
         self._life.expire()
         self._host.expire()
         if accepting:  # last, because a new descriptor may have the number of one that was closed above
-            self._acceptor.accept()
+            self._accept()
 
     def _timeout(self) -> float:
         """Seconds to wait for events."""
-        if self._calls.busy or self._posted:
+        if self.calls.busy or self._posted:
             return 0.0
         deadlines = (
             self._clients.next_deadline(),
             self._life.next_deadline(),
             self._host.next_deadline(),
-            self._acceptor.paused_until,
+            self._paused_until,
         )
         now = self._clock()
         left = min((deadline - now for deadline in deadlines if deadline is not None), default=_LONGEST_WAIT_SECONDS)
@@ -309,16 +222,57 @@ class AttachServer:
             try:
                 action()
             except Exception as error:  # noqa: BLE001 - logged and counted
-                self._tally.fault(error)
+                self.tally.fault(error)
 
-    def push(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
-        """On the server's thread. See `SessionLink.push`."""
-        self._calls.push(session, message, rank, fds)
+    # -- accepting ------------------------------------------------------------------------------------------
 
-    def _reap(self, fd: int) -> None:
-        member = self._processes.member_of(fd)
-        if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
-            self._life.process_ended(member)
+    def _resume(self) -> bool:
+        """Listen again if the pause is over. Returns whether it was."""
+        if self._paused_until is None or self._clock() < self._paused_until:
+            return False
+        self._paused_until = None
+        self._epoll.register(self._listener, select.EPOLLIN)
+        return True
+
+    def _accept(self) -> None:
+        """Accept some of the waiting connections. At the limit, the oldest connection that has sent no hello makes room
+        for a new one. If all have sent theirs, the new connection is refused."""
+        for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
+                self._pause(error)
+                return
+            self.tally.accepted += 1
+            try:
+                self._admit(accepted)
+            except Exception as error:  # noqa: BLE001 - logged and counted
+                self.tally.fault(error)
+                accepted.close()
+
+    def _pause(self, error: OSError) -> None:
+        self.tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
+        oldest = self._clients.oldest_stranger()
+        if oldest is not None:
+            self.calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
+        self._epoll.unregister(self._listener)
+        self._paused_until = self._clock() + _PAUSE_SECONDS
+
+    def _admit(self, accepted: socket.socket) -> None:
+        oldest = self._clients.oldest_stranger()
+        if oldest is not None and self._clients.is_crowded:
+            self.calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
+        client = self._clients.add(accepted, self._scratch)
+        self.calls.watch(client)
+        if self._clients.is_over_limit:
+            reason = f"the service serves {self._clients.limit} connections already"
+            self.calls.drop(client, "too_many_clients", reason)
+        else:
+            self.calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
+
+    # -- ending ---------------------------------------------------------------------------------------------
 
     def _detach(self, session: WireSession, kill: bool) -> None:
         if kill:
@@ -331,66 +285,28 @@ class AttachServer:
         self._life.lose(session, "an operator has detached it", expected=True)
 
 
-class _WatchedProcesses:
-    """Processes whose pidfds are in the server's epoll."""
-
-    def __init__(self, epoll: select.epoll, disconnect: Callable[[Member], object]) -> None:
-        self._epoll = epoll
-        self._disconnect = disconnect
-        self._members: dict[int, Member] = {}
-
-    def member_of(self, fd: int) -> Member | None:
-        return self._members.get(fd)
-
-    def watch(self, member: Member) -> None:
-        assert member.peer.pidfd is not None
-        self._epoll.register(member.peer.pidfd, select.EPOLLIN)
-        self._members[member.peer.pidfd] = member
-
-    def unwatch(self, member: Member) -> None:
-        assert member.peer.pidfd is not None
-        if self._members.pop(member.peer.pidfd, None) is not None:
-            self._epoll.unregister(member.peer.pidfd)
-
-    def disconnect(self, member: Member) -> None:
-        self._disconnect(member)
-
-
 class _Link:
     """The `SessionLink` of one session."""
 
     def __init__(self, server: AttachServer, session: WireSession) -> None:
         self.session_id = session.session_id
-        self._server = server
-        self._session = session
+        self._server, self._session = server, session
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
-        copies = list[int]()
-        try:
-            for fd in fds:
-                copies.append(os.dup(fd))
-        except OSError:
-            close_fds(copies)
-            raise
-        self._server.post(_Push(self._server, self._session, message, rank, tuple(copies)))
+        send = partial(self._server.calls.push, self._session, message, rank)
+        self._server.post(_Push(send, duplicates_of(fds)))
 
 
 class _Push:
     """A message on its way to the server's thread, with descriptors of its own."""
 
-    def __init__(
-        self, server: AttachServer, session: WireSession, message: Message, rank: int | None, fds: tuple[int, ...]
-    ) -> None:
-        self._server = server
-        self._session = session
-        self._message = message
-        self._rank = rank
-        self._fds = fds
+    def __init__(self, send: Callable[[Sequence[int]], object], fds: Sequence[int]) -> None:
+        self._send, self._fds = send, fds
 
     def __call__(self) -> None:
         try:
-            self._server.push(self._session, self._message, self._rank, self._fds)
+            self._send(self._fds)
         finally:
             self.drop()
 

@@ -271,6 +271,10 @@ class ClientCalls:
             return
         peer = self._find_peer(client.socket, needs_pidfd=self.life.needs_pidfd)
         try:
+            if not self._clients.has_place_for(peer.uid):
+                raise AttachRefusedError(
+                    "too_many_clients", f"processes of uid {peer.uid} have as many connections as one user may have"
+                )
             member, welcome = self.life.greet(hello, peer)
         except BaseException:
             peer.close()

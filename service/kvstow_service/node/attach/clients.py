@@ -8,7 +8,6 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
 from kvstow.attach.payloads import Kind
@@ -19,7 +18,8 @@ logger = logging.getLogger("kvstow.attach")
 
 REASONS = (
     *("hello_timeout", "identity", "memory", "no_descriptors", "no_pidfd", "peer_ended", "rank", "sharing_off"),
-    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "version"),
+    *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "user_limit"),
+    "version",
     *("fds_missing", "fds_unwanted", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
 )
@@ -28,23 +28,9 @@ REASONS = (
 _LINES_A_MINUTE = 10
 
 
-class AttachFigures(NamedTuple):
-    """What the attach server has counted. `refused`: connections that were refused or ended, by reason. `errors`: calls
-    that failed, by code. `frames`: frames that were received and allowed, by kind. `partial_bytes`: bytes of incomplete
-    frames."""
-
-    clients: int
-    strangers: int
-    sessions: int
-    partial_bytes: int
-    accepted: int
-    frames: Counter[str]
-    refused: Counter[str]
-    errors: Counter[str]
-
-
 class AttachTally:
-    """Written by the attach server's thread. Any thread may call `figures`."""
+    """What the attach server has counted: connections that it accepted, frames that it received and allowed, by kind,
+    connections that were refused or ended, by reason, and calls that failed, by code. Written by its thread alone."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.accepted = 0
@@ -63,18 +49,6 @@ class AttachTally:
         """Count an error that is the service's own."""
         self.errors["internal"] += 1
         self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
-
-    def figures(self, *, clients: int, strangers: int, sessions: int, partial_bytes: int) -> AttachFigures:
-        return AttachFigures(
-            clients=clients,
-            strangers=strangers,
-            sessions=sessions,
-            partial_bytes=partial_bytes,
-            accepted=self.accepted,
-            frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(self.frames).items()}),
-            refused=Counter(dict(self.refused)),
-            errors=Counter(dict(self.errors)),
-        )
 
 
 HELLO_SECONDS = 5.0
@@ -132,10 +106,6 @@ class Clients:
         yield from list(self._strangers.values())
         yield from list(self._members.values())
 
-    @property
-    def num_strangers(self) -> int:
-        return len(self._strangers)
-
     def get(self, fd: int) -> ClientConnection | None:
         return self._members.get(fd) or self._strangers.get(fd)
 
@@ -155,6 +125,11 @@ class Clients:
         client = ClientConnection(accepted, scratch, self._clock())
         self._strangers[client.channel.fileno()] = client
         return client
+
+    def has_place_for(self, uid: int) -> bool:
+        """Whether one more process of this user may be in a session: a quarter of the places is for others. O(n)."""
+        there = sum(one.member is not None and one.member.peer.uid == uid for one in self._members.values())
+        return there < max(1, self.limit - self.limit // 4)
 
     def accept_member(self, client: ClientConnection) -> None:
         """The client is no longer a stranger."""

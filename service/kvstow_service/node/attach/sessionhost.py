@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from kvstow.attach.calls import (
     ResetDone,
     StoreBegun,
 )
+from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentSlots
 from kvstow.attach.hello import Hello
@@ -51,7 +53,18 @@ class SessionLink(Protocol):
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
         order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
-        worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_let_go`."""
+        worker to which descriptors are sent holds memory from then on: see `SessionHost.worker_released`."""
+
+
+def duplicates_of(fds: Sequence[int]) -> list[int]:
+    """Raises `OSError`, and makes none, if this process can have no more descriptors."""
+    copies = list[int]()
+    try:
+        copies.extend(map(os.dup, fds))
+    except OSError:
+        close_fds(copies)
+        raise
+    return copies
 
 
 class SessionHost(Protocol):
@@ -67,8 +80,8 @@ class SessionHost(Protocol):
     """
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
-        """A scheduler half attaches. `hello` is what it claims. `peer.uid` is what the kernel says, and is part of the
-        pool's identity. Raises `AttachRefusedError` to refuse it."""
+        """A scheduler half attaches. `hello` is what it claims. `peer.uid` comes from the kernel, and is part of
+        the pool's identity. Raises `AttachRefusedError` to refuse it."""
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
         """The worker of `hello.rank` attaches. It has the session's token and uid, and no other worker has the rank.
@@ -111,9 +124,9 @@ class SessionHost(Protocol):
         """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
         makes no more calls. Its processes may still read and write their slots."""
 
-    def worker_let_go(self, session_id: str, rank: int) -> None:
-        """The worker's process has ended, or has said that it has nothing mapped and no copy under way. Called after
-        `session_lost`, only for workers that received descriptors."""
+    def worker_released(self, session_id: str, rank: int) -> None:
+        """The worker's process has ended, or has reported that it has nothing mapped and no copy under way. Called
+        after `session_lost`, only for workers that received descriptors."""
 
     def next_deadline(self) -> float | None:
         """When to call `expire`, in seconds of the server's clock. None if no lookup waits. Asked often: cheap."""
@@ -122,5 +135,5 @@ class SessionHost(Protocol):
         """Answer the lookups that have waited long enough. Called now and then, also before the deadline."""
 
     def session_over(self, session_id: str) -> None:
-        """All workers that received descriptors have let go, so nothing of the session can reach memory. Free all it
+        """All workers that received memory have released it, so nothing of the session can reach memory. Free all it
         holds."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
+import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
@@ -27,7 +28,7 @@ _ID_BYTES, _TOKEN_BYTES = 8, 16
 class Member:
     """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
 
-    `has_memory`: it was sent descriptors, so the service must wait until it ends or says that it has let go.
+    `has_memory`: it was sent descriptors, so the service must wait until it ends or reports that it has released them.
     `has_ended`: that has happened.
     """
 
@@ -35,7 +36,7 @@ class Member:
 
     def __init__(self, session: WireSession, hello: Hello, peer: Peer) -> None:
         self.session = session
-        self.hello = hello
+        self.hello = hello.in_session()
         self.peer = peer
         self.rank = None if hello.role == "scheduler" else hello.rank
         self.is_connected = True
@@ -55,15 +56,12 @@ class WireSession:
         self.session_id = session_id
         self.token = token
         self.token_digest = token_digest or digest_of(token)
-        self.hello = hello
+        self.hello = hello.in_session()
+        self.num_ranks = 0 if hello.pool is None else hello.pool.num_ranks
         self.uid = peer.uid
         self.state: SessionState = "attached"
         self.members: list[Member] = []
         """Includes members that have ended."""
-
-    @property
-    def num_ranks(self) -> int:
-        return 0 if self.hello.pool is None else self.hello.pool.num_ranks
 
     def member_of(self, rank: int | None) -> Member | None:
         """The connected member."""
@@ -75,107 +73,9 @@ class WireSession:
         return any(member.is_awaited for member in self.members)
 
 
-class MemberView(NamedTuple):
-    """A process of a session, for display. `rank` is None for the scheduler half. `pid` is 0 if it is not visible."""
-
-    rank: int | None
-    pid: int
-    uid: int
-    device: str
-    is_connected: bool
-    has_memory: bool
-
-
-class SessionView(NamedTuple):
-    """A session, for display."""
-
-    session_id: str
-    state: SessionState
-    engine: str
-    engine_version: str
-    host: str
-    members: tuple[MemberView, ...]
-
-
-class SessionTable:
-    """The sessions that are not over. Used by one thread. Any thread may use `views`."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, WireSession] = {}
-        self._by_token: dict[str, WireSession] = {}
-        """By the digest of the token."""
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[WireSession]:
-        return iter(list(self._by_id.values()))
-
-    def get(self, session_id: str) -> WireSession | None:
-        return self._by_id.get(session_id)
-
-    def of_token(self, token: str) -> WireSession | None:
-        return self._by_token.get(digest_of(token))
-
-    def new_session(self, hello: Hello, peer: Peer) -> WireSession:
-        """A session that still has to be added with `add`."""
-        return WireSession(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
-
-    def add(self, session: WireSession) -> None:
-        self._by_id[session.session_id] = session
-        self._by_token[session.token_digest] = session
-
-    def remove(self, session: WireSession) -> None:
-        session.state = "over"
-        self._by_id.pop(session.session_id, None)
-        self._by_token.pop(session.token_digest, None)
-
-    def session_to_join(self, hello: Hello, peer: Peer) -> WireSession:
-        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
-        session = self.of_token(hello.token)
-        if session is None or session.state != "attached":
-            raise AttachRefusedError(
-                "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"
-            )
-        if peer.uid != session.uid:
-            raise AttachRefusedError("uid", f"the session belongs to uid {session.uid}, the worker runs as {peer.uid}")
-        if hello.rank >= session.num_ranks:
-            raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
-        if session.member_of(hello.rank) is not None:
-            raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
-        return session
-
-    def views(self) -> list[SessionView]:
-        return [_view(session) for session in self]
-
-
-def _view(session: WireSession) -> SessionView:
-    members = tuple(
-        MemberView(
-            member.rank, member.peer.pid, member.peer.uid, member.hello.device, member.is_connected, member.has_memory
-        )
-        for member in list(session.members)
-    )
-    hello = session.hello
-    return SessionView(session.session_id, session.state, hello.engine, hello.engine_version, hello.host, members)
-
-
 logger = logging.getLogger("kvstow.attach")
 
 _LINES_A_MINUTE = 60
-
-
-class Processes(Protocol):
-    """Where the ends of processes are watched: the attach server's epoll."""
-
-    def watch(self, member: Member) -> None:
-        """Call `SessionLife.process_ended` when the member's pidfd becomes readable."""
-
-    def unwatch(self, member: Member) -> None:
-        """Call before the pidfd is closed."""
-
-    def disconnect(self, member: Member) -> None:
-        """Close the member's connection."""
 
 
 class SessionLife:
@@ -188,7 +88,8 @@ class SessionLife:
     def __init__(
         self,
         host: SessionHost,
-        processes: Processes,
+        epoll: select.epoll,
+        disconnect: Callable[[Member], object],
         make_link: Callable[[WireSession], SessionLink],
         *,
         service: str,
@@ -197,9 +98,16 @@ class SessionLife:
         trust_eof: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.table = SessionTable()
+        """`epoll` watches the pidfds of members: what it reports of them is for `on_pidfd`. `disconnect` closes the
+        connection of a member."""
+        self.sessions: dict[str, WireSession] = {}
+        """Those that are not over, by id. Any thread may look one up."""
+        self._by_token: dict[str, WireSession] = {}
+        """By the digest of the token."""
         self._host = host
-        self._processes = processes
+        self._epoll, self._disconnect = epoll, disconnect
+        self._watched: dict[int, Member] = {}
+        """By pidfd."""
         self._make_link = make_link
         self._service = service
         self._max_awaited = max_awaited
@@ -227,9 +135,9 @@ class SessionLife:
             )
         if hello.role == "worker":
             return self._join(hello, peer)
-        session = self.table.new_session(hello, peer)
+        session = WireSession(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
-        self.table.add(session)
+        self._add(session)
         member = self._add_member(session, hello, peer)
         text = "session %s: %r on %r attached"
         self._begun.log(logging.INFO, text, session.session_id, hello.engine, hello.host)
@@ -244,16 +152,35 @@ class SessionLife:
         )
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
-        session = self.table.session_to_join(hello, peer)
+        session = self._session_to_join(hello, peer)
         self._host.join_worker(session.session_id, hello, peer)
         member = self._add_member(session, hello, peer)
         return member, Welcome(session_id=session.session_id, service=self._service)
+
+    def _session_to_join(self, hello: Hello, peer: Peer) -> WireSession:
+        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
+        session = self._by_token.get(digest_of(hello.token))
+        if session is None or session.state != "attached":
+            raise AttachRefusedError(
+                "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"
+            )
+        if peer.uid != session.uid:
+            raise AttachRefusedError("uid", f"the session belongs to uid {session.uid}, the worker runs as {peer.uid}")
+        if hello.rank >= session.num_ranks:
+            raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
+        if session.member_of(hello.rank) is not None:
+            raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
+        return session
+
+    def _add(self, session: WireSession) -> None:
+        self.sessions[session.session_id] = session
+        self._by_token[session.token_digest] = session
 
     def _add_member(self, session: WireSession, hello: Hello, peer: Peer) -> Member:
         member = Member(session, hello, peer)
         try:
             if peer.pidfd is not None:
-                self._processes.watch(member)
+                self._watch(member)
         except OSError:  # its end would not be noticed; the host has already accepted it
             self.lose(session, f"{described(member)} cannot be watched")
             raise
@@ -261,13 +188,13 @@ class SessionLife:
         return member
 
     def settle(self, hello: Hello, peer: Peer) -> None:
-        """Handle what the process says about lost sessions: the same process may have been in them, and it lists those
+        """Handle what the process reports of lost sessions: the same process may have been in them, and it lists those
         whose copies in it have all ended."""
         for token in hello.settled_tokens:
             self._settle(token, hello, peer)
 
     def _settle(self, token: str, hello: Hello, peer: Peer) -> None:
-        session = self.table.of_token(token)
+        session = self._by_token.get(digest_of(token))
         if session is None or session.state != "lost":
             return
         for member in session.members:
@@ -275,8 +202,8 @@ class SessionLife:
                 self.process_ended(member)
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
-        """Whether the peer is the member's process. If nobody has the pidfd of a worker of the previous service, the
-        session's token identifies the worker, because only its own process has that token."""
+        """Whether the peer is the member's process. Without the pidfd of a worker of the previous service, the token
+        of the session identifies it, because only its own process has that token."""
         if member.peer.pidfd is None and self._trust_eof is None:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
@@ -286,13 +213,13 @@ class SessionLife:
         already knows it. Owns the peers. Call it before any client can name the session."""
         session = WireSession(session_id, "", *workers[0], token_digest=token_digest)
         session.state = "lost"
-        self.table.add(session)
+        self._add(session)
         for hello, peer in workers:
             member = Member(session, hello, peer)
             member.is_connected, member.has_memory = False, True
             session.members.append(member)
             if peer.pidfd is not None:
-                self._processes.watch(member)
+                self._watch(member)
             elif self._trust_eof is not None:
                 self._trust_later(member)
             else:
@@ -313,19 +240,25 @@ class SessionLife:
         self._lost.log(level, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
-                self._processes.disconnect(member)
-        self._tell("session_lost", session.session_id, reason)
+                self._disconnect(member)
+        self._notify_host("session_lost", session.session_id, reason)
         for member in session.members:
             if member.has_memory and member.has_ended:
-                self._tell("worker_let_go", session.session_id, member.rank)
+                self._notify_host("worker_released", session.session_id, member.rank)
             if not member.is_awaited:
                 self._forget(member)
             elif member.peer.pidfd is None:
                 self._trust_later(member)
         self._end_if_over(session)
 
+    def on_pidfd(self, fd: int) -> None:
+        """epoll has reported this pidfd."""
+        member = self._watched.get(fd)
+        if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
+            self.process_ended(member)
+
     def process_ended(self, member: Member, *, expected: bool = False) -> None:
-        """The member's process can no longer reach memory: it has ended or, if `expected`, has said so. Idempotent."""
+        """The member's process can no longer reach memory: it has ended or, if `expected`, has detached. Idempotent."""
         if member.has_ended:
             return
         member.has_ended = True
@@ -334,7 +267,7 @@ class SessionLife:
         if session.state == "attached":
             self.lose(session, f"{described(member)} has {'detached' if expected else 'ended'}", expected=expected)
         elif member.has_memory:
-            self._tell("worker_let_go", session.session_id, member.rank)
+            self._notify_host("worker_released", session.session_id, member.rank)
             self._end_if_over(session)
 
     def expire(self) -> None:
@@ -349,7 +282,7 @@ class SessionLife:
 
     def close(self) -> None:
         """Stop watching. Makes no call to the host."""
-        for session in self.table:
+        for session in self.sessions.values():
             for member in session.members:
                 self._forget(member)
 
@@ -361,21 +294,33 @@ class SessionLife:
     def _end_if_over(self, session: WireSession) -> None:
         if session.state != "lost" or session.is_awaited:
             return
-        self.table.remove(session)
+        session.state = "over"
+        self.sessions.pop(session.session_id, None)
+        self._by_token.pop(session.token_digest, None)
         text = "session %s is over: none of its processes can reach memory"
         self._over.log(logging.INFO, text, session.session_id)
-        self._tell("session_over", session.session_id)
+        self._notify_host("session_over", session.session_id)
+
+    def _watch(self, member: Member) -> None:
+        pidfd = member.peer.pidfd
+        assert pidfd is not None
+        self._epoll.register(pidfd, select.EPOLLIN)
+        self._watched[pidfd] = member
 
     def _forget(self, member: Member) -> None:
-        if member.peer.pidfd is not None:
-            self._processes.unwatch(member)
+        pidfd = member.peer.pidfd
+        if pidfd is not None:
+            if self._watched.pop(pidfd, None) is not None:
+                self._epoll.unregister(pidfd)
             member.peer.close()
 
     def _awaited(self) -> int:
         """Processes of lost sessions that may still reach memory."""
-        return sum(member.is_awaited for found in self.table if found.state == "lost" for member in found.members)
+        return sum(
+            member.is_awaited for found in self.sessions.values() if found.state == "lost" for member in found.members
+        )
 
-    def _tell(self, event: str, *values: object) -> None:
+    def _notify_host(self, event: str, *values: object) -> None:
         """Call the host. If the call fails, what the session holds stays held, and other sessions continue."""
         try:
             getattr(self._host, event)(*values)

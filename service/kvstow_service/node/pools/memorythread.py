@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -20,17 +20,19 @@ from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import MemoryHolder, NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
 _ROUNDS = 1000
 _LOOK_SECONDS = 1.0  # between two looks at whether processes have memory still that was given up
 
+P = ParamSpec("P")
+
 logger = logging.getLogger("kvstow.node")
 
 
-class Wait(NamedTuple):
+class PoolWait(NamedTuple):
     """A pool waits for memory that the processes of a session can still reach. `since`: in seconds of the monotonic
     clock."""
 
@@ -53,7 +55,7 @@ class MemoryFigures(NamedTuple):
     have given back. `notices` say why else memory that pools should get or give back must wait, and `failures` why
     workers lack memory of their pools; both are sentences."""
 
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[PoolWait, ...] = ()
     kept: tuple[Kept, ...] = ()
     notices: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
@@ -153,6 +155,7 @@ class PoolMemories:
         return found
 
     def remove_pool(self, pool: NodePool) -> None:
+        """Remove a pool that has no sessions and can no longer be found."""
         self._budget.remove_pool(pool.name)
         found = self._pools.pop(pool.name)
         self.memory.apply()
@@ -161,42 +164,53 @@ class PoolMemories:
         if self.records is not None:
             self.records.remove_pool(pool)
 
-    def add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
+    def add_session(self, session: NodeSession) -> None:
+        """The session asks for its slots. From now on its pool counts as one with sessions."""
+        self._budget.attach(session.pool.name, session.session_id, session.wanted_slots)
+
+    def add_worker(self, session: MemoryHolder, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
         if record is not None and self.records is not None:
             self.records.add_worker(record, pidfd)
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def end_client(self, client: str) -> None:
+        """The worker can no longer reach memory."""
         self._budget.record_death(client)
         if self.records is not None:
             self.records.remove_worker(client)
 
     def end_claims(self, pool: str) -> None:
+        """No session of an earlier service comes back for the pool's memory any more."""
         for session_id in self._claims.pop(pool, ()):
             self._budget.detach(pool, session_id)
 
     def start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
+        """All workers of a session have attached: its pool gets a row if it has none. `nodes`: those of its devices."""
         self._budget.set_nodes(pool.name, nodes[: len(pool.stored_slot_bytes)])
         self.end_claims(pool.name)
         self._pools[pool.name].want()
 
     def revoke_all(self) -> None:
+        """The service ends: ask all workers to release everything, and give them nothing from now on."""
         self._has_revoked_all = True
         for found in self._pools.values():
             found.revoke_all()
 
-    def lose_session(self, session: NodeSession) -> None:
+    def lose_session(self, session: MemoryHolder) -> None:
+        """Give the session's workers nothing more. They may still use what they have."""
         found = self._pools[session.pool.name]
         for client in session.clients():
             found.workers.pop(client, None)
         self._budget.detach(session.pool.name, session.session_id)
 
     def release(self, client: str, extents: Sequence[int]) -> None:
+        """The worker has released these extents."""
         for extent in extents:
             self._budget.record_unmapping(client, extent)
 
     def grow(self, pool: NodePool) -> None:
+        """The pool uses more than `grow_above`."""
         if pool.name in self._pools:
             self._pools[pool.name].want()
 
@@ -290,7 +304,7 @@ class PoolMemories:
             return self._since.setdefault(what, before.get(what, now))
 
         self.figures = MemoryFigures(
-            tuple(Wait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
+            tuple(PoolWait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
             tuple(Kept(sessions, num_bytes, since(sessions)) for sessions, num_bytes in self._kept().items()),
             notices,
             tuple(failures),
@@ -311,9 +325,9 @@ class MemoryThread:
     """Makes all calls of `PoolMemories`. While it runs, nothing else uses `PoolMemories`, the budget or the
     `NodeMemory`.
 
-    It may wait for the populator, for the keeper, and for the kernel to free memory. No other thread waits for it. All
-    methods may be called from any thread and only queue an action; actions run in the order of the calls. `run_pending`
-    is for the thread itself, and for tests without the thread.
+    It may wait for the populator, for the keeper, and for the kernel to free memory. No other thread waits for it: any
+    thread may call `do`, which queues an action. Actions run in the order of the calls. `run_pending` is for the thread
+    itself, and for tests without the thread.
     """
 
     def __init__(
@@ -327,12 +341,11 @@ class MemoryThread:
     ) -> None:
         """`post` has the attach server's thread call something. That is how `on_smaller` is called with a pool that has
         lost slots. `on_empty` is called on this thread while a pool has neither memory nor workers."""
-        self.memory = memory
+        self.memory, self.budget = memory, memory.budget
         self.pools = PoolMemories(memory, post, on_smaller, on_empty)
-        """For this thread, and for recovery before the start."""
+        """For this thread, and for recovery before the start; other threads use `do`."""
         self.failure: str | None = None
         """Why the thread has ended; None if it has not."""
-        self._budget = memory.budget
         self._on_failure = on_failure
         self._actions: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
@@ -361,6 +374,15 @@ class MemoryThread:
 
     # -- for any thread -------------------------------------------------------------------------------------
 
+    def require_room(self, layout: PoolLayout) -> None:
+        """Raises `AttachRefusedError` if the node has no room for a single slot of such a pool."""
+        if layout.bytes_of(1) > self.total_bytes:
+            raise AttachRefusedError(
+                "memory",
+                f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
+                f"{format_size(self.total_bytes)}: give it more with --memory",
+            )
+
     @property
     def figures(self) -> MemoryFigures:
         return self.pools.figures
@@ -371,86 +393,31 @@ class MemoryThread:
         return self.pools.faults
 
     @property
-    def extent_bytes(self) -> int:
-        return self._budget.extent_bytes
-
-    @property
     def total_bytes(self) -> int:
         """The node's budget."""
-        return self._budget.total_bytes
+        return self.budget.total_bytes
 
-    def require_room(self, layout: PoolLayout) -> None:
-        """Raises `AttachRefusedError` if the node has no room for a single slot of such a pool."""
-        if layout.bytes_of(1) > self.total_bytes:
-            raise AttachRefusedError(
-                "memory",
-                f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
-                f"{format_size(self.total_bytes)}: give it more with --memory",
-            )
+    def do(self, action: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the thread call this, such as a method of `pools`."""
+        self._actions.append(partial(action, *args, **kwargs))
+        self._wake.set()
 
-    def add_pool(self, pool: NodePool, owner: int) -> None:
-        self._do(partial(self.pools.add_pool, pool, owner))
-
-    def remove_pool(self, pool: NodePool) -> None:
-        """Remove a pool that has no sessions and can no longer be found."""
-        self._do(partial(self.pools.remove_pool, pool))
-
-    def add_worker(self, session: NodeSession, hello: Hello, peer: Peer) -> None:
+    def add_worker(self, session: MemoryHolder, hello: Hello, peer: Peer) -> None:
         """Give the worker the pool's memory from now on. Raises `OSError` if this process can have no more
         descriptors."""
         record, pidfd = None, None
         if self.pools.records is not None:
             record = session.worker_record(hello, peer)
             pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
-        self._do(partial(self.pools.add_worker, session, hello.rank, record, pidfd))
+        self.do(self.pools.add_worker, session, hello.rank, record, pidfd)
 
-    def add_session(self, session: NodeSession, slots: int | None) -> None:
-        """The session asks for so many slots, or for all. From now on its pool counts as one with sessions."""
-        self._do(partial(self._budget.attach, session.pool.name, session.session_id, slots))
-
-    def start_session(self, session: NodeSession) -> None:
-        """All workers of the session have attached: its pool gets a row if it has none."""
-        self._do(partial(self.pools.start_session, session.pool, session.numa_nodes()))
-
-    def lose_session(self, session: NodeSession) -> None:
-        """Give the session's workers nothing more. They may still use what they have."""
-        self._do(partial(self.pools.lose_session, session))
-
-    def release(self, client: str, extents: Sequence[int]) -> None:
-        """The worker has let go of these extents."""
-        self._do(partial(self.pools.release, client, tuple(extents)))
-
-    def end_client(self, client: str) -> None:
-        """The worker can no longer reach memory."""
-        self._do(partial(self.pools.end_client, client))
-
-    def end_claims(self, pool: NodePool) -> None:
-        """The pool no longer has sessions."""
-        self._do(partial(self.pools.end_claims, pool.name))
-
-    def grow(self, pool: NodePool) -> None:
-        """The pool uses more than `grow_above`."""
-        self._do(partial(self.pools.grow, pool))
-
-    def revoke_all(self, then: Callable[[], object]) -> None:
-        """The service ends: ask all workers to let go of everything, give them nothing from now on, and call `then`."""
-        self._do(self.pools.revoke_all)
-        self._do(then)
+    def free_owed(self, pool: NodePool) -> None:
+        """Of the memory thread: free the slots that ended sessions and leases have held, which may take seconds."""
+        while pool.free_owed() and not self._stopping:
+            pass
 
     def look_again(self) -> None:
         """Something that memory may have been waiting for has changed."""
-        self._wake.set()
-
-    def retry(self) -> None:
-        """Try again to get memory that was refused."""
-        self._do(self.memory.retry)
-
-    def check_integrity(self) -> None:
-        """Compare the books of the memory. A contradiction counts as a fault."""
-        self._do(self._budget.check_integrity)
-
-    def _do(self, action: Callable[[], object]) -> None:
-        self._actions.append(action)
         self._wake.set()
 
     # -- the thread -----------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def unique_name(identity: Identity, model: str, taken: Container[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-MAX_RANKS = 1024
+MAX_RANKS = 64
+"""Of one engine: all its ranks are on this node, and each takes 2 KiB of the service's memory in each session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
     sizes = identity.slot_bytes
     if not 1 <= len(sizes) <= MAX_RANKS:
         raise AttachRefusedError(
-            "identity", f"slot_bytes has {len(sizes)} entries; allowed: one for each of 1 to 1024 ranks"
+            "identity", f"slot_bytes has {len(sizes)} entries; allowed: one for each of 1 to {MAX_RANKS} ranks"
         )
     if identity.replicated and len(set(sizes)) > 1:
         raise AttachRefusedError("identity", f"replicated ranks have slots of {sizes} bytes; allowed: the same for all")

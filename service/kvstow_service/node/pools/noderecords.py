@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ _LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
 _RETRY_SECONDS = 1.0
 """Between two attempts of a service that runs."""
 _JOIN_SECONDS = 0.1
-"""For the answer to a hello, once for each connection. One that takes longer is heard by a later check."""
+"""For the answer to a hello, once for each connection. A later check takes one that takes longer."""
 
 logger = logging.getLogger("kvstow.keeper")
 
@@ -48,7 +47,7 @@ class NodeRecords:
 
     A service that has no keeper goes on without one, and nothing waits for it: the roster is void from that moment, so
     the next service starts with an empty cache. `check` finds a keeper again, and gives it everything at once, in place
-    of all that it has. `notice` says meanwhile that there is none.
+    of all that it has. `notice` is set meanwhile.
     """
 
     def __init__(self, folder: Path, keep_timeout: float | None, most_bytes: int) -> None:
@@ -67,7 +66,7 @@ class NodeRecords:
         self._workers: dict[str, tuple[WorkerRecord, int]] = {}
         """Each worker and its pidfd, or -1, by the worker's name in the books of memory."""
         self._client: KeeperClient | None = None
-        """Has said hello."""
+        """Has sent its hello."""
         self._is_welcome = False
         self._retry_at = 0.0
         self._roster: Roster | None = None
@@ -86,10 +85,10 @@ class NodeRecords:
             left = deadline - time.monotonic()
             busy = None
             try:
-                if self._hears_welcome(max(_LEAST_SECONDS, left)):
+                if self._is_welcomed(max(_LEAST_SECONDS, left)):
                     assert self._client is not None
                     return self._client.take_all()
-                self._say("it does not answer")
+                self._warn("it does not answer")
                 return {}
             except KeeperBusyError as error:
                 busy = error
@@ -115,14 +114,14 @@ class NodeRecords:
         if time.monotonic() < self._retry_at:
             return
         try:
-            if self._hears_welcome(_JOIN_SECONDS if self._client is None else 0.0):
+            if self._is_welcomed(_JOIN_SECONDS if self._client is None else 0.0):
                 self.join(memory)
         except KeeperError as error:
             self._part(str(error))
             self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def join(self, memory: NodeMemory) -> None:
-        """Give the keeper everything, in place of all that it has. Nothing happens before it has said welcome."""
+        """Give the keeper everything, in place of all that it has. Nothing happens before its welcome."""
         if self._client is None or not self._is_welcome:
             return
         fds = self._descriptors(memory)
@@ -158,29 +157,26 @@ class NodeRecords:
             raise
         self._held = set(fds)
 
-    def leave(self) -> None:
-        """The next service may come, although this process still runs. Nothing of it uses memory any more."""
-        self._finish(KeeperClient.leave)
-
-    def end(self) -> None:
-        """Have the keeper let go of everything and end."""
-        self._finish(KeeperClient.end)
-
-    def _finish(self, say: Callable[[KeeperClient], None]) -> None:
+    def finish(self, *, gives_back: bool) -> None:
+        """Nothing of this service uses memory any more, although its process still runs: the next one may come. If
+        `gives_back`, the keeper gives up everything and ends."""
         if self._client is not None and self._is_welcome:
             try:
-                say(self._client)
+                if gives_back:
+                    self._client.end()
+                else:
+                    self._client.leave()
             except KeeperError as error:
                 logger.warning("the keeper does not know that the service ends: %s", error)
         self._hang_up()
 
-    def _hears_welcome(self, seconds: float) -> bool:
-        """Whether the keeper has said welcome, which may take so long. Says hello first, if need be."""
+    def _is_welcomed(self, seconds: float) -> bool:
+        """Whether the keeper has sent its welcome, which may take so long. Sends the hello first, if need be."""
         if self._client is None:
             self._client = self._connect()
-            self._client.say_hello(self._life)
+            self._client.send_hello(self._life)
         if not self._is_welcome and self._client.has_news(seconds):
-            self._client.hear_welcome()
+            self._client.take_welcome()
             self._is_welcome = True
         return self._is_welcome
 
@@ -198,7 +194,7 @@ class NodeRecords:
         if self._roster is not None:
             self._roster.void()
         self._hang_up()
-        self._say(why)
+        self._warn(why)
 
     def _hang_up(self) -> None:
         if self._roster is not None:
@@ -208,7 +204,7 @@ class NodeRecords:
         self._roster, self._client, self._is_welcome = None, None, False
         self._held.clear()
 
-    def _say(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         notice = f"the memory would not survive the service, as there is no keeper: {why}"
         if notice != self.notice:  # it is retried every second
             self.notice = notice

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -26,11 +26,11 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
-from kvstow.attach.hello import Hello
+from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
-from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
@@ -50,7 +50,7 @@ class _GrantedExtent:
 
 
 class RankMemory:
-    """The extents that a worker was sent and has not let go of. Used only by the attach server's thread. O(extents
+    """The extents that a worker was sent and has not released. Used only by the attach server's thread. O(extents
     given), except `released`, which is O(all extents)."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class RankMemory:
             self.top_slot = max(self.top_slot, extent.end)
 
     def revoked(self, extent_ids: Iterable[int]) -> None:
-        """The worker was asked to let go of these extents."""
+        """The worker was asked to release these extents."""
         for extent_id in extent_ids:
             if extent_id in self._by_id:
                 self._by_id[extent_id].revoked = True
@@ -93,8 +93,8 @@ class RankMemory:
             self._num_full += 1
 
     def released(self, extent_ids: Sequence[int]) -> None:
-        """The worker has let go of these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
-        it was not asked to let go of."""
+        """The worker has released these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
+        it was not asked to release."""
         for extent_id in extent_ids:
             if not self._find(extent_id).revoked:
                 raise InvalidRequestError(
@@ -196,8 +196,7 @@ class MemoryWaits:
         self.next_deadline = min((wait.until for wait in self._waiting), default=None)
 
 
-_L = TypeVar("_L", Lookup, LookupPrompt)
-
+_MAX_TEXT = 200  # of an engine's own description, in a record
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
@@ -217,14 +216,83 @@ class SessionTier(Protocol):
     def note_prefill(self, tokens: int, seconds: float) -> None: ...
 
 
-class NodeSession:
-    """One attached engine. Used only by the attach server's thread, except `view` and what never changes.
+class MemoryHolder:
+    """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
 
-    What a worker has registered and let go of is taken from its messages about each extent, not from its reports.
+    What a worker has registered and released is taken from its messages about each extent, not from its reports. Used
+    only by the attach server's thread, except what never changes.
     """
 
-    is_engine = True
-    """False for the node's own transfers, which do not keep a pool."""
+    def __init__(
+        self,
+        session_id: str,
+        link: SessionLink,
+        pool: NodePool,
+        namespace: KnownNamespace,
+        control: AttachedSession,
+        wanted_slots: int | None,
+    ) -> None:
+        """`wanted_slots`: how many slots it asks for; None for all of them."""
+        self.session_id, self.link = session_id, link
+        self.pool, self.namespace, self.control = pool, namespace, control
+        self.wanted_slots = wanted_slots
+        self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
+
+    def client(self, rank: int) -> str:
+        """The name of a rank's worker among all processes of the node."""
+        return f"{self.session_id}/{rank}"
+
+    def clients(self) -> list[str]:
+        return [self.client(rank) for rank in range(len(self.ranks))]
+
+    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
+        """What the next service has to know about a worker."""
+        return WorkerRecord(
+            session_id=self.session_id,
+            client=self.client(hello.rank),
+            token_digest=digest_of(hello.token),
+            number=self.control.session_id,
+            pool=self.pool.name,
+            namespace=self.namespace.name,
+            rank=hello.rank,
+            wanted_slots=self.wanted_slots,
+            engine=hello.engine[:_MAX_TEXT],
+            host=hello.host[:_MAX_TEXT],
+            pid=hello.pid,
+            device=hello.device[:_MAX_TEXT],
+            uid=peer.uid,
+            gid=peer.gid,
+            has_pidfd=peer.pidfd is not None,
+        )
+
+    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self.ranks[rank].registered(extents)
+        self._update_control(rank)
+
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        self.ranks[rank].released(extent_ids)
+        self._update_control(rank)
+
+    def follow_pool(self) -> None:
+        """The pool has become smaller."""
+        for rank in range(len(self.ranks)):
+            self._update_control(rank)
+
+    def _update_control(self, rank: int) -> None:
+        memory = self._memory_of(rank)
+        self.control.set_memory(rank, memory.registered_slots, memory.applied)
+
+    def _memory_of(self, rank: int) -> RankMemory:
+        """Treats the newest desired state as applied by the rank once the rank has no memory above it."""
+        memory, desired = self.ranks[rank], self.pool.desired
+        if memory.top_slot <= desired.capacity_slots:
+            memory.applied = desired.number
+        return memory
+
+
+class NodeSession(MemoryHolder):
+    """One attached engine. Used only by the attach server's thread, except `view` and what never changes."""
+
     tier: SessionTier | None = None
     """The fleet tier for its namespace."""
 
@@ -238,27 +306,16 @@ class NodeSession:
         namespace: KnownNamespace,
         control: AttachedSession,
     ) -> None:
-        self.session_id = session_id
+        wanted = max(1, hello.wanted_bytes // sum(pool.stored_slot_bytes)) if hello.wanted_bytes else None
+        super().__init__(session_id, link, pool, namespace, control, wanted)
         self.hello = hello
         self.pid = peer.pid or hello.pid
-        self.link = link
-        self.pool = pool
-        self.namespace = namespace
-        self.control = control
         control.name = session_id
         control.label = f"session {session_id} ({hello.engine}): "
-        self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
+        self.waits = MemoryWaits(pool.clock)
         self._began = pool.clock()
-        self._waits = MemoryWaits(pool.clock)
-
-    def client(self, rank: int) -> str:
-        """The name of a rank's worker among all processes of the node."""
-        return f"{self.session_id}/{rank}"
-
-    def clients(self) -> list[str]:
-        return [self.client(rank) for rank in range(len(self.ranks))]
 
     @property
     def is_complete(self) -> bool:
@@ -269,74 +326,50 @@ class NodeSession:
         """The NUMA node of each rank's device, if it is known."""
         return [self.workers[rank].numa_node if rank in self.workers else None for rank in range(len(self.ranks))]
 
-    def wanted_slots(self) -> int | None:
-        """How many slots the engine asks for. None for all of them."""
-        if not self.hello.wanted_bytes:
-            return None
-        return max(1, self.hello.wanted_bytes // sum(self.pool.stored_slot_bytes))
-
-    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
-        """What the next service has to know about a worker."""
-        return WorkerRecord.of(
-            hello,
-            peer,
-            session_id=self.session_id,
-            client=self.client(hello.rank),
-            number=self.control.session_id,
-            pool=self.pool.name,
-            namespace=self.namespace.name,
-            wanted_slots=self.wanted_slots(),
-        )
-
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
     def lookup(self, call: Lookup, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup`. Waits for blocks in memory that the ranks are about to register."""
-        if later is not None and call.hold != Hold.ALL and self._waits_for_memory(call, self._look_up, later):
-            return Pending()
+        """`later`: see `SessionHost.lookup`."""
         return self._look_up(call, later)
 
-    def _waits_for_memory(self, call: _L, look_up: Callable[[_L, Later], Found | Pending], later: Later) -> bool:
-        """Whether the lookup is answered later because the ranks are about to register some of what it finds."""
-        slots = self.control.out_of_reach(call.keys)
-        if not slots:
-            return False
-        tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
-        return self._waits.put(max(slots) + 1, tokens, partial(self._look_again, look_up, call, later))
+    def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
+        """`later`: see `SessionHost.lookup_prompt`."""
+        return self._look_up(Lookup(call.keys, Hold.NOTHING, counted=False), later, is_prompt=True)
 
-    def _look_again(self, look_up: Callable[[_L, Later], Found | Pending], call: _L, later: Later) -> None:
-        """Look again after the wait for memory."""
-        if not self.control.is_lost:
-            later(partial(look_up, call, later))
-
-    def _look_up(self, call: Lookup, later: Later | None) -> Found | Pending:
-        """Hold what the pool has while the tier may have more."""
-        tier = self.tier
-        if tier is None or call.hold in (Hold.NOTHING, Hold.ALL) or later is None or not tier.may_have_more:
+    def _look_up(
+        self, call: Lookup, later: Later | None, *, is_prompt: bool = False, has_waited: bool = False
+    ) -> Found | Pending:
+        """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the tier
+        may have more."""
+        if later is None or call.hold == Hold.ALL:
             return self._find(call)
-        held = self._find(replace(call, counted=False))
+        if not has_waited and self._waits_for_memory(call, later, is_prompt=is_prompt):
+            return Pending()
+        tier = self.tier
+        if tier is None or not tier.may_have_more or (call.hold == Hold.NOTHING and not is_prompt):
+            return self._find(call)
+        held = self._find(Lookup(call.keys, call.hold, counted=False))
         num_found = sum(length for _, length in held.runs)
         if num_found == len(call.keys):
             if call.counted:
                 self.control.count_lookup(len(call.keys), num_found)
             return held
-        tier.ask(call.keys, partial(self._answer, call, held, later))
+        ask = tier.ask_prompt if is_prompt else tier.ask
+        ask(call.keys, partial(self._answer, call, held, later))
         return Pending()
 
-    def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup_prompt`. Waits for memory as `lookup` does."""
-        if later is not None and self._waits_for_memory(call, self._look_up_prompt, later):
-            return Pending()
-        return self._look_up_prompt(call, later)
+    def _waits_for_memory(self, call: Lookup, later: Later, *, is_prompt: bool) -> bool:
+        """Whether the lookup is answered later because the ranks are about to register some of what it finds."""
+        slots = self.control.out_of_reach(call.keys)
+        if not slots:
+            return False
 
-    def _look_up_prompt(self, call: LookupPrompt, later: Later | None) -> Found | Pending:
-        lookup = Lookup(call.keys, Hold.NOTHING, counted=False)
-        found = self._find(lookup)
-        tier = self.tier
-        if tier is None or later is None or not tier.may_have_more or found.leading == len(call.keys):
-            return found
-        tier.ask_prompt(call.keys, partial(self._answer, lookup, found, later))
-        return Pending()
+        def look_again() -> None:
+            if not self.control.is_lost:
+                later(partial(self._look_up, call, later, is_prompt=is_prompt, has_waited=True))
+
+        tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
+        return self.waits.put(max(slots) + 1, tokens, look_again)
 
     def _answer(self, call: Lookup, before: Found, later: Later) -> None:
         """Answer: the tier has nothing more to fetch. On the attach server's thread."""
@@ -368,12 +401,7 @@ class NodeSession:
         return found
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        for lease_id in lease_ids:
-            try:
-                lease = self.control.find_lease(lease_id)
-            except LeaseError:
-                continue  # it has ended
-            self.control.release_lease(lease)
+        self.control.release_leases(lease_ids)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
         lease = self.control.find_lease(call.lease_id)
@@ -419,7 +447,7 @@ class NodeSession:
     # -- memory ---------------------------------------------------------------------------------------------
 
     def take_report(self, rank: int, report: RankReport) -> DesiredState:
-        memory = self._follow_pool(rank)
+        memory = self._memory_of(rank)
         report = replace(
             report,
             pinned_slots=memory.registered_slots,
@@ -431,50 +459,12 @@ class NodeSession:
         self._advance_waits()
         return desired
 
-    def granted(self, rank: int, grants: Sequence[ExtentGrant]) -> None:
-        """The extents were sent to the worker."""
-        self.ranks[rank].granted(grants)
-
-    def revoked(self, rank: int, extent_ids: Sequence[int]) -> None:
-        """The worker was asked to let go of these extents."""
-        self.ranks[rank].revoked(extent_ids)
-
     def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
-        self.ranks[rank].registered(extents)
-        self._tell_control(rank)
+        super().registered(rank, extents)
         self._advance_waits()
 
-    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
-        self.ranks[rank].released(extent_ids)
-        self._tell_control(rank)
-
-    def follow_pool(self) -> None:
-        """The pool has become smaller."""
-        for rank in range(len(self.ranks)):
-            self._tell_control(rank)
-
-    def _tell_control(self, rank: int) -> None:
-        memory = self._follow_pool(rank)
-        self.control.set_memory(rank, memory.registered_slots, memory.applied)
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When a lookup has waited long enough for memory. None if none waits."""
-        return self._waits.next_deadline
-
-    def expire_waits(self) -> None:
-        """Answer the lookups that have waited long enough for memory."""
-        self._waits.expire()
-
     def _advance_waits(self) -> None:
-        self._waits.advance(min(memory.registered_slots for memory in self.ranks))
-
-    def _follow_pool(self, rank: int) -> RankMemory:
-        """Treat the newest desired state as applied by the rank once the rank has no memory above it."""
-        memory, desired = self.ranks[rank], self.pool.desired
-        if memory.top_slot <= desired.capacity_slots:
-            memory.applied = desired.number
-        return memory
+        self.waits.advance(min(memory.registered_slots for memory in self.ranks))
 
     # -- status ---------------------------------------------------------------------------------------------
 

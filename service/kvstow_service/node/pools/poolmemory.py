@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvstow.attach.channel import close_fds
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
@@ -14,7 +15,7 @@ from kvstow.memory.extents import Extent
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import Row
 from kvstow_service.node.pools.nodepool import NodePool
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import MemoryHolder
 
 MAX_FDS = 250
 """How many extents one frame carries."""
@@ -32,11 +33,11 @@ class PoolWorker:
 
     __slots__ = ("client", "has_all", "place", "rank", "rows", "session")
 
-    def __init__(self, session: NodeSession, rank: int) -> None:
+    def __init__(self, session: MemoryHolder, rank: int) -> None:
         self.session, self.rank, self.place = session, rank, session.pool.place_of(rank)
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
-        self.has_all = not session.is_engine
+        self.has_all = not session.control.is_engine
         """It was told that it has all of the pool's memory: see `GrantedExtents`. The node's own transfers have nothing
         of an earlier service, so they need not know."""
 
@@ -81,7 +82,7 @@ class PoolMemory:
     @property
     def is_empty(self) -> bool:
         """Whether it has no memory, and no worker of an engine."""
-        has_engines = any(worker.session.is_engine for worker in self.workers.values())
+        has_engines = any(worker.session.control.is_engine for worker in self.workers.values())
         return not self._held and not has_engines and not self._budget.rows(self.pool.name)
 
     def want(self) -> bool:
@@ -229,7 +230,7 @@ class PoolMemory:
             for extent in extents:
                 fds.append(extent.open_for_client())
             # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
-            self._post(lambda: session.granted(worker.rank, grants))
+            self._post(partial(session.ranks[worker.rank].granted, grants))
             session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
         except OSError as error:
             for grant in grants:
@@ -275,7 +276,7 @@ class PoolMemory:
             extent = worker.rows.pop(number, None)
             if extent is not None:
                 session, rank = worker.session, worker.rank
-                self._post(lambda session=session, rank=rank, extent=extent: session.revoked(rank, (extent,)))  # type: ignore[misc]
+                self._post(partial(session.ranks[rank].revoked, (extent,)))
                 session.link.push(RevokedExtents((extent,)), rank=rank)
 
     def revoke_all(self) -> None:

@@ -7,7 +7,7 @@ messages, JSON and descriptors in one packet each, do not change. Its process ne
 
     python -m kvstow_service.node.survival.keeper STATE_FOLDER KEEP_TIMEOUT_SECONDS [--daemon | --stay]
 
-With --daemon it continues in the background. With --stay it gives up everything instead of ending, and waits for the
+With --daemon it continues in the background. With --stay it closes what it holds instead of ending, and waits for the
 next service: in a container of its own, ending would cause a restart.
 """
 
@@ -22,7 +22,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvstow.attach.peer import credentials_of
 from kvstow.errors import KeeperError
 
 VERSION = 1
@@ -161,12 +161,11 @@ def _socket_path(folder: Path) -> Iterator[str]:
 
 
 _SO_PEERPIDFD = 77  # Linux 6.5
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class KeeperPeer:
     """One connection, the pidfd of the process that made it, and what it has put and not yet committed. The pidfd is
-    None if the kernel cannot say which process that is."""
+    None if the kernel does not show which process that is."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -183,24 +182,15 @@ class KeeperPeer:
             self.pidfd = None
 
 
-def uid_of(connected: socket.socket) -> int:
-    return _credentials_of(connected)[1]
-
-
 def _pidfd_of(connected: socket.socket) -> int | None:
     try:
         return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
-        pid = _credentials_of(connected)[0]
+        pid = credentials_of(connected)[0]
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
         return None
-
-
-def _credentials_of(connected: socket.socket) -> tuple[int, int, int]:
-    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid, gid
 
 
 _MAX_CONNECTIONS = 8
@@ -232,7 +222,7 @@ class Keeper:
         stays: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes ownership of the listening socket. `stays`: let go of everything instead of ending."""
+        """Takes ownership of the listening socket. `stays`: close what is held instead of ending."""
         self._listener, self._keep_timeout, self._stays, self._clock = listener, keep_timeout, stays, clock
         self._held: dict[str, int] = {}
         self._connections: dict[int, KeeperPeer] = {}
@@ -265,7 +255,7 @@ class Keeper:
         return self.ended is None
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Close everything; idempotent."""
         for connection in list(self._connections.values()):
             self._disconnect(connection)
         self._forget_process()
@@ -273,22 +263,21 @@ class Keeper:
             os.close(self._spare)
             self._spare = -1
         self._listener.close()
-        self._let_go()
+        self._close_held()
 
     def _end(self, why: str) -> None:
         if self._stays:
-            self._let_go()
+            self._close_held()
         else:
             self.ended = why
 
-    def _let_go(self) -> None:
+    def _close_held(self) -> None:
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
 
     def _seconds_left(self) -> float | None:
-        """Seconds until the keeper ends, or lets go of what it holds. None while there is a service, or nothing to wait
-        for."""
+        """Seconds until it ends, or closes what it holds. None if there is a service, or nothing to wait for."""
         if self._service is not None or (self._stays and not self._held):
             return None
         return max(0, self._alone_since + self._keep_timeout - self._clock())
@@ -300,7 +289,7 @@ class Keeper:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away()
             return
-        if uid_of(peer) != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
+        if credentials_of(peer)[1] != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
             self._refused += 1
             peer.close()
             return
@@ -365,7 +354,7 @@ class Keeper:
         if verb not in ("put", "commit", "take", "drop", "leave", "end"):
             raise Garbage
         if connection is not self._service:
-            raise _Refusal("this connection has not said hello")
+            raise _Refusal("this connection has sent no hello")
         if verb == "take":
             return self._page(request)
         if verb == "put":
@@ -457,7 +446,7 @@ ALREADY_RUNNING = 3  # exit status
 
 
 def main(arguments: list[str]) -> int:
-    """Become the keeper of a state folder, or say why not."""
+    """Become the keeper of a state folder, or print why not."""
     try:
         folder, keep_timeout = Path(arguments[0]).absolute(), float(arguments[1])
         option = "".join(arguments[2:])

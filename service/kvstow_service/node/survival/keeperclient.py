@@ -26,7 +26,7 @@ from kvstow_service.node.survival.keeper import (
 
 _START_SECONDS = 30.0
 _ANSWER_SECONDS = 2.0
-"""How long a keeper that has said welcome may take to answer. The memory thread waits for it."""
+"""How long a keeper that has sent its welcome may take to answer. The memory thread waits for it."""
 
 
 def keeper_command(folder: Path, keep_timeout: float, option: str) -> tuple[list[str], dict[str, str]]:
@@ -53,7 +53,7 @@ def start_keeper(folder: Path, keep_timeout: float) -> None:
 class KeeperClient:
     """A connection over which a service has descriptors held, and gets them back after a restart.
 
-    `say_hello` first, which does not wait: the keeper has answered when the connection is readable, and `hear_welcome`
+    `send_hello` first, which does not wait: the keeper has answered when the connection is readable, and `take_welcome`
     takes that answer. All other calls wait for it, but not long. Each call raises `KeeperError` if the keeper refuses,
     is gone or does not answer; the connection is of no use then. The keeper has duplicates: the caller keeps, uses and
     closes its own descriptors. Not locked.
@@ -65,7 +65,7 @@ class KeeperClient:
         except OSError as error:
             raise KeeperError(f"no keeper answers in {folder}: {error.strerror or error}") from error
 
-    def say_hello(self, life: str) -> None:
+    def send_hello(self, life: str) -> None:
         """`life` names the service, from its start to its end."""
         self._send({"do": "hello", "version": VERSION, "life": life})
 
@@ -73,7 +73,7 @@ class KeeperClient:
         """Whether the keeper has answered the hello. Afterwards: whether it is gone."""
         return is_readable(self._socket.fileno(), seconds)
 
-    def hear_welcome(self) -> None:
+    def take_welcome(self) -> None:
         """Raises `KeeperBusyError` while the process of the service before lives."""
         self._receive()
 
@@ -85,7 +85,7 @@ class KeeperClient:
         self._request({"do": "commit", "replaces": replaces})
 
     def drop(self, labels: Collection[str]) -> None:
-        """Have the keeper let go of these. Labels that are not held are ignored."""
+        """Have the keeper close these. Labels that are not held are ignored."""
         left = iter(labels)
         while batch := list(islice(left, MESSAGE_FDS)):
             self._request({"do": "drop", "labels": batch})
@@ -115,7 +115,7 @@ class KeeperClient:
         self.close()
 
     def end(self) -> None:
-        """Have the keeper let go of everything and end. Closes the connection."""
+        """Have the keeper close everything and end. Closes the connection."""
         self._request({"do": "end"})
         self.close()
 

@@ -39,7 +39,7 @@ class HoldingProcess:
         extents = counted(self.num_extents, "extent") + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
         return (
             f"process {self.pid} ({self.command}) holds {extents} of a service that is gone; the memory is free when "
-            "the process lets go of it or ends"
+            "the process releases it or ends"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
-from kvstow.attach.hello import Hello, digest_of
+from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.payloads import JsonObject
 from kvstow.attach.peer import Peer, pid_of
@@ -41,9 +41,6 @@ class PoolRecord:
         return PoolLayout(self.owner, tuple(map(RankLayout, self.identity.stored_slot_bytes)), self.extent_bytes)
 
 
-_MAX_TEXT = 200
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """`number` is the session's number in its pool, whose journal names it. `client` is the worker's name in the books
@@ -65,37 +62,6 @@ class WorkerRecord:
     uid: int
     gid: int
     has_pidfd: bool
-
-    @classmethod
-    def of(
-        cls,
-        hello: Hello,
-        peer: Peer,
-        *,
-        session_id: str,
-        client: str,
-        number: int,
-        pool: str,
-        namespace: str,
-        wanted_slots: int | None,
-    ) -> Self:
-        return cls(
-            session_id=session_id,
-            client=client,
-            token_digest=digest_of(hello.token),
-            number=number,
-            pool=pool,
-            namespace=namespace,
-            rank=hello.rank,
-            wanted_slots=wanted_slots,
-            engine=hello.engine[:_MAX_TEXT],
-            host=hello.host[:_MAX_TEXT],
-            pid=hello.pid,
-            device=hello.device[:_MAX_TEXT],
-            uid=peer.uid,
-            gid=peer.gid,
-            has_pidfd=peer.pidfd is not None,
-        )
 
     def hello(self) -> Hello:
         """The worker's hello, as far as it is known."""
@@ -124,8 +90,8 @@ class Roster:
     """A JSON document in a memfd that the keeper has, too. So what is written counts at once, whatever the keeper does.
 
     It is void when the service that writes it has no keeper: that keeper may lack descriptors by now, or have some for
-    too long. The start that reads it marks it first. The next one that finds the mark does not read it, so nothing that
-    it says can end two starts.
+    too long. The start that reads it marks it first. The next one that finds the mark does not read it, so no content
+    can end two starts.
     """
 
     def __init__(self, fd: int) -> None:
@@ -149,7 +115,7 @@ class Roster:
             os.pwrite(self.fd, _VALID, 0)
 
     def void(self) -> None:
-        """It says nothing from now on, to nobody."""
+        """From now on it names nothing, for any reader."""
         os.pwrite(self.fd, _VOID, 0)
 
     @staticmethod
@@ -248,8 +214,8 @@ class SurvivingPool:
 
 @dataclass(slots=True)
 class Survivors:
-    """`extents` are those of the rows, and spare ones. `given_up`: memory that is not used again, because nobody knows
-    who uses it. Owns all descriptors."""
+    """`extents` are those of the rows, and spare ones. `given_up`: memory that is not used again, because its users are
+    not known. Owns all descriptors."""
 
     extents: dict[int, SurvivingExtent] = field(default_factory=dict)
     pools: list[SurvivingPool] = field(default_factory=list)
@@ -257,8 +223,7 @@ class Survivors:
 
 
 def read_survivors(kept: Mapping[str, int], huge_pages: HugePages) -> Survivors:
-    """Takes over the descriptors. Whatever the keeper has, lacks or has had for too long: what the roster does not say,
-    or what the keeper lacks, is given up."""
+    """Takes over the descriptors. What the roster does not name, or what the keeper lacks, is given up."""
     reader = _RosterReader(kept, huge_pages)
     if kept:
         try:

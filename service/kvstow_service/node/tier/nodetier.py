@@ -7,23 +7,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
 from threading import Lock
 from typing import Final
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.errors import TierUnavailableError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
-from kvstow.tier.store import ClientHealth, ClientStats
+from kvstow.tier.store import ClientHealth, ClientStats, LookupClient, ObjectName
 from kvstow.tier.tierstatus import TierClient
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
-from kvstow_service.node.tier.pooltier import ActionThread, PoolTier, SharedLookups, SharedTransfers
+from kvstow_service.node.tier.pooltier import PoolTier, SharedTransfers
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 logger = logging.getLogger("kvstow.tier")
@@ -35,9 +37,58 @@ _END_SECONDS = 60.0
 _GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
 
 
+class SharedLookups:
+    """A `LookupClient` of one namespace, over the one of the node, which stays open. `exists` is called by one thread
+    at a time. Thread-safe."""
+
+    def __init__(self, client: LookupClient, turn: Lock) -> None:
+        """`turn`: the same for all that share the client."""
+        self._client, self._turn = client, turn
+        self._is_closed = False
+
+    def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
+        with self._turn:
+            if self._is_closed:
+                raise TierUnavailableError("the client was closed")
+            return self._client.exists(names, timeout)
+
+    def health(self) -> ClientHealth:
+        return self._client.health()
+
+    def stats(self) -> ClientStats:
+        return self._client.stats()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+class ActionThread:
+    """`do` never waits. An action that raises is logged; those after it are done."""
+
+    def __init__(self, name: str) -> None:
+        self._actions = SimpleQueue[Callable[[], object] | None]()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, action: Callable[[], object]) -> None:
+        self._actions.put(action)
+
+    def close(self) -> None:
+        """Do what is left, and end the thread. Idempotent."""
+        self._actions.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (action := self._actions.get()) is not None:
+            try:
+                action()
+            except Exception:
+                logger.exception("an action on thread %s has failed; the others go on", self._thread.name)
+
+
 class NodeTier:
     """Has a `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps
-    the tiers, another one maps and lets go of memory, which can take as long as a network card needs.
+    the tiers, another one maps and unmaps memory, which can take as long as a network card needs.
 
     `enter`, `leave`, `follow_pool` and `drop_pool` are for the attach server's thread, and wait for nothing. Until
     `close`, this process and each process of the store's transfers hold the other end of `_end`: it becomes readable,
@@ -104,10 +155,10 @@ class NodeTier:
         with self._lock:
             found = self._pools.get(pool.name)
         if found is not None:
-            found.member.follow_pool()
+            found.follow_pool()
 
     def drop_pool(self, pool: NodePool, then: Callable[[], object]) -> None:
-        """The pool is deleted: let go of its memory, and call `then`, from any thread."""
+        """The pool is deleted: release its memory, and call `then`, from any thread."""
         with self._lock:
             found = None if self._is_closed else self._pools.pop(pool.name, None)
             if found is not None:
@@ -131,10 +182,10 @@ class NodeTier:
         if pool_tier is None:
             base = pool.attach_tier(session.control.namespace)
             pool_tier = self._pools[pool.name] = PoolTier(
-                pool, namespace, base, self._shared, self._memory, self._mapper, self._post, self._wake.set
+                pool, namespace, base, self._shared, self._memory, self._mapper.do, self._post, self._wake.set
             )
             pool_tier.join(self._end)
-        pool_tier.member.add(control)
+        pool_tier.add(control)
         tier = NamespaceTier(pool_tier, namespace, control, self.do, self._wake.set, self._post)
         self.do(partial(self._begin, tier, session.hello))
         return tier
@@ -180,7 +231,7 @@ class NodeTier:
     # -- ends -----------------------------------------------------------------------------------------------
 
     def _begin_end(self, pool_tier: PoolTier, then: Callable[[], object] = lambda: None) -> None:
-        """End its transfers and let go of its memory; then call `then`, on the tier's thread. Waits for nothing."""
+        """End its transfers and release its memory; then call `then`, on the tier's thread. Waits for nothing."""
         self._ending.append(pool_tier)
         self.do(partial(self._end_pool, pool_tier, then))
 

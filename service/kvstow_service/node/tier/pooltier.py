@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,65 +26,29 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import TierSession
 from kvstow.errors import CopyError, TierUnavailableError
-from kvstow.messages import TierCompletion, TierOp
+from kvstow.messages import TierOp
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.rate import TransferRate
 from kvstow.tier.store import (
     ClientHealth,
     ClientStats,
     GetStatus,
-    LookupClient,
     MemoryRange,
-    ObjectName,
     PutStatus,
     SlotObject,
     TransferClient,
     names_of_rank,
 )
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.attach.sessionhost import duplicates_of
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import MemoryHolder
 
 logger = logging.getLogger("kvstow.tier")
 
 
-class ActionThread:
-    """`do` never waits. An action that raises is logged; those after it are done."""
-
-    def __init__(self, name: str) -> None:
-        self._actions: deque[Callable[[], object]] = deque()
-        self._state = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def do(self, action: Callable[[], object]) -> None:
-        with self._state:
-            self._actions.append(action)
-            self._state.notify_all()
-
-    def close(self) -> None:
-        """Do what is left, and end the thread. Idempotent."""
-        with self._state:
-            self._closing = True
-            self._state.notify_all()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._state:
-                self._state.wait_for(lambda: self._actions or self._closing)
-                if not self._actions:
-                    return
-                action = self._actions.popleft()
-            try:
-                action()
-            except Exception:
-                logger.exception("an action on thread %s has failed; the others go on", self._thread.name)
-
-
 _S = TypeVar("_S")
+_Call = Callable[[Sequence[SlotObject], float], list[_S]]
 
 
 class SharedTransfers:
@@ -101,21 +64,17 @@ class SharedTransfers:
         self._turns = {"put": Lock(), "get": Lock()}
         self._rates = {"put": TransferRate(), "get": TransferRate()}
 
-    def open(self) -> RankClient:
-        """For one rank of one pool."""
-        return RankClient(self)
-
     def close(self) -> None:
         """Everything under way has ended when this returns. Idempotent."""
         self.client.close()
 
-    def move(self, kind: str, objects: Sequence[SlotObject], call: Callable[[float], list[_S]], good: str) -> list[_S]:
+    def move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
         """Make a call, with its timeout, when it is its turn."""
         num_bytes = sum(one.num_bytes for one in objects)
         rate = self._rates[kind]
         with self._turns[kind]:
             begun = time.monotonic()
-            statuses = call(rate.timeout(num_bytes))
+            statuses = call(objects, rate.timeout(num_bytes))
             if statuses.count(good) == len(statuses):  # type: ignore[arg-type]  # both are texts
                 rate.observe(num_bytes, time.monotonic() - begun)
             return statuses
@@ -136,14 +95,16 @@ class RankClient:
         self._shared.client.remove_memory(memory)
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        with self._busy["put"]:
-            self._require_open()
-            return self._shared.move("put", objects, lambda limit: self._shared.client.put(objects, limit), "stored")
+        return self._move("put", objects, self._shared.client.put, "stored")
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        with self._busy["get"]:
-            self._require_open()
-            return self._shared.move("get", objects, lambda limit: self._shared.client.get(objects, limit), "found")
+        return self._move("get", objects, self._shared.client.get, "found")
+
+    def _move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
+        with self._busy[kind]:
+            if self._is_closed:
+                raise TierUnavailableError("the client was closed")
+            return self._shared.move(kind, objects, call, good)
 
     def health(self) -> ClientHealth:
         return ClientHealth("closed", "it was closed") if self._is_closed else self._shared.client.health()
@@ -157,35 +118,6 @@ class RankClient:
         for busy in self._busy.values():
             with busy:
                 pass
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise TierUnavailableError("the client was closed")
-
-
-class SharedLookups:
-    """A `LookupClient` of one namespace, over the one of the node, which stays open. `exists` is called by one thread
-    at a time. Thread-safe."""
-
-    def __init__(self, client: LookupClient, turn: Lock) -> None:
-        """`turn`: the same for all that share the client."""
-        self._client, self._turn = client, turn
-        self._is_closed = False
-
-    def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
-        with self._turn:
-            if self._is_closed:
-                raise TierUnavailableError("the client was closed")
-            return self._client.exists(names, timeout)
-
-    def health(self) -> ClientHealth:
-        return self._client.health()
-
-    def stats(self) -> ClientStats:
-        return self._client.stats()
-
-    def close(self) -> None:
-        self._is_closed = True
 
 
 class _Mapped(NamedTuple):
@@ -254,47 +186,73 @@ class MappedRank:
 ENGINE = "fleet tier"
 
 
-class TierMember(NodeSession):
-    """Gets the pool's extents, lets go of them when they are recalled, and is recorded for the next service. It is no
-    engine: the host does not list it, and it asks for no memory.
+class _Granted(NamedTuple):
+    grant: ExtentGrant
+    fd: int
+    slot_stride: int
+
+
+class PoolTier(MemoryHolder):
+    """The node's own transfers as a client of a pool's memory, like the workers of an engine. They get the pool's
+    extents, release them when they are recalled, and are recorded for the next service. They are no engine: the host
+    does not list them, and they ask for as little memory as can be said.
+
+    It is its own `SessionLink`: the memory thread grants and revokes extents. An extent is mapped once all of it is
+    populated, on a thread that may wait for the process that maps it. It is reported as released once no process of the
+    transfers maps it. Until then no other session gets it.
 
     `control` has the processes, and `add` gives it more sessions, one for each namespace, with the same memory. What
-    processes may use memory is set before they get any. `add` and `discard` may be called from any thread.
+    processes may use memory is set before they get any. `add` and `discard` may be called from any thread. `submit`,
+    `take_completions`, `retire`, `begin_end` and `end_sessions` are for the tier's thread.
     """
 
-    is_engine = False
-
     def __init__(
-        self, pool: NodePool, namespace: KnownNamespace, control: TierSession, make_link: Callable[[str], SessionLink]
+        self,
+        pool: NodePool,
+        namespace: KnownNamespace,
+        control: TierSession,
+        shared: SharedTransfers,
+        memory: MemoryThread,
+        do_later: Callable[[Callable[[], object]], object],
+        post: Callable[[Callable[[], object]], object],
+        on_news: Callable[[], None],
     ) -> None:
-        session_id = secrets.token_hex(8)
-        hello = Hello(
-            role="scheduler",
-            engine=ENGINE,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            pool=pool.identity,
-            namespace=namespace.identity,
-            token=secrets.token_hex(16),
-        )
-        peer = Peer(os.getpid(), os.geteuid(), os.getegid(), None)
-        super().__init__(session_id, hello, peer, make_link(session_id), pool, namespace, control)
+        """`do_later` has the thread call something that may wait, and `post` the attach server's thread."""
+        super().__init__(secrets.token_hex(8), self, pool, namespace, control, 1)
         control.name, control.label = ENGINE, f"{ENGINE}: "
-        self.tier_ranks = sorted(pool.storing_ranks)
+        self._memory, self._do_later, self._post = memory, do_later, post
+        self.storing_ranks = sorted(pool.storing_ranks)
         """Those that have objects of their own in the store."""
+        clients = {rank: RankClient(shared) for rank in self.storing_ranks}
+        self.mapped = {rank: MappedRank(pool.config.slot_bytes_of(rank), one) for rank, one in clients.items()}
+        self.transfers = {
+            rank: RankTransfers(self.mapped[rank], one, names_of_rank(rank, len(clients)), on_news=on_news)
+            for rank, one in clients.items()
+        }
         self._lock = Lock()
         self._controls: list[TierSession] = [control]
         self._clients: set[str] = set()
+        """Those of the workers that get memory."""
         self._registered = self._applied = 0
+        self._unmapped: dict[int, _Granted] = {}
+        """Extents that were granted and are not mapped yet. Their descriptors are this object's."""
+        self._sessions: dict[int, TierSession] = {}
+        """The session of each op under way."""
+        self._is_closed = False
+        self.problem: str | None = None
+        """Why some of the pool's memory is not mapped for the transfers: its blocks are neither put nor fetched."""
+        self.has_ended = threading.Event()
+        """Nothing of the pool's memory is mapped for the transfers, and nothing is under way."""
 
-    def wanted_slots(self) -> int:
-        """As few as can be said: it uses what the engines have."""
-        return 1
+    def join(self, end: int | None) -> None:
+        """Ask for the pool's extents. `end`: becomes readable when no process has them for the transfers any more, for
+        the next service."""
+        host, token = socket.gethostname(), secrets.token_hex(16)
+        for rank in self.storing_ranks:
+            hello = Hello(role="worker", engine=ENGINE, host=host, pid=os.getpid(), rank=rank, token=token)
+            self._memory.add_worker(self, hello, Peer(os.getpid(), os.geteuid(), os.getegid(), end))
 
-    def worker_hello(self, rank: int) -> Hello:
-        return Hello(
-            role="worker", engine=ENGINE, host=self.hello.host, pid=self.pid, rank=rank, token=self.hello.token
-        )
+    # -- its sessions ---------------------------------------------------------------------------------------
 
     def add(self, control: TierSession) -> None:
         """A session of another namespace."""
@@ -308,84 +266,20 @@ class TierMember(NodeSession):
         with self._lock:
             self._controls.remove(control)
 
-    def controls(self) -> list[TierSession]:
-        with self._lock:
-            return list(self._controls)
-
-    def note_client(self, client: str) -> None:
+    def _note_client(self, client: str) -> None:
         """It will get memory."""
         with self._lock:
             self._clients.add(client)
             for control in self._controls:
                 control.map_memory(client)
 
-    def _tell_control(self, rank: int) -> None:
-        memories = [self._follow_pool(one) for one in self.tier_ranks]
+    def _update_control(self, rank: int) -> None:
+        memories = [self._memory_of(one) for one in self.storing_ranks]
         with self._lock:
             self._registered = min(memory.registered_slots for memory in memories)
             self._applied = min(memory.applied for memory in memories)
             for control in self._controls:
                 control.set_registered(self._registered, self._applied)
-
-
-class _Extent:
-    """One that was granted. `fd` is this object's until it is mapped, then -1."""
-
-    def __init__(self, grant: ExtentGrant, fd: int, slot_stride: int) -> None:
-        self.grant, self.fd, self.slot_stride = grant, fd, slot_stride
-        self.is_mapped = False
-
-
-class PoolTier:
-    """It is its own `SessionLink`: the memory thread grants and revokes extents as it does for an engine's workers.
-
-    An extent is mapped once all of it is populated, on a thread that may wait for the process that maps it. It is
-    reported as released once no process of the transfers maps it. Until then no other session gets it.
-
-    `submit`, `take_completions`, `retire`, `begin_end` and `end_sessions` are for the tier's thread.
-    """
-
-    def __init__(
-        self,
-        pool: NodePool,
-        namespace: KnownNamespace,
-        control: TierSession,
-        shared: SharedTransfers,
-        memory: MemoryThread,
-        mapper: ActionThread,
-        post: Callable[[Callable[[], object]], object],
-        on_news: Callable[[], None],
-    ) -> None:
-        self.pool = pool
-        self._memory, self._mapper, self._post = memory, mapper, post
-        self.session_id = ""
-        self.member = TierMember(pool, namespace, control, self._named)
-        ranks = self.member.tier_ranks
-        clients = {rank: shared.open() for rank in ranks}
-        self.mapped = {rank: MappedRank(pool.config.slot_bytes_of(rank), clients[rank]) for rank in ranks}
-        self.transfers = {
-            rank: RankTransfers(self.mapped[rank], clients[rank], names_of_rank(rank, len(ranks)), on_news=on_news)
-            for rank in ranks
-        }
-        self._extents: dict[int, _Extent] = {}
-        self._controls: dict[int, TierSession] = {}
-        """The session of each op under way."""
-        self._is_closed = False
-        self.problem: str | None = None
-        """Why some of the pool's memory is not mapped for the transfers: its blocks are neither put nor fetched."""
-        self.has_ended = threading.Event()
-        """Nothing of the pool's memory is mapped for the transfers, and nothing is under way."""
-
-    def _named(self, session_id: str) -> PoolTier:
-        self.session_id = session_id
-        return self
-
-    def join(self, end: int | None) -> None:
-        """Ask for the pool's extents. `end`: becomes readable when no process has them for the transfers any more, for
-        the next service."""
-        for rank in self.member.tier_ranks:
-            peer = Peer(os.getpid(), os.geteuid(), os.getegid(), end)
-            self._memory.add_worker(self.member, self.member.worker_hello(rank), peer)
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -395,26 +289,26 @@ class PoolTier:
             return
         match message:
             case GrantedExtents():
-                copies = _copied(fds)
-                self.member.note_client(self.member.client(rank))
-                self._mapper.do(partial(self._take, rank, message.slot_stride, message.extents, copies))
+                copies = duplicates_of(fds)
+                self._note_client(self.client(rank))
+                self._do_later(partial(self._take, rank, message.slot_stride, message.extents, copies))
             case PopulatedExtents():
-                self._mapper.do(partial(self._note_populated, rank, message.extents))
+                self._do_later(partial(self._note_populated, rank, message.extents))
             case Revoked():
-                self._mapper.do(partial(self._let_go, rank, message.extent_ids))
+                self._do_later(partial(self._release, rank, message.extent_ids))
 
     def _take(self, rank: int, stride: int, grants: Sequence[ExtentGrant], fds: Sequence[int]) -> None:
         if self._is_closed:
             close_fds(fds)
             return
         for grant, fd in zip(grants, fds, strict=True):
-            self._extents[grant.extent_id] = _Extent(grant, fd, stride)
+            self._unmapped[grant.extent_id] = _Granted(grant, fd, stride)
         self._note_populated(rank, [ExtentBytes(grant.extent_id, grant.populated_bytes) for grant in grants])
 
     def _note_populated(self, rank: int, extents: Iterable[ExtentBytes]) -> None:
         for extent_id, num_bytes in extents:
-            found = self._extents.get(extent_id)
-            if found is None or found.is_mapped or num_bytes < found.grant.num_bytes:
+            found = self._unmapped.get(extent_id)
+            if found is None or num_bytes < found.grant.num_bytes:
                 continue
             try:
                 self.mapped[rank].add(found.grant, found.fd, found.slot_stride)
@@ -422,62 +316,56 @@ class PoolTier:
                 self.problem = f"memory of rank {rank} could not be mapped: {error}"
                 self.note_defect("the mapping of memory")
                 continue
-            found.is_mapped = True
-            os.close(found.fd)
-            found.fd = -1
-            told = [ExtentSlots(extent_id, found.grant.num_slots)]
-            self._post(partial(self.member.registered, rank, told))
+            os.close(self._unmapped.pop(extent_id).fd)
+            self._post(partial(self.registered, rank, [ExtentSlots(extent_id, found.grant.num_slots)]))
 
-    def _let_go(self, rank: int, extent_ids: Sequence[int]) -> None:
+    def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
             self._unmap(rank, extent_id)
-        self._post(partial(self._say_let_go, rank, tuple(extent_ids)))
+        self._post(partial(self._report_released, rank, tuple(extent_ids)))
 
     def _unmap(self, rank: int, extent_id: int) -> None:
-        found = self._extents.pop(extent_id, None)
+        found = self._unmapped.pop(extent_id, None)
         self.mapped[rank].remove(extent_id)
-        if found is not None and found.fd >= 0:
+        if found is not None:
             os.close(found.fd)
 
-    def _say_let_go(self, rank: int, extent_ids: Sequence[int]) -> None:
+    def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
-        self.member.released(rank, extent_ids)
-        self._memory.release(self.member.client(rank), extent_ids)
+        self.released(rank, extent_ids)
+        self._memory.do(self._memory.pools.release, self.client(rank), extent_ids)
 
     # -- transfers: the tier's thread -----------------------------------------------------------------------
 
     def submit(self, control: TierSession, plans: Iterable[tuple[int, TierOp]]) -> None:
         for rank, op in plans:
-            self._controls[op.op_id] = control
+            self._sessions[op.op_id] = control
             self.transfers[rank].submit(op)
 
     def take_completions(self) -> None:
         """Give each namespace's session the ends of its ops."""
         for rank, transfers in self.transfers.items():
             for completion in transfers.take_completions():
-                self._complete(rank, completion)
-
-    def _complete(self, rank: int, completion: TierCompletion) -> None:
-        control = self._controls[completion.op_id]
-        control.complete(rank, control.boot_id, (completion,))
-        with self.pool.lock:
-            if control.ops.get(completion.op_id) is None:
-                del self._controls[completion.op_id]
+                control = self._sessions[completion.op_id]
+                control.complete(rank, control.boot_id, (completion,))
+                with self.pool.lock:
+                    if control.ops.get(completion.op_id) is None:
+                        del self._sessions[completion.op_id]
 
     def retire(self, control: TierSession) -> None:
         """Its namespace is gone, and nothing is under way in it."""
-        self.member.discard(control)
+        self.discard(control)
         control.close()
 
     # -- the end --------------------------------------------------------------------------------------------
 
     def begin_end(self, then: Callable[[], object]) -> None:
-        """Take no memory any more, end all transfers, and let go of everything; then call `then`, on the thread that
+        """Take no memory any more, end all transfers, and release everything; then call `then`, on the thread that
         may wait."""
         try:
-            self._memory.lose_session(self.member)
+            self._memory.do(self._memory.pools.lose_session, self)
         finally:
-            self._mapper.do(partial(self._close, then))
+            self._do_later(partial(self._close, then))
 
     def _close(self, then: Callable[[], object]) -> None:
         self._is_closed = True
@@ -494,9 +382,8 @@ class PoolTier:
             then()
 
     def _close_fds(self) -> None:
-        waiting = deque(found.fd for found in self._extents.values() if found.fd >= 0)
-        self._extents.clear()
-        close_fds(waiting)
+        granted, self._unmapped = self._unmapped, {}
+        close_fds([one.fd for one in granted.values()])
 
     def note_defect(self, what: str) -> None:
         """Log the exception that is being handled, and count it. From any thread."""
@@ -505,20 +392,11 @@ class PoolTier:
 
     def end_sessions(self) -> None:
         """After `begin_end`: nothing touches the pool's memory for the transfers any more."""
-        for control in self.member.controls():
-            control.lose("the node service has let go of the store")
-        for rank in self.member.tier_ranks:
-            client = self.member.client(rank)
+        with self._lock:
+            controls = list(self._controls)
+        for control in controls:
+            control.lose("the node service has closed the store")
+        for rank in self.storing_ranks:
+            client = self.client(rank)
             self.pool.process_died(client)
-            self._memory.end_client(client)
-
-
-def _copied(fds: Sequence[int]) -> list[int]:
-    """Duplicates. Raises `OSError`, and makes none."""
-    copies = list[int]()
-    try:
-        copies.extend(os.dup(fd) for fd in fds)
-    except OSError:
-        close_fds(copies)
-        raise
-    return copies
+            self._memory.do(self._memory.pools.end_client, client)

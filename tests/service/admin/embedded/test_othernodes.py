@@ -15,7 +15,7 @@ from tests.service.admin.embedded.conftest import CAPACITY, PinnedRank
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
-from kvstow_api.client import ApiError, calls
+from kvstow_api.client import ApiError, routes
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.tls import TlsFiles
@@ -60,10 +60,10 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     assert "PRIVATE KEY" not in address.certificate
     another = replace(address, certificate=trustme.CA().cert_pem.bytes().decode())
     with another.connect() as stranger, pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
-        stranger.send(calls.info())
+        stranger.call(routes.get_info)
     with address.connect() as agents:
-        assert agents.send(calls.info()).name == "kvstow"
-        assert "kvstow_tls_certificate_expiry_timestamp_seconds " in agents.send(calls.metrics())
+        assert agents.call(routes.get_info).name == "kvstow"
+        assert "kvstow_tls_certificate_expiry_timestamp_seconds " in agents.call(routes.metrics)
     agent = RankAgent(0, PinnedRank(), address)
     stack.callback(agent.stop)
     agent.start()

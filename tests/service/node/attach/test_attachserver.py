@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, next_push, wait_until
+from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, figures_of, next_push, wait_until
 
 import kvstow.attach
 import kvstow_service
@@ -91,8 +91,8 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
         ("hashes are not reproducible",),
     )
     assert len(welcome.token) >= 20
-    (view,) = node.server.sessions()
-    assert (view.session_id, view.state, view.engine) == (welcome.session_id, "attached", "test")
+    (session,) = node.server._life.sessions.values()
+    assert (session.session_id, session.state, session.hello.engine) == (welcome.session_id, "attached", "test")
 
 
 def test_a_block_that_one_engine_has_stored_is_found_and_loaded_by_another(node: Node) -> None:
@@ -121,7 +121,7 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     assert ask(scheduler, Reset(), ResetDone) == ResetDone("model-99")
     assert node.events("refreshed") == [("refreshed", 8)]
     assert node.host.queried == 8
-    figures = node.server.figures()
+    figures = figures_of(node.server)
     assert figures.errors == {"lease_invalid": 1}
     assert figures.frames["lookup"] == figures.frames["refresh"] == figures.frames["release"] == 1
     assert (figures.clients, figures.strangers, figures.sessions, figures.accepted) == (1, 0, 1, 1)
@@ -152,8 +152,8 @@ def test_workers_report_and_get_memory(node: Node) -> None:
     worker.tell(ReleasedExtents((5,)))
     node.wait_for_event("released")
     assert node.host.registered == [(1, (ExtentSlots(5, 2),))]
-    (view,) = node.server.sessions()
-    assert [(member.rank, member.device, member.has_memory) for member in view.members] == [
+    (session,) = node.server._life.sessions.values()
+    assert [(member.rank, member.hello.device, member.has_memory) for member in session.members] == [
         (None, "", False),
         (1, "cuda:1", True),
     ]
@@ -171,7 +171,7 @@ def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
     scheduler.tell(Completions(2, "boot", (Completion(begun.op_id, "done"),)))
     ask(scheduler, Reset(), ResetDone)
     assert session.ops[begun.op_id].pending == {0, 1}
-    assert node.server.figures().errors["invalid_request"] == 3
+    assert figures_of(node.server).errors["invalid_request"] == 3
 
 
 def test_messages_are_pushed_from_any_thread_in_order(node: Node) -> None:
@@ -195,7 +195,7 @@ def test_an_engine_of_another_version_is_refused_with_both_numbers(node: Node) -
     assert refusal_by(node, connection).startswith(
         f"version: the service has version {VERSION} of the attach protocol, the engine version {VERSION + 6}: "
     )
-    assert node.server.figures().refused == {"version": 1}
+    assert figures_of(node.server).refused == {"version": 1}
     assert node.host.events == []
 
 
@@ -210,7 +210,7 @@ def test_a_peer_without_a_pidfd_is_refused(node: Node) -> None:
 
     node.next_peer = refuse  # type: ignore[assignment]
     assert refusal_by(node, node.connection(HELLO)).startswith("no_pidfd: the service cannot see")
-    wait_until(lambda: node.server.figures().clients == 0)
+    wait_until(lambda: figures_of(node.server).clients == 0)
 
 
 def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
@@ -230,6 +230,17 @@ def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
     assert [event[0] for event in node.host.events] == ["opened", "joined"]
 
 
+def test_one_user_leaves_places_for_others(make_node: MakeNode) -> None:
+    node = make_node(limit=8)
+    for _ in range(6):
+        node.process(uid=1000)
+        node.attach()
+    node.process(uid=1000)
+    assert refusal_by(node, node.connection(HELLO)).startswith("too_many_clients: processes of uid 1000 have as many")
+    node.process(uid=2000)
+    node.attach()
+
+
 # -- faults of the host ------------------------------------------------------------------------------------------
 
 
@@ -240,7 +251,7 @@ def test_an_error_of_the_host_is_answered_logged_and_counted(node: Node, caplog:
         ask(first, Lookup(KEYS), Found)
     node.host.on_lookup = lambda: None
     assert ask(first, Lookup(KEYS), Found) == ask(second, Lookup(KEYS), Found) == Found(0, ())
-    assert node.server.figures().errors == {"internal": 1}
+    assert figures_of(node.server).errors == {"internal": 1}
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -261,7 +272,7 @@ def test_an_error_in_the_end_of_a_session_does_not_touch_the_others(
     first.close()
     node.wait_for_event("over")
     assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
-    assert node.server.figures().errors["internal"] == 1
+    assert figures_of(node.server).errors["internal"] == 1
 
 
 def test_the_end_of_the_thread_is_seen(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +291,7 @@ def test_the_end_of_the_thread_is_seen(make_node: MakeNode, monkeypatch: pytest.
 def test_a_failing_action_does_not_end_the_thread(node: Node) -> None:
     node.server.post(lambda: 1 / 0)
     assert ask(node.attach(), Reset(), ResetDone) == ResetDone("model-99")
-    assert node.server.figures().errors["internal"] == 1
+    assert figures_of(node.server).errors["internal"] == 1
 
 
 def test_the_switch_interval_is_short_while_the_server_runs(make_node: MakeNode) -> None:
@@ -329,7 +340,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Nod
         slow.flush()
         answered.extend(frame.request_id for frame in slow.receive())
 
-    before = node.server.figures().frames["lookup"]
+    before = figures_of(node.server).frames["lookup"]
     assert before < 49
     wait_until(lambda: len(answered) == 49, read)  # it goes on where it was left
     assert answered == list(range(1, 50))
@@ -348,7 +359,7 @@ def test_a_client_that_lets_pushes_pile_up_is_dropped(node: Node, monkeypatch: p
     for _ in range(4000):
         link.push(ResetDone("x" * 4000))
     node.wait_for_event("lost")
-    assert node.server.figures().refused == {"slow_reader": 1}
+    assert figures_of(node.server).refused == {"slow_reader": 1}
     assert ask(other, Reset(), ResetDone) == ResetDone("model-99")
     slow.close()
 

@@ -60,6 +60,16 @@ def test_a_folder_in_which_everybody_may_replace_the_socket_is_refused(tmp_path:
     AttachSocket(folder / "attach.sock").close()
 
 
+def test_a_folder_in_which_a_group_may_replace_the_socket_is_refused(tmp_path: Path) -> None:
+    """As the group of the engines could, and others would then attach at a service of theirs, or operators run it."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o770)
+    who = f"the group {folder.stat().st_gid}"
+    with pytest.raises(ConflictError, match=rf"can be written by {who} \(mode 770\).*with mode 750"):
+        AttachSocket(folder / "attach.sock")
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"

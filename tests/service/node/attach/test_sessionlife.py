@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, next_push, wait_until
+from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, figures_of, next_push, wait_until
 
 from kvstow.attach.calls import Lookup
 from kvstow.attach.connection import AttachConnection
@@ -88,9 +88,9 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     node.wait_for_event("lost")
     quiet(node)
     assert ends(node) == ["lost"]
-    (view,) = node.server.sessions()
-    assert view.state == "lost"
-    assert not any(member.is_connected for member in view.members)
+    (session,) = node.server._life.sessions.values()
+    assert session.state == "lost"
+    assert not any(member.is_connected for member in session.members)
     processes[0].die()  # the scheduler half has mapped nothing: its end decides nothing
     processes[1].die()
     node.wait_for_event("let go")
@@ -99,7 +99,7 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     processes[2].die()
     node.wait_for_event("over")
     assert ends(node) == ["lost", 0, 1, "over"]
-    assert node.server.sessions() == []
+    assert not node.server._life.sessions
 
 
 @pytest.mark.parametrize("dying", [0, 1, 2])
@@ -201,7 +201,7 @@ def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> 
     late = node.connection(replace(WORKER, token=scheduler.welcome.token, rank=0))
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
     assert late.refusal == "unknown_token"
-    assert node.server.figures().errors == {}  # the fake host asserts that a lost session makes no call
+    assert figures_of(node.server).errors == {}  # the fake host asserts that a lost session makes no call
 
 
 def test_attaching_and_leaving_again_and_again_fills_no_log(
@@ -219,7 +219,7 @@ def test_attaching_and_leaving_again_and_again_fills_no_log(
 
 def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     def refused() -> bool:
-        return bool(node.server.figures().refused)
+        return bool(figures_of(node.server).refused)
 
     with caplog.at_level("WARNING", logger="kvstow_service"), caplog.at_level("WARNING", logger="kvstow.attach"):
         farewell = node.connection(replace(WORKER, token="gone", settled_tokens=("older", "gone")))
@@ -235,7 +235,7 @@ def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog:
         node.process()
         worker = node.connection(replace(WORKER, token="gone", settled_tokens=("older",)))
         wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
-    assert (worker.refusal, node.server.figures().refused) == ("unknown_token", {"unknown_token": 1})
+    assert (worker.refusal, figures_of(node.server).refused) == ("unknown_token", {"unknown_token": 1})
     assert "a connection to the attach socket was ended (unknown_token)" in caplog.text
 
 
@@ -269,9 +269,9 @@ def test_the_same_process_may_say_later_that_its_copies_have_ended(node: Node, e
 
 
 def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: Engine) -> None:
-    (view,) = node.server.sessions()
+    (session,) = node.server._life.sessions.values()
     assert not node.server.detach("unknown")
-    assert node.server.detach(view.session_id)
+    assert node.server.detach(session.session_id)
     node.wait_for_event("lost")
     quiet(node)
     assert ends(node) == ["lost"]
@@ -376,7 +376,7 @@ def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: s
     give_memory(node)
     node.process(uid=os.getuid())
     scheduler = node.attach()
-    node.server._calls._find_peer = peer_of
+    node.server.calls._find_peer = peer_of
     assert scheduler.welcome is not None
     worker = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(node.path), scheduler.welcome.token, "0", way],
@@ -387,8 +387,8 @@ def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: s
     with worker:
         assert worker.stdout is not None
         assert json.loads(worker.stdout.readline()) == 0
-        (view,) = node.server.sessions()
-        assert view.members[1].pid == worker.pid
-        assert node.server.detach(view.session_id, kill=True)
+        (session,) = node.server._life.sessions.values()
+        assert session.members[1].peer.pid == worker.pid
+        assert node.server.detach(session.session_id, kill=True)
         node.wait_for_event("over")
         assert ends(node) == ["lost", 0, "over"]

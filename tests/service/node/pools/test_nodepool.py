@@ -191,7 +191,7 @@ def test_replicated_ranks_both_hear_what_is_populated(bench: HostBench) -> None:
     [
         (replace(POOL, slot_bytes=()), "slot_bytes has 0 entries"),
         (replace(POOL, slot_bytes=(0, 0)), "slot_bytes is 0"),
-        (replace(POOL, slot_bytes=(1,) * 1025), "1025 entries"),
+        (replace(POOL, slot_bytes=(1,) * 65), "65 entries"),
         (replace(POOL, slot_bytes=(4096, 8192), replicated=True), "replicated ranks have slots of"),
         (replace(POOL, slot_bytes=(1 << 30, 1)), "one slot on all ranks takes 1.002 GiB.*--memory"),
     ],

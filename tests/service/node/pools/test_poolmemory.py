@@ -130,7 +130,7 @@ def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> Non
     bench = make_bench(extents=260)
     engine = bench.start(ONE_RANK)
     bench.budget.want(engine.pool.name, None)
-    bench.memory.retry()
+    bench.memory.do(bench.memory.memory.retry)
     bench.run()
     late = bench.start(ONE_RANK)
     sizes = [(len(sent.extents), sent.is_all) for sent in granted(late)]

@@ -83,9 +83,9 @@ def connect(folder: Path, life: str = "first") -> KeeperClient:
     """A service that is welcome."""
     client = KeeperClient(folder)
     try:
-        client.say_hello(life)
+        client.send_hello(life)
         assert client.has_news(5.0)
-        client.hear_welcome()
+        client.take_welcome()
     except BaseException:
         client.close()
         raise
@@ -272,7 +272,7 @@ def test_who_only_looks_may_do_nothing_else(client: KeeperClient, folder: Path) 
     put(client, "extent-1", b"one")
     viewer = KeeperClient(folder)
     for call in (viewer.take_all, viewer.end, lambda: viewer.drop(["extent-1"]), viewer.leave):
-        with pytest.raises(KeeperError, match="has not said hello"):
+        with pytest.raises(KeeperError, match="has sent no hello"):
             call()
     viewer.close()
     assert contents(client) == {"extent-1": b"one"}

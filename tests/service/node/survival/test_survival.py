@@ -15,8 +15,7 @@ import pytest
 from tests.service.node.conftest import NAMESPACE, POOL
 from tests.service.node.keepers import end_keeper, kinds_held, look
 
-from kvstow.attach.hello import Hello
-from kvstow.attach.peer import Peer
+from kvstow.attach.hello import digest_of
 from kvstow.config import HugePages
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow.memory.budget import MemoryBudget
@@ -70,18 +69,29 @@ class Service:
 
     def close(self) -> None:
         """As if it were killed, although its process lives."""
-        self.records.leave()
+        self.records.finish(gives_back=False)
         self.records.close([self.pool])
         self.memory.close()
 
 
 def worker_record() -> WorkerRecord:
-    hello = Hello(role="worker", engine="e", host="h", pid=1, token="t")
-    peer = Peer(os.getpid(), os.geteuid(), os.getegid(), 0)
-    names = {"session_id": "s", "client": "s/0", "pool": "a", "namespace": NAMESPACE.model}
-    record = WorkerRecord.of(hello, peer, number=1, wanted_slots=None, **names)
-    peer.pidfd = None
-    return record
+    return WorkerRecord(
+        session_id="s",
+        client="s/0",
+        token_digest=digest_of("t"),
+        number=1,
+        pool="a",
+        namespace=NAMESPACE.model,
+        rank=0,
+        wanted_slots=None,
+        engine="e",
+        host="h",
+        pid=1,
+        device="",
+        uid=os.geteuid(),
+        gid=os.getegid(),
+        has_pidfd=True,
+    )
 
 
 @pytest.fixture
@@ -341,10 +351,10 @@ def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch:
 
     monkeypatch.setattr(client, "put", note_put)
     monkeypatch.setattr(client, "drop", note_drop)
-    service.memory.budget.set_total(3 * EXTENT)
+    service.memory.budget.total_bytes = 3 * EXTENT
     service.memory.apply()
     service.records.save(service.memory)
-    service.memory.budget.set_total(4 * EXTENT)
+    service.memory.budget.total_bytes = 4 * EXTENT
     service.memory.apply()
     service.records.save(service.memory)
     three = {"extent-1", "extent-2", "extent-3"}
@@ -431,6 +441,6 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
         if joins == 1:
             keeper.kill()
             keeper.wait()
-    service.records.end()
+    service.records.finish(gives_back=True)
     assert not kinds_held(folder)
     assert keeper.poll() is None, "it waits for the next service"

@@ -1,0 +1,70 @@
+"""Writes `kvstow_api/client/routes.py` from the routes: `python -m kvstow_api.routes.clienttable`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from starlette.responses import Response
+
+from kvstow_api.answers import OperationView
+from kvstow_api.client.client import ProbeResult, Route
+from kvstow_api.routes import ROUTERS
+
+PATH = Path(__file__).parents[1] / "client" / "routes.py"
+
+_HEAD = '''"""The routes of the API for `Client.call`. Written by `python -m kvstow_api.routes.clienttable`."""
+
+from __future__ import annotations
+'''
+_TEXTS = {"/livez": ProbeResult, "/readyz": ProbeResult, "/startupz": ProbeResult, "/metrics": str}
+_STREAM = "/v1/events"  # `Client.events` reads it
+
+
+def table() -> str:
+    """The text of that module."""
+    imports: defaultdict[str, set[str]] = defaultdict(set)
+    lines = []
+    for name, kind, operation, method, path in _routes():
+        for one in (kind, Route, *((OperationView,) if operation else ())):
+            if one.__module__ != "builtins":
+                imports[one.__module__].add(one.__name__)
+        answer = "type(None)" if kind is NoneType else kind.__name__
+        given = f'"{method}", "{path}", {answer}' + (", operation=True" if operation else "")
+        union = f": Route[{kind.__name__} | OperationView]" if operation else ""
+        lines.append(f"{name}{union} = Route({given})")
+    found = [_import(module, sorted(names, key=str.lower)) for module, names in sorted(imports.items())]
+    return "\n".join([_HEAD, *found, "", *lines, ""])
+
+
+def _import(module: str, names: Sequence[str]) -> str:
+    """Formatted as ruff does."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= 120:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+
+
+def _routes() -> Iterator[tuple[str, type, bool, str, str]]:
+    """The name, the answer's type, whether an operation may be answered, method and path of each route."""
+    routes: list[Any] = [route for router in ROUTERS for route in router.routes]
+    for route in routes:
+        (method,) = route.methods
+        if route.path in _TEXTS:
+            yield route.path.removeprefix("/"), _TEXTS[route.path], False, method, route.path
+        elif route.path.startswith("/v1/") and route.path != _STREAM:
+            yield route.endpoint.__name__, _answer(route), 202 in route.responses, method, route.path
+
+
+def _answer(route: Any) -> type:
+    kind = route.response_model or get_type_hints(route.endpoint)["return"]
+    if get_origin(kind) is UnionType:
+        kind = get_args(kind)[0]  # that of a change which is made, and not only planned
+    return NoneType if issubclass(kind, Response) else kind
+
+
+if __name__ == "__main__":
+    PATH.write_text(table())
