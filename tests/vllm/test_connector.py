@@ -86,7 +86,7 @@ def test_a_version_that_cannot_handle_failed_loads_is_warned_of(
     handles: bool,
     lines: int,
 ) -> None:
-    monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", handles)
+    monkeypatch.setattr(connector, "_REPORTS_FAILED_REQUESTS", handles)
     make_scheduler(layers=layers)
     assert sum("vLLM 0.30 computes it" in line for line in caplog.messages) == lines
 
@@ -155,7 +155,7 @@ def raise_memory_error(*_: Any) -> None:
 @pytest.mark.parametrize("broken", ["update", "settle", "continuing"])
 def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """It would end vLLM's process. A request whose load may have failed must not go on."""
-    monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", False)
+    monkeypatch.setattr(connector, "_REPORTS_FAILED_REQUESTS", False)
     made = make_scheduler(layers="hybrid")
     failures: list[str] = []
     works = {"update": lambda *_: None, "settle": lambda: None, "continuing": set}
