@@ -284,7 +284,7 @@ def _together(tiers: Sequence[TierStatus]) -> TierStatus:
     counters = TierCounters(
         *(sum(getattr(one.counters, field.name) for one in tiers) for field in fields(TierCounters))
     )
-    queues = ("putting_blocks", "fetching_blocks", "waiting_blocks", "dropped_blocks", "opened")
+    queues = ("putting_blocks", "fetching_blocks", "waiting_blocks")
     return replace(busiest, counters=counters, **{name: sum(getattr(one, name) for one in tiers) for name in queues})
 
 

@@ -133,8 +133,11 @@ class Machine:
                 self.kill_service()
 
     def stall_service(self) -> None:
-        """A successor does not start beside it, also at another socket. One that comes after its end does."""
+        """A successor does not start beside it, also at another socket. One that comes after its end does. A keeper
+        that has just been started knows of no service before the service has joined it: then a successor would start,
+        with a cold cache."""
         assert self.node is not None
+        self.wait_for_the_keeper(self.node)
         with self.stopped(self.node.process):
             self.rest()
             if self.chance.random() < 0.3:
@@ -145,6 +148,12 @@ class Machine:
                 assert b"ConflictError" in said or b"KeeperBusyError" in said, said
                 self.done["successors refused"] += 1
         self.rest()
+
+    def wait_for_the_keeper(self, node: RunningNode) -> None:
+        deadline = time.monotonic() + 60
+        while any("there is no keeper" in problem for problem in node.show()["problems"]):
+            assert time.monotonic() < deadline, "the service has not joined its keeper"
+            time.sleep(0.1)
 
     def stall_engine(self) -> None:
         """It goes on after a restart, and may write late."""

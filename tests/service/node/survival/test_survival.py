@@ -400,10 +400,10 @@ def test_a_pool_that_cannot_be_read_costs_no_other_one(
     first.records.save(first.memory)
     first.close()
 
-    def refuse(_: object) -> PoolIdentity:
+    def refuse(*_: object) -> PoolIdentity:
         raise InvalidRequestError("record of a pool")
 
-    monkeypatch.setattr(PoolIdentity, "from_json", refuse)
+    monkeypatch.setattr("kvstow_service.node.survival.roster.read_value", refuse)
     found = start().found
     assert (found.pools, len(found.extents)) == ([], 4), "the spare ones"
     assert "of an earlier service is not used: InvalidRequestError('record of a pool')" in caplog.text
