@@ -304,17 +304,18 @@ def test_the_ticket_of_a_step_is_that_of_the_session_in_which_its_loads_began() 
         tickets.pop(0)
         return PlannedStep(1, StepPlan(), StepPlan(), (), {})
 
-    made._host = SimpleNamespace(
+    class Host(SimpleNamespace):
+        @property
+        def ticket(self) -> str:
+            return tickets[0]
+
+    made._host = Host(
         ask=lambda what, call, otherwise: plan(None),
         address_for_remote_ranks=None,
         take_desired=dict,
         time_step=lambda step: 0,
     )
-    type(made._host).ticket = property(lambda self: tickets[0])
-    try:
-        assert made.build_connector_meta(None).ticket == "old"
-    finally:
-        del type(made._host).ticket
+    assert made.build_connector_meta(None).ticket == "old"
 
 
 def test_cuda_graphs_stay_whole() -> None:

@@ -143,11 +143,11 @@ class Breaking:
         "loads.Loads.hold_hit",
         "loads.Loads.count_hit",
         "loads.Loads._begin_load",
-        "eagerstores.EagerStores.offer_due",
-        "eagerstores.EagerStores.offer_last",
+        "storefinders.EagerStores.offer_due",
+        "storefinders.EagerStores.offer_last",
         "schedulerside.SchedulerSide.settle",
         "stores.Stores.retry_room",
-        "eagerstores.EagerStores._follow_tables",
+        "storefinders.EagerStores._follow_tables",
     ],
 )
 def test_an_engine_whose_connector_fails_continues_to_serve(

@@ -69,4 +69,5 @@ def test_a_prefix_is_copied_once(engine: Engine, reference: Reference) -> None:
     assert [copied(engine, reference, *[A] * count) for count in COUNTS] == [blocks] * len(COUNTS)
     assert engine.counter("vllm:external_prefix_cache_hits") - hits == len(COUNTS) * A_HIT
     if blocks == A_BLOCKS:
-        assert copied(engine, reference, A, B, A, B) == A_BLOCKS + B_BLOCKS * 2
+        # What B adds is loaded by each of them, unless the first one does so within the step that admits it.
+        assert copied(engine, reference, A, B, A, B) in (A_BLOCKS + B_BLOCKS, A_BLOCKS + B_BLOCKS * 2)

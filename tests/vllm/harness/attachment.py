@@ -32,6 +32,11 @@ class SteppedAttachment:
     def join(self, ticket: SessionTicket) -> None:
         self._newest = max(self._newest, ticket.number)
 
+    def begin_step(self) -> None:
+        """There is no thread that could shut the gate within a step."""
+
+    end_step = begin_step
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self._gate.submit(plan, after)
 

@@ -59,7 +59,7 @@ class Host:
             bad_slots=setup.bad_slots,
         )
         patch.setattr(f"{CONNECTOR}.rankdataplane.CpuDevice", device)
-        patch.setattr(f"{CONNECTOR}.workerhost.fence_of", lambda kv_caches: stream.fence)
+        patch.setattr(f"{CONNECTOR}.tensorhost.fence_of", lambda kv_caches: stream.fence)
         patch.setattr(f"{SHARED}.schedulerhost.SchedulerSide", partial(SchedulerSide, clock=self._clock))
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._REPORTS_FAILED_REQUESTS", setup.hooks != "0.26")
@@ -89,7 +89,7 @@ class Host:
             return AttachedPlane(plane, self._attached[-1])  # type: ignore[arg-type]
 
         patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedEngine", connected)
-        patch.setattr(f"{CONNECTOR}.workerhost.build_attached_plane", build)
+        patch.setattr(f"{CONNECTOR}.tensorhost.build_attached_plane", build)
 
     def exchange_reports(self) -> None:
         """Let a moment pass; every rank reports, and does what is wanted of it."""
