@@ -97,6 +97,13 @@ MUTANTS = [
         "least = self.uses.count([run[1:] for run in runs], least)",
         f"{CONTROL}/test_uses.py::test_no_block_outlives_one_that_it_depends_on",
     ),
+    Mutant(
+        "a_repeated_key_is_followed_twice",
+        "engine/kvstow/control/shadows.py",
+        "if len(set(hashes)) < len(hashes):",
+        "if False:",
+        f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
+    ),
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(
         "keepers_are_orphans",

@@ -48,6 +48,13 @@ class Request(NamedTuple):
     hits: Floats
 
 
+def _without_repeats(hashes: list[int], positions: list[int]) -> tuple[list[int], list[int]]:
+    first: dict[int, int] = {}
+    for each, position in zip(hashes, positions, strict=True):
+        first.setdefault(each, position)
+    return list(first), list(first.values())
+
+
 class _List:
     """The followed keys of one class in the order of their last use. An entry is outdated if its key was used since."""
 
@@ -121,6 +128,8 @@ class Shadows:
         that it looked up."""
         hashes = [each for part in parts for each in part.hashes]
         positions = [each for part in parts for each in part.positions]
+        if len(set(hashes)) < len(hashes):  # a chain repeats none, but a client may; a key is followed once
+            hashes, positions = _without_repeats(hashes, positions)
         if not hashes:
             return Request(len(looked_up), 0.0, np.zeros(len(self._shadows)))
         keys = [self._key_of.get(each, _GONE) for each in hashes]

@@ -141,6 +141,22 @@ def test_a_resize_moves_the_shadows_with_the_pool(long_traffic: list[list[bytes]
     assert run(shadows, long_traffic[700:], 1400) == pytest.approx(run(expected, long_traffic[700:], 700), abs=0.05)
 
 
+@pytest.mark.parametrize("parts", [[[1, 2, 1, 3, 2]], [[1, 2], [2, 3], [1]]])
+def test_a_client_that_repeats_keys_of_a_chain_harms_no_other(parts: list[list[int]]) -> None:
+    """Each key is followed once, and forgotten once when others have taken its place."""
+    shadows = Shadows(VARIANTS, 8, 64)
+    for at in range(2):
+        hashes = [hash_keys([key(number) for number in part]) for part in parts]
+        request = shadows.use([shadows.choose(each, 2 * place) for place, each in enumerate(hashes)], range(5), at)
+        assert (len(shadows), request.blocks) == (3, 3.0)
+        assert request.hits.tolist() == [3.0 * at] * 4
+        shadows.check()
+    for number in range(200):
+        shadows.use([shadows.choose(hash_keys([key(100 + number)]))], range(1), 2.0 + number)
+    shadows.check()
+    assert len(shadows) == 64
+
+
 def test_hot_keys_are_those_of_more_than_one_request_in_a_hundred() -> None:
     hot = HotKeys()
     for number in range(20_000):
