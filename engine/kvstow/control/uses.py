@@ -130,8 +130,8 @@ class Uses:
         self._num_slots = 0
         self._counts = bytearray()
         self._ghosts = Ghosts()
-        self._evicted: list[tuple[Sequence[bytes], bytes, int]] = []
-        """Keys with their uses, and the number of their namespace, that are not in the table yet."""
+        self._evicted: dict[int, tuple[list[bytes], bytearray]] = {}
+        """Keys that are not in the table yet and their uses, by the number of their namespace."""
         self._num_evicted = 0
 
     @property
@@ -165,16 +165,18 @@ class Uses:
         """Remember the uses of what these slots held."""
         uses = bytes(values_at(self._counts, slots))
         if any(uses):
-            self._evicted.append((keys, uses, tag))
+            waiting, counts = self._evicted.setdefault(tag, ([], bytearray()))
+            waiting += keys
+            counts += uses
             self._num_evicted += len(keys)
             if self._num_evicted >= _MOST_EVICTED:
                 self._remember()
 
     def _remember(self) -> None:
-        """Many at once are cheaper than a few."""
-        for keys, uses, tag in self._evicted:
-            self._ghosts.put(hash_keys(keys, tag), uses)
-        self._evicted, self._num_evicted = [], 0
+        """Many keys at once cost little more than one."""
+        for tag, (keys, uses) in self._evicted.items():
+            self._ghosts.put(hash_keys(keys, tag), bytes(uses))
+        self._evicted, self._num_evicted = {}, 0
 
     def recall(self, runs: Sequence[Sequence[int]], key_of: Sequence[bytes | None], tag: int) -> None:
         """The blocks in these runs of slots are about to be used. Those that are new have the uses of their keys."""

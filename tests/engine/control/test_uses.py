@@ -190,6 +190,25 @@ def test_four_keys_a_slot_are_remembered_and_no_more() -> None:
     assert ghosts.find(hash_keys(make_keys(1000, "other"))) == bytes(1000)
 
 
+def test_what_is_evicted_block_by_block_is_hashed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of numpy costs as much for one key as for hundreds, and the pool's lock is held."""
+    uses, keys = Uses(SlotTimes()), make_keys(4095)
+    uses.set_num_slots(4095)
+    uses.count([range(4095)])
+    hashed: list[int] = []
+    monkeypatch.setattr(
+        "kvstow.control.uses.hash_keys", lambda keys, tag: (hashed.append(len(keys)), hash_keys(keys, tag))[1]
+    )
+    for slot, key in enumerate(keys):
+        uses.evict([key], [slot], slot % 2)
+    assert hashed == []
+    uses.admit(range(4095))
+    uses.recall([range(1)], keys, 0)
+    assert hashed == [2048, 2047, 1], "once for each namespace"
+    assert uses.of(0) == 1
+    assert uses._evicted == {}
+
+
 def test_a_table_that_must_grow_or_is_far_too_large_begins_empty() -> None:
     hashes = hash_keys(make_keys(4))
     for size, is_kept in ((1000, True), (600, True), (400, False), (1001, False)):
