@@ -104,6 +104,20 @@ MUTANTS = [
         "if False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
     ),
+    Mutant(
+        "a_table_of_uses_is_made_under_the_lock",
+        "engine/kvstow/control/sharedpool.py",
+        "        self.index.uses.make_room(ceiling)",
+        "            self.index.uses.make_room(ceiling)",
+        f"{CONTROL}/test_uses.py::test_the_table_is_made_before_it_is_needed_and_without_the_lock",
+    ),
+    Mutant(
+        "a_table_of_another_size_begins_empty",
+        "engine/kvstow/control/uses.py",
+        "            words[_places(some, words)] = some\n",
+        "            pass\n",
+        f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
+    ),
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(
         "keepers_are_orphans",
