@@ -118,6 +118,13 @@ MUTANTS = [
         "            pass\n",
         f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
     ),
+    Mutant(
+        "chains_that_never_begin_pile_up",
+        "engine/kvstow/control/session.py",
+        "while self._keys_behind > MOST_FOLLOWED:",
+        "while False:",
+        f"{CONTROL}/test_shadows.py::test_chains_that_never_begin_take_a_bounded_amount_of_memory",
+    ),
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(
         "keepers_are_orphans",

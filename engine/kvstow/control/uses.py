@@ -97,8 +97,8 @@ class Ghosts:
         return self._has_any
 
     def fit(self, num_slots: int) -> None:
-        """Have the table for a pool of so many slots, with what is in the present one. O(slots) if its size changes: 100
-        ms for a million. Call it without the pool's lock; what is put meanwhile is lost. Not for two threads."""
+        """Have the table for a pool of so many slots, with what is in the present one. O(slots) if its size changes:
+        100 ms for a million. Call it without the pool's lock; what is put meanwhile is lost. Not for two threads."""
         before, size = self._words, max(_LEAST_GHOSTS, 1 << (_GHOSTS_PER_SLOT * num_slots - 1).bit_length())
         if size <= len(before) <= 2 * size:
             return

@@ -240,6 +240,25 @@ def test_a_pool_chooses_for_itself_and_says_so(
     engine.check_integrity()
 
 
+def test_chains_that_never_begin_take_a_bounded_amount_of_memory(
+    make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.control.session.MOST_FOLLOWED", 100)
+    engine = make_engine(policy="auto")
+    make_ranks(engine)
+    for number in range(300):
+        engine.use([key(number)], start=300 - number)
+    engine.use([], start=1)
+    assert len(engine._parts_behind) == 100
+    engine.use([key(1000 + number) for number in range(101)], start=1)
+    assert len(engine._parts_behind) == 0, "one part is too large"
+    engine.use([key(2)], start=1)
+    engine.use([key(1)], looked_up=(0, 2))
+    assert engine.pool.comparison is not None
+    assert len(engine._parts_behind) == engine._keys_behind == 0
+    assert len(engine.pool.comparison._shadows) == 2
+
+
 # -- the curve ---------------------------------------------------------------------------------------------------------
 
 
