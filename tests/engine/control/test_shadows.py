@@ -141,6 +141,28 @@ def test_a_resize_moves_the_shadows_with_the_pool(long_traffic: list[list[bytes]
     assert run(shadows, long_traffic[700:], 1400) == pytest.approx(run(expected, long_traffic[700:], 700), abs=0.05)
 
 
+def test_another_rate_costs_no_step_of_numpy_for_each_key(
+    long_traffic: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set while a request is told of, by an engine's scheduler or by the thread of all clients."""
+    shadows = Shadows(VARIANTS, 1000, 4000)
+    run(shadows, long_traffic[:700])
+    before, holders, asked = len(shadows), Shadows._holders, list[int]()
+    monkeypatch.setattr(Shadows, "_holders", lambda self, key: (asked.append(key), holders(self, key))[1])
+    shadows.resize(4000)
+    assert shadows.rate == 1 / 8
+    assert 0 < len(shadows) < before / 2
+    kept = len(shadows)
+    shadows.resize(500)
+    assert (len(shadows), shadows.rate) == (kept, 1.0)
+    assert asked == []
+    monkeypatch.undo()
+    shadows.check()
+    shadows.resize(10**12)  # only hot keys are left
+    shadows.check()
+    run(shadows, long_traffic[700:900], 700)
+
+
 @pytest.mark.parametrize("parts", [[[1, 2, 1, 3, 2]], [[1, 2], [2, 3], [1]]])
 def test_a_client_that_repeats_keys_of_a_chain_harms_no_other(parts: list[list[int]]) -> None:
     """Each key is followed once, and forgotten once when others have taken its place."""
