@@ -148,7 +148,12 @@ def test_another_rate_costs_no_step_of_numpy_for_each_key(
     shadows = Shadows(VARIANTS, 1000, 4000)
     run(shadows, long_traffic[:700])
     before, holders, asked = len(shadows), Shadows._holders, list[int]()
-    monkeypatch.setattr(Shadows, "_holders", lambda self, key: (asked.append(key), holders(self, key))[1])
+
+    def noted(self: Shadows, key: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        asked.append(key)
+        return holders(self, key)
+
+    monkeypatch.setattr(Shadows, "_holders", noted)
     shadows.resize(4000)
     assert shadows.rate == 1 / 8
     assert 0 < len(shadows) < before / 2

@@ -15,7 +15,7 @@ from kvstow.config import EngineConfig, parse_policy
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.slots import SlotTimes
-from kvstow.control.uses import Ghosts, Uses, hash_keys
+from kvstow.control.uses import Ghosts, Hashes, Uses, hash_keys
 from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
@@ -198,9 +198,12 @@ def test_what_is_evicted_block_by_block_is_hashed_together(monkeypatch: pytest.M
     uses.make_room(1 << 16)
     uses.count([range(4095)])
     hashed: list[int] = []
-    monkeypatch.setattr(
-        "kvstow.control.uses.hash_keys", lambda keys, tag: (hashed.append(len(keys)), hash_keys(keys, tag))[1]
-    )
+
+    def noted(keys: Sequence[bytes], tag: int) -> Hashes:
+        hashed.append(len(keys))
+        return hash_keys(keys, tag)
+
+    monkeypatch.setattr("kvstow.control.uses.hash_keys", noted)
     for slot, key in enumerate(keys):
         uses.evict([key], [slot], slot % 2)
     assert hashed == []
