@@ -97,6 +97,34 @@ MUTANTS = [
         "least = self.uses.count([run[1:] for run in runs], least)",
         f"{CONTROL}/test_uses.py::test_no_block_outlives_one_that_it_depends_on",
     ),
+    Mutant(
+        "a_repeated_key_is_followed_twice",
+        "engine/kvstow/control/shadows.py",
+        "if len(set(hashes)) < len(hashes):",
+        "if False:",
+        f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
+    ),
+    Mutant(
+        "a_table_of_uses_is_made_under_the_lock",
+        "engine/kvstow/control/sharedpool.py",
+        "        self.index.uses.make_room(ceiling)",
+        "            self.index.uses.make_room(ceiling)",
+        f"{CONTROL}/test_uses.py::test_the_table_is_made_before_it_is_needed_and_without_the_lock",
+    ),
+    Mutant(
+        "a_table_of_another_size_begins_empty",
+        "engine/kvstow/control/uses.py",
+        "            words[_places(some, words)] = some\n",
+        "            pass\n",
+        f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
+    ),
+    Mutant(
+        "chains_that_never_begin_pile_up",
+        "engine/kvstow/control/session.py",
+        "while self._keys_behind > MOST_FOLLOWED:",
+        "while False:",
+        f"{CONTROL}/test_shadows.py::test_chains_that_never_begin_take_a_bounded_amount_of_memory",
+    ),
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(
         "keepers_are_orphans",

@@ -215,6 +215,11 @@ class Use(Packed, frozen=True):
     start: U32
     looked_up: tuple[U32, U32]
 
+    def check(self) -> None:
+        first, stop = self.looked_up
+        if stop < first:
+            raise ValueError(f"it has looked up blocks from {first} to {stop}")
+
 
 class CountLookup(Packed, frozen=True):
     """Count one lookup of `queried` blocks that found `hits`. No answer."""

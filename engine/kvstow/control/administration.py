@@ -321,6 +321,7 @@ class Administrator:
             if capacity_slots > pool.capacity:
                 pool.want(replace(pool.desired, capacity_slots=capacity_slots))
             pool.apply_limit()
+        pool.index.uses.make_room(capacity_slots)
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
         slot_bytes = pool.config.slot_bytes

@@ -254,6 +254,7 @@ class Pool:
         """What was chosen lately, the newest last."""
         self.num_changes = 0
         self.index = Index()
+        self.index.uses.make_room(config.capacity_slots)
         self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -12,7 +13,7 @@ from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
-from kvstow.control.shadows import Part
+from kvstow.control.shadows import MOST_FOLLOWED, Part
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -65,8 +66,11 @@ class Session:
         """Begins the sentences about this session."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind: list[Part] = []
-        """What is followed of the parts of a chain whose beginning is still to come."""
+        self._parts_behind: deque[Part] = deque()
+        """What is followed of the parts of a chain whose beginning is still to come, the end first. No more keys than
+        are followed at all: a client may never give a beginning."""
+        self._keys_behind = 0
+        """How many keys that are."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -301,10 +305,17 @@ class Session:
         if comparison is None or not num_slots:
             return
         comparison.resize(num_slots)
-        self._parts_behind.append(comparison.choose(keys, self.namespace.tag, start))
-        if not start:
-            parts = self._parts_behind[::-1]
+        part = comparison.choose(keys, self.namespace.tag, start)
+        if part.hashes:
+            self._parts_behind.append(part)
+            self._keys_behind += len(part.hashes)
+        if start:
+            while self._keys_behind > MOST_FOLLOWED:
+                self._keys_behind -= len(self._parts_behind.popleft().hashes)
+        else:
+            parts = list(reversed(self._parts_behind))
             self._parts_behind.clear()
+            self._keys_behind = 0
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
                 pool.apply_change(comparison, change)

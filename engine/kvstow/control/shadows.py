@@ -48,6 +48,13 @@ class Request(NamedTuple):
     hits: Floats
 
 
+def _without_repeats(hashes: list[int], positions: list[int]) -> tuple[list[int], list[int]]:
+    first: dict[int, int] = {}
+    for each, position in zip(hashes, positions, strict=True):
+        first.setdefault(each, position)
+    return list(first), list(first.values())
+
+
 class _List:
     """The followed keys of one class in the order of their last use. An entry is outdated if its key was used since."""
 
@@ -121,6 +128,8 @@ class Shadows:
         that it looked up."""
         hashes = [each for part in parts for each in part.hashes]
         positions = [each for part in parts for each in part.positions]
+        if len(set(hashes)) < len(hashes):  # a chain repeats none, but a client may; a key is followed once
+            hashes, positions = _without_repeats(hashes, positions)
         if not hashes:
             return Request(len(looked_up), 0.0, np.zeros(len(self._shadows)))
         keys = [self._key_of.get(each, _GONE) for each in hashes]
@@ -305,13 +314,23 @@ class Shadows:
             self._resample(self._best_rate())
 
     def _resample(self, rate: float) -> None:
-        """Follow another share of the keys. O(followed keys x shadows)."""
+        """Follow another share of the keys. O(followed keys x shadows), with a few steps of numpy for all of them."""
         self._set_rate(rate)
+        hot, order_of = self._hot.keys, self._order_of
         for hash_, key in list(self._key_of.items()):
-            if hash_ >= self._threshold and hash_ not in self._hot.keys:
-                self._drop(key)
+            if hash_ in hot:
+                self._weight_of[key] = 1.0
+            elif hash_ < self._threshold:
+                self._weight_of[key] = self._weight
             else:
-                self._reweigh(hash_)
+                order_of[key] = _GONE
+                del self._key_of[hash_]
+                self._free.append(key)
+        keys = list(self._key_of.values())
+        orders = np.array([order_of[key] for key in keys], np.int64)
+        classes = np.array([CLASSES[self._uses[key]] for key in keys], np.intp)
+        weights = np.array([self._weight_of[key] for key in keys])
+        self._sizes[:] = [(orders >= cuts[classes]) @ weights for cuts in self._cuts]
 
     def set_k(self, row: int, k: float) -> None:
         self._shadows[row].k = k

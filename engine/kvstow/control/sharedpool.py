@@ -173,9 +173,10 @@ class SharedPool(Pool):
             if self.resizing:
                 raise ConflictError("the pool is being resized; wait for its operation, or cancel it")
             self._extents.append(num_slots)
-            self.ceiling = sum(self._extents)
+            self.ceiling = ceiling = sum(self._extents)
             self.want(replace(self.desired, capacity_slots=self.ceiling))
             self.apply_limit()
+        self.index.uses.make_room(ceiling)
 
     @property
     def populated_slots(self) -> int:

@@ -74,45 +74,63 @@ _GHOSTS_PER_SLOT = 4
 _LEAST_GHOSTS = 1024
 _MOST_EVICTED = 4096
 """Keys that wait to be remembered."""
-_COUNT = np.uint64(0xFF)
+_COUNT, _COUNT_BITS = np.uint64(0xFF), np.uint64(8)
+_SLICE = 1 << 16
+"""Words of a table that are filled or moved in one step, which keeps other threads waiting."""
 
 
 class Ghosts:
-    """The uses of keys whose blocks were evicted: for four keys a slot, 8 bytes each. Not locked.
+    """The uses of keys whose blocks were evicted: for four to eight keys a slot, 8 bytes each. Not locked.
 
-    Each key has one place in the table. The next key in that place replaces it.
+    Each key has one place in the table, by the upper bits of its hash. The next key in that place replaces it. A word
+    is the hash with the uses in its lowest byte, so it has all that its place in a table of another size needs.
     """
 
-    __slots__ = ("_size", "_words")
+    __slots__ = ("_has_any", "_words")
 
     def __init__(self) -> None:
-        self._size = _LEAST_GHOSTS
-        self._words = np.zeros(0, np.uint64)
+        self._words = np.zeros(_LEAST_GHOSTS, np.uint64)
+        self._has_any = False
 
     def __bool__(self) -> bool:
         """Whether there may be any."""
-        return bool(len(self._words))
+        return self._has_any
 
     def fit(self, num_slots: int) -> None:
-        """The pool has so many slots. A table of another size begins empty, but one of up to twice the size is kept."""
-        self._size = max(_LEAST_GHOSTS, _GHOSTS_PER_SLOT * num_slots)
-        if not self._size <= len(self._words) <= 2 * self._size:
-            self._words = np.zeros(0, np.uint64)
+        """Have the table for a pool of so many slots, with what is in the present one. O(slots) if its size changes:
+        100 ms for a million. Call it without the pool's lock; what is put meanwhile is lost. Not for two threads."""
+        before, size = self._words, max(_LEAST_GHOSTS, 1 << (_GHOSTS_PER_SLOT * num_slots - 1).bit_length())
+        if size <= len(before) <= 2 * size:
+            return
+        words = np.empty(size, np.uint64)
+        for start in range(0, size, _SLICE):  # the system gives the memory here, and not when words are put
+            words[start : start + _SLICE] = 0
+        for start in range(0, len(before), _SLICE):
+            some = before[start : start + _SLICE]
+            some = some[some != 0]
+            words[_places(some, words)] = some
+        self._words = words
 
     def put(self, hashes: Hashes, uses: bytes) -> None:
-        if not self:
-            self._words = np.zeros(self._size, np.uint64)  # the system gives the memory when it is written
-        self._words[hashes % np.uint64(len(self._words))] = (hashes & ~_COUNT) | np.frombuffer(uses, np.uint8)
+        words = self._words
+        words[_places(hashes, words)] = (hashes & ~_COUNT) | np.frombuffer(uses, np.uint8)
+        self._has_any = True
 
     def find(self, hashes: Hashes) -> bytes:
         """The uses of each key; 0 for those that are not known."""
         if not self:
             return bytes(len(hashes))
-        words = self._words[hashes % np.uint64(len(self._words))]
+        table = self._words
+        words = table[_places(hashes, table)]
         is_known = (words ^ hashes) <= _COUNT
         if not is_known.any():
             return bytes(len(hashes))
         return np.where(is_known, words & _COUNT, 0).astype(np.uint8).tobytes()
+
+
+def _places(hashes: Hashes, words: Hashes) -> Hashes:
+    """Of hashes or words, in a table whose size is a power of two."""
+    return (hashes >> _COUNT_BITS) & np.uint64(len(words) - 1)
 
 
 class Uses:
@@ -130,8 +148,8 @@ class Uses:
         self._num_slots = 0
         self._counts = bytearray()
         self._ghosts = Ghosts()
-        self._evicted: list[tuple[Sequence[bytes], bytes, int]] = []
-        """Keys with their uses, and the number of their namespace, that are not in the table yet."""
+        self._evicted: dict[int, tuple[list[bytes], bytearray]] = {}
+        """Keys that are not in the table yet and their uses, by the number of their namespace."""
         self._num_evicted = 0
 
     @property
@@ -143,6 +161,9 @@ class Uses:
         """The pool has the slots below `num_slots`."""
         self._num_slots = num_slots
         self._counts += bytes(max(0, num_slots - len(self._counts)))
+
+    def make_room(self, num_slots: int) -> None:
+        """The pool is to have so many slots: see `Ghosts.fit`, which this calls."""
         self._ghosts.fit(num_slots)
 
     def of(self, slot: int) -> int:
@@ -165,16 +186,18 @@ class Uses:
         """Remember the uses of what these slots held."""
         uses = bytes(values_at(self._counts, slots))
         if any(uses):
-            self._evicted.append((keys, uses, tag))
+            waiting, counts = self._evicted.setdefault(tag, ([], bytearray()))
+            waiting += keys
+            counts += uses
             self._num_evicted += len(keys)
             if self._num_evicted >= _MOST_EVICTED:
                 self._remember()
 
     def _remember(self) -> None:
-        """Many at once are cheaper than a few."""
-        for keys, uses, tag in self._evicted:
-            self._ghosts.put(hash_keys(keys, tag), uses)
-        self._evicted, self._num_evicted = [], 0
+        """Many keys at once cost little more than one."""
+        for tag, (keys, uses) in self._evicted.items():
+            self._ghosts.put(hash_keys(keys, tag), bytes(uses))
+        self._evicted, self._num_evicted = {}, 0
 
     def recall(self, runs: Sequence[Sequence[int]], key_of: Sequence[bytes | None], tag: int) -> None:
         """The blocks in these runs of slots are about to be used. Those that are new have the uses of their keys."""

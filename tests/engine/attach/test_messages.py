@@ -212,6 +212,8 @@ def test_values_out_of_range_are_malformed() -> None:
         Lookup.unpack(msgspec.msgpack.encode([[], 9]))
     with pytest.raises(ProtocolError, match="1 hits of 0 blocks"):
         calls.CountLookup.unpack(calls.CountLookup(0, 1).pack())
+    with pytest.raises(ProtocolError, match="it has looked up blocks from 9 to 8"):
+        calls.Use.unpack(calls.Use([], 0, (9, 8)).pack())
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
     with pytest.raises(ProtocolError, match="too short for what it says"):

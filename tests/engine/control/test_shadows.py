@@ -141,6 +141,49 @@ def test_a_resize_moves_the_shadows_with_the_pool(long_traffic: list[list[bytes]
     assert run(shadows, long_traffic[700:], 1400) == pytest.approx(run(expected, long_traffic[700:], 700), abs=0.05)
 
 
+def test_another_rate_costs_no_step_of_numpy_for_each_key(
+    long_traffic: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set while a request is told of, by an engine's scheduler or by the thread of all clients."""
+    shadows = Shadows(VARIANTS, 1000, 4000)
+    run(shadows, long_traffic[:700])
+    before, holders, asked = len(shadows), Shadows._holders, list[int]()
+
+    def noted(self: Shadows, key: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        asked.append(key)
+        return holders(self, key)
+
+    monkeypatch.setattr(Shadows, "_holders", noted)
+    shadows.resize(4000)
+    assert shadows.rate == 1 / 8
+    assert 0 < len(shadows) < before / 2
+    kept = len(shadows)
+    shadows.resize(500)
+    assert (len(shadows), shadows.rate) == (kept, 1.0)
+    assert asked == []
+    monkeypatch.undo()
+    shadows.check()
+    shadows.resize(10**12)  # only hot keys are left
+    shadows.check()
+    run(shadows, long_traffic[700:900], 700)
+
+
+@pytest.mark.parametrize("parts", [[[1, 2, 1, 3, 2]], [[1, 2], [2, 3], [1]]])
+def test_a_client_that_repeats_keys_of_a_chain_harms_no_other(parts: list[list[int]]) -> None:
+    """Each key is followed once, and forgotten once when others have taken its place."""
+    shadows = Shadows(VARIANTS, 8, 64)
+    for at in range(2):
+        hashes = [hash_keys([key(number) for number in part]) for part in parts]
+        request = shadows.use([shadows.choose(each, 2 * place) for place, each in enumerate(hashes)], range(5), at)
+        assert (len(shadows), request.blocks) == (3, 3.0)
+        assert request.hits.tolist() == [3.0 * at] * 4
+        shadows.check()
+    for number in range(200):
+        shadows.use([shadows.choose(hash_keys([key(100 + number)]))], range(1), 2.0 + number)
+    shadows.check()
+    assert len(shadows) == 64
+
+
 def test_hot_keys_are_those_of_more_than_one_request_in_a_hundred() -> None:
     hot = HotKeys()
     for number in range(20_000):
@@ -222,6 +265,25 @@ def test_a_pool_chooses_for_itself_and_says_so(
     engine.admin.set_policy("lru")
     assert engine.stats().pool.k == 0.0
     engine.check_integrity()
+
+
+def test_chains_that_never_begin_take_a_bounded_amount_of_memory(
+    make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.control.session.MOST_FOLLOWED", 100)
+    engine = make_engine(policy="auto")
+    make_ranks(engine)
+    for number in range(300):
+        engine.use([key(number)], start=300 - number)
+    engine.use([], start=1)
+    assert len(engine._parts_behind) == 100
+    engine.use([key(1000 + number) for number in range(101)], start=1)
+    assert len(engine._parts_behind) == 0, "one part is too large"
+    engine.use([key(2)], start=1)
+    engine.use([key(1)], looked_up=(0, 2))
+    assert engine.pool.comparison is not None
+    assert len(engine._parts_behind) == engine._keys_behind == 0
+    assert len(engine.pool.comparison._shadows) == 2
 
 
 # -- the curve ---------------------------------------------------------------------------------------------------------
