@@ -107,6 +107,13 @@ MUTANTS = [
         "::test_what_a_keeper_holds_is_no_orphan_whosever_keeper_it_is",
     ),
     Mutant(
+        "trailers_have_no_limit",
+        "service/kvstow_service/admin/server.py",
+        "        self._receive_buffer = _BoundedLines()",
+        "        pass",
+        "tests/service/admin/test_protocol.py::test_a_body_with_too_many_trailers_ends_the_connection",
+    ),
+    Mutant(
         "each_doctor_measures",
         "api/kvstow_api/hostwatch.py",
         "if self._look is None or self._look.done():",
