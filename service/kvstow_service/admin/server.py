@@ -183,7 +183,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     app_state: dict[str, Any]
     address = ""  # the peer's; empty for a Unix socket
-    trusted = False  # it has shown a credential, or came through a Unix socket, which only this user can open
+    trusted = False  # it has shown a credential, or came through a Unix socket, which only admins can open
     wait: Wait | None = Wait.HEAD  # when `Connections` last looked
     opened = since = 0.0  # when it was accepted, and when the server began to wait, on the clock of `Connections`
 
