@@ -135,6 +135,27 @@ MUTANTS = [
         "::test_what_a_keeper_holds_is_no_orphan_whosever_keeper_it_is",
     ),
     Mutant(
+        "trailers_have_no_limit",
+        "service/kvstow_service/admin/server.py",
+        "        self._receive_buffer = _BoundedLines()",
+        "        pass",
+        "tests/service/admin/test_protocol.py::test_a_body_with_too_many_trailers_ends_the_connection",
+    ),
+    Mutant(
+        "each_doctor_measures",
+        "api/kvstow_api/hostwatch.py",
+        "if self._look is None or self._look.done():",
+        "if True:",
+        "tests/api/test_hostwatch.py::test_all_who_wait_share_one_measurement",
+    ),
+    Mutant(
+        "strangers_measure_each_time",
+        "api/kvstow_api/routes/server.py",
+        "_MAX_AGE_FOR_STRANGERS if is_stranger(request.scope) else 0.0",
+        "0.0",
+        "tests/api/test_hostwatch.py::test_only_those_who_may_change_things_measure_anew_each_time",
+    ),
+    Mutant(
         "a_life_is_a_rate",
         "api/kvstow_api/figures.py",
         "if not ranks or any(rank.boot_id is None for rank in ranks):",

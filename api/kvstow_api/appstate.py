@@ -49,7 +49,7 @@ class AppState:
         loop = LoopMonitor()
         journal = Journal()
         sampler, clocks = Sampler(host.directory, journal), RankClocks()
-        watch = HostWatch(host.host_memory, host.orphaned_memory, lambda: _measure_tier(host.directory))
+        watch = HostWatch(host.host_memory, host.orphaned_memory, lambda: _measure_tier(host.directory), host.clock)
         process = [Check("loop", loop.failure), *host_checks(host.ready_checks)]
         conditions = Conditions(host, process, sampler, watch, clocks, credentials)
         return cls(

@@ -69,8 +69,8 @@ def is_probe(path: str) -> bool:
 
 
 def is_stranger(scope: Scope) -> bool:
-    """Whether the request neither has an admin's credential nor came through a Unix socket, which only the server's
-    user can open."""
+    """Whether the request neither has an admin's credential nor came through a Unix socket, which only those can open
+    who may make changes."""
     client = scope.get("client")
     return bool(client and client[0]) and not is_admin(scope.get(ACTOR, ""))
 

@@ -75,7 +75,9 @@ def _policy(value: Any) -> str:
     try:
         return parse_policy(value)
     except ConfigError as error:
-        raise PydanticCustomError("not_allowed", "{allowed}", {"allowed": error.allowed}) from error
+        raise PydanticCustomError(
+            "not_allowed", "not a policy; allowed: {allowed}", {"allowed": error.allowed}
+        ) from error
 
 
 Policy = Annotated[

@@ -43,26 +43,44 @@ class HostWatch:
         memory: Callable[[], HostMemory] | None,
         orphans: Callable[[], Sequence[OrphanedMemory]],
         tier: Callable[[], TierMeasurements | None],
+        now: Callable[[], float],
     ) -> None:
         self.measured = Measured()
         self._memory, self._orphans, self._tier = memory, orphans, tier
         self._failing: set[str] = set()
-        self._looking = asyncio.Lock()
+        self._now, self._looked = now, float("-inf")
+        self._measuring = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="kvstow-host-watch")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        tasks = [task for task in (self._task, self._look) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._task = self._look = None
 
-    async def look(self, *, at_all: bool = True) -> None:
-        """Measure now; without `at_all` only the host's memory."""
-        async with self._looking:
+    async def look(self, *, max_age: float = 0.0) -> None:
+        """Measure everything now, unless the last such measurement ended less than `max_age` seconds ago.
+
+        Callers share the measurement that is under way, so however many there are, they occupy one thread, and none
+        waits for the work of another one.
+        """
+        if self._now() - self._looked < max_age:
+            return
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._renew(at_all=True))
+        await asyncio.shield(self._look)  # a caller that leaves does not end it for the others
+
+    async def _renew(self, *, at_all: bool) -> None:
+        """Measure; without `at_all` only the host's memory."""
+        async with self._measuring:
             self.measured = await run_in_threadpool(self._measure, at_all)
+        if at_all:
+            self._looked = self._now()
 
     def _measure(self, at_all: bool) -> Measured:
         memory = None if self._memory is None else self._try("memory of the host", self._memory)
@@ -84,7 +102,7 @@ class HostWatch:
     async def _run(self) -> None:
         looks = 0
         while True:
-            await self.look(at_all=looks % _RARELY == 0)
+            await self._renew(at_all=looks % _RARELY == 0)
             looks += 1
             await asyncio.sleep(INTERVAL)
 

@@ -203,12 +203,15 @@ def _there_are(directory: Directory) -> str:
 
 async def _refuse_undefined(request: Request) -> None:
     """Refuse query parameters and a body where the route has none: a change must not ignore `?dry_run=true`. Where it
-    has some, their models refuse unknown names."""
+    has some, their models refuse unknown names, but would take the last value of a name that is repeated."""
     route = request.scope["route"]
     unwanted: list[dict[str, Any]] = []
     if not route.dependant.query_params:
         message = "No query parameters are allowed here"
         unwanted += [_unwanted(("query", name), message, text) for name, text in request.query_params.items()]
+    elif len(given := request.query_params.multi_items()) > len(request.query_params):
+        repeated = {name for name in request.query_params if sum(name == one for one, _ in given) > 1}
+        unwanted += [_unwanted(("query", name), "Allowed only once", text) for name, text in given if name in repeated]
     if route.body_field is None and request.method != "GET" and (body := await request.body()):
         unwanted.append(_unwanted(("body",), "No body is allowed here", body.decode("utf-8", "replace")))
     if unwanted:

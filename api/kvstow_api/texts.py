@@ -17,9 +17,9 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return ABSENT
-    if seconds < 1:
+    if seconds < 0.9995:  # what is shown, three digits, decides the unit
         return f"{seconds * 1000:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, left = divmod(round(seconds), 60)
     return f"{minutes}m {left}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60}m"
@@ -78,8 +78,8 @@ def field_text(name: str, value: object) -> str:
     return str(value) or ABSENT
 
 
-_SIZES = {"bytes", "size", "chunk"}
-_TIMES = {"seconds", "timeout", "delay", "deadline", "pause", "latency"}
+_SIZES = {"bytes", "size", "chunk", "memory"}
+_TIMES = {"seconds", "timeout", "delay", "deadline", "pause", "latency", "eof", "budget"}
 _IDENTIFIERS = {"port", "pid", "rank", "slot", "id", "ranks"}
 """Words in the names of numbers that identify something: written without separators."""
 

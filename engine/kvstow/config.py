@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,12 +25,12 @@ def parse_policy(value: object, key: str = "policy") -> str:
     if value in POLICIES:
         return str(value)
     try:
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool) or "_" in str(value):
             raise ValueError
         k = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         k = -1.0
-    if not 0 <= k <= _MOST_K:
+    if not 0 <= k <= _MOST_K or math.copysign(1.0, k) < 0:  # -0.0 would be shown as -0
         raise ConfigError(key, value, ALLOWED_POLICIES)
     return f"{k:g}"
 

@@ -66,6 +66,24 @@ async def test_an_unexpected_body_is_refused(
     assert told(ranks.engine) == before
 
 
+@pytest.mark.parametrize("again", ["true", "false"])
+async def test_a_repeated_query_parameter_is_refused(client: httpx.AsyncClient, again: str) -> None:
+    answer = await client.delete(f"/v1/sessions/absent?kill=true&kill={again}")
+    assert answer.status_code == 422
+    assert [(one["field"], one["message"]) for one in answer.json()["errors"]] == [("kill", "Allowed only once")] * 2
+    assert (await client.delete("/v1/sessions/absent?kill=true")).status_code == 404
+    reading = await client.get("/v1/transfers?pool=host&slowest=5&slowest=6")
+    assert {one["field"] for one in reading.json()["errors"]} == {"slowest"}
+
+
+async def test_a_policy_beyond_every_float_is_refused(client: httpx.AsyncClient) -> None:
+    answer = await client.patch("/v1/pools/host", json={"policy": 10**400})
+    (error,) = answer.json()["errors"]
+    allowed = "auto, lru, or a number from 0 to 64"
+    assert (answer.status_code, error["field"], error["allowed"]) == (422, "policy", allowed)
+    assert error["message"] == f"not a policy; allowed: {allowed}"
+
+
 async def test_unknown_query_parameters_of_reads_are_refused(client: httpx.AsyncClient) -> None:
     answer = await client.get("/v1/pools?page=2&state=x")
     assert answer.status_code == 422

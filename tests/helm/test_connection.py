@@ -87,6 +87,8 @@ def test_values_reach_the_connector(find: Find) -> None:
         policy="lru",
         curve=False,
         copy_strategy="staged",
+        load_path="layer",
+        load_step_budget=0.02,
         pin_chunk=64 << 20,
         pin_pause=0.002,
         admin_host="0.0.0.0",
@@ -239,6 +241,7 @@ def test_the_connector_takes_every_way_to_attach(find: Find, case: str) -> None:
     assert options.attach_require_sharing == all_of_it
     if case == "engine-sidecar-full":
         assert (options.lazy_offload, options.copy_strategy) == (True, "direct")
+        assert (options.load_path, options.load_step_budget) == ("async", 0.005)
         assert options.pin_latency_target == 0.0005
 
 

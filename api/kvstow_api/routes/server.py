@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from kvstow.errors import ConfigError
 from kvstow_api.answers import BLOCK_EVENTS, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
 from kvstow_api.appstate import App
+from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView
 from kvstow_api.health import Probe, Verdict
@@ -235,9 +236,14 @@ async def get_curves(app: App, query: Annotated[PoolQuery, Query()]) -> CurvesVi
     return app.sampler.curves_of(None if pool is None else pool.name)
 
 
+_MAX_AGE_FOR_STRANGERS = 1.0
+"""Seconds. Measuring reads the files of all processes, and a client without a credential must not keep it going."""
+
+
 @router.get("/v1/doctor", responses=reading())
-async def get_doctor(app: App) -> DoctorView:
+async def get_doctor(request: Request, app: App) -> DoctorView:
     """What is wrong, the worst first: each condition with what mends it and the numbers behind it. Measures everything
-    anew; `/v1/readiness` has the same conditions from the last measurements."""
-    await app.watch.look()
+    anew, but for clients that may not make changes once a second at most. `/v1/readiness` has the same conditions from
+    the last measurements."""
+    await app.watch.look(max_age=_MAX_AGE_FOR_STRANGERS if is_stranger(request.scope) else 0.0)
     return app.conditions.find()

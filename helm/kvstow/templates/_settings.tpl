@@ -34,7 +34,8 @@ pin_pause: {{ . }}
 
 {{/* The value of vLLM's --kv-transfer-config. */}}
 {{- define "kvstow.connection" -}}
-{{- $extra := merge (dict "lazy_offload" .Values.connector.lazyOffload "copy_strategy" .Values.pool.copyStrategy)
+{{- $extra := merge (dict "lazy_offload" .Values.connector.lazyOffload "copy_strategy" .Values.pool.copyStrategy
+      "load_path" .Values.connector.loadPath "load_step_budget" .Values.connector.loadStepBudget)
       (include "kvstow.paceSettings" . | fromYaml)
 -}}
 {{- if include "kvstow.attached" . -}}

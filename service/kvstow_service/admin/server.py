@@ -24,6 +24,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -182,7 +183,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     app_state: dict[str, Any]
     address = ""  # the peer's; empty for a Unix socket
-    trusted = False  # it has shown a credential, or came through a Unix socket, which only this user can open
+    trusted = False  # it has shown a credential, or came through a Unix socket, which only admins can open
     wait: Wait | None = Wait.HEAD  # when `Connections` last looked
     opened = since = 0.0  # when it was accepted, and when the server began to wait, on the clock of `Connections`
 
@@ -307,8 +308,23 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.transport.close()
 
 
+class _BoundedLines(ReceiveBuffer):
+    """Refuses a head, and the trailers of a chunked body, with too many lines before they are parsed."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > 1 + MAX_HEADERS:  # the first line of a head has the method
+            raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
+        return lines
+
+
 class _BoundedHeads(h11.Connection):
-    """Refuses a head with too many headers before it is parsed: h11 needs 10 ms for the 3,000 that 16 KiB can hold."""
+    """Refuses too many headers before they are parsed: h11 needs 10 ms for the 3,000 that 16 KiB can hold. A head is
+    refused while it arrives."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._receive_buffer = _BoundedLines()  # h11 has no public way to see where trailers begin
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:

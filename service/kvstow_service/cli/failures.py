@@ -97,7 +97,8 @@ def _hint_for_problem(error: ApiError, command: str) -> str | None:
     if problem is None:
         return _UNREACHABLE
     if problem.errors:
-        return "; ".join(f"{one.field}: {one.allowed}" for one in problem.errors)
+        unsaid = [one for one in problem.errors if one.allowed not in one.message]
+        return "; ".join(f"{one.field}: {one.allowed}" for one in unsaid) or None
     if problem.retry_after is not None:
         return f"try again in {problem.retry_after} s"
     if problem.status == 404 and command in _LISTED_BY:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from kvstow.config import ALLOWED_POLICIES, parse_policy
-from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
+from kvstow.errors import ConfigError, KvstowError, MissingPackageError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode, reporting_failures
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.trace import SHAPES, Shape, even_shape, shape_named
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 
 _SLOT_SIZE = "256KiB"
+
+
+def require_packages() -> None:
+    """Raises `MissingPackageError` where the command line is installed alone, as in its image."""
+    for package in ("msgspec", "numpy"):
+        if find_spec(package) is None:
+            raise MissingPackageError("a replay", package, "cli")
 
 
 def check_attach(attach: str | None, engines: int | None, policy: str | None, *, no_data: bool) -> None:
@@ -240,11 +248,13 @@ def replay(
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
     from kvstow.config import EngineConfig
-    from kvstow_service.replay.driver import blocks_needed
     from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, read_trace
 
     result: ReplayResult | AttachedResult
     try:
+        require_packages()
+        from kvstow_service.replay.driver import blocks_needed
+
         check_attach(attach, engines, policy, no_data=no_data)
         check_port(port, attach, no_data=no_data)
         cut = shape_of(shape, slot_size)

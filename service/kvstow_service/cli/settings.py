@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -188,16 +189,17 @@ def log_level(connection: Connection, level: str, logger: str, style: Format) ->
 
 
 def _parse(setting: str) -> tuple[str, Any]:
-    """A value that is not JSON is a string."""
+    """A value that is not JSON is a string, and so is a number that JSON cannot carry: the server refuses it."""
     key, equals, text = setting.partition("=")
     if not key or not equals:
         raise click.UsageError(f"{setting!r} is not KEY=VALUE")
     if key not in _SETTINGS:
         raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(_SETTINGS)}")
     try:
-        return key, json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return key, text
+    return key, text if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- drain, bypass, pinning -------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_a_policy_is_a_word_or_a_number(value: object, policy: str) -> None:
     assert parse_policy(value) == policy
 
 
-@pytest.mark.parametrize("value", ["arc", "", "-1", "65", "nan", "inf", None, True, [4]])
+@pytest.mark.parametrize("value", ["arc", "", "-1", "65", "nan", "inf", None, True, [4], 10**400, "-0", -0.0, "1_0"])
 def test_other_policies_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="allowed: auto, lru, or a number from 0 to 64") as caught:
         parse_policy(value, "pool.policy")

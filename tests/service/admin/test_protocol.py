@@ -184,6 +184,15 @@ def test_only_the_lines_of_a_head_count_as_headers(served: Served) -> None:
     assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
 
 
+@pytest.mark.parametrize(("trailers", "status"), [(MAX_HEADERS, b"HTTP/1.1 200 OK\r\n"), (MAX_HEADERS + 2, b"")])
+def test_a_body_with_too_many_trailers_ends_the_connection(served: Served, trailers: int, status: bytes) -> None:
+    """Its application may have begun to answer, so there is no room for a refusal."""
+    head = b"POST /read HTTP/1.1\r\nHost: kvstow\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    with served.connect() as client:
+        client.sendall(head + b"1\r\nx\r\n0\r\n" + b"x: y\r\n" * trailers + b"\r\n")
+        assert read_to_end(client)[:17] == status
+
+
 class Held:
     """The queue of strangers' requests, of which only probes get through until `release`."""
 

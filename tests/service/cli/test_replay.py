@@ -155,6 +155,14 @@ def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
     assert "bad.jsonl:1: input_length, output_length, hash_ids missing" in outcome.stderr
 
 
+@pytest.mark.parametrize("package", ["numpy", "msgspec"])
+def test_a_package_that_is_missing_is_named(trace: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    outcome = invoke(trace, "--no-data")
+    assert outcome.exit_code == 2
+    assert f"kvstow replay: a replay needs {package}, which is not installed: pip install '.[cli]'" in outcome.stderr
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("options", [("--no-data",), ("--slot-size", "1KiB", "--pool-slots", "100")])
 def test_a_replay_does_not_import_torch(trace: str, options: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.answers import ConditionView, DoctorView
+from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, ConditionView, DoctorView
 from kvstow_service.cli.board import sparkline
 
 
@@ -34,6 +34,12 @@ def test_events_for_programs(run: Any, host: Any) -> None:
 
 def test_an_unknown_event_type_is_refused(run: Any, host: Any) -> None:
     assert run("events", "--type", "weather", "--server", host.url).exit_code == 2
+
+
+def test_the_help_of_events_names_all_types(run: Any) -> None:
+    said = " ".join(run("events", "--help").stdout.split())
+    standard = [name for name in EVENT_TYPES if name not in BLOCK_EVENTS]
+    assert f"Types: {', '.join(standard)}. Events of blocks, {' and '.join(BLOCK_EVENTS)}, come only" in said
 
 
 def test_events_resume_after_a_lost_connection(

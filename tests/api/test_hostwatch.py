@@ -1,0 +1,75 @@
+"""Measurements for the doctor: its callers share them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.directory import OrphanedMemory
+from kvstow_api.hostwatch import HostWatch
+
+pytestmark = pytest.mark.anyio
+
+
+class Measuring:
+    """A measurement that lasts until `go_on`."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.go_on = threading.Event()
+
+    def __call__(self) -> Sequence[OrphanedMemory]:
+        self.begun += 1
+        assert self.go_on.wait(30)
+        return [OrphanedMemory("found", self.begun)]
+
+
+@pytest.fixture
+def measuring() -> Measuring:
+    return Measuring()
+
+
+async def test_all_who_wait_share_one_measurement(measuring: Measuring) -> None:
+    watch = HostWatch(None, measuring, lambda: None, FakeClock(0.0))
+    waiting = [asyncio.create_task(watch.look()) for _ in range(100)]
+    await asyncio.sleep(0)  # all have asked
+    waiting[0].cancel()  # the one that began it has gone
+    await asyncio.sleep(0)
+    measuring.go_on.set()
+    await asyncio.gather(*waiting[1:])
+    assert waiting[0].cancelled()
+    assert measuring.begun == 1
+    await watch.look()
+    assert (measuring.begun, watch.measured.orphaned_bytes) == (2, 2), "later ones measure anew"
+
+
+async def test_a_recent_measurement_is_enough_for_those_who_accept_it(measuring: Measuring) -> None:
+    clock = FakeClock(0.0)
+    watch = HostWatch(None, measuring, lambda: None, clock)
+    measuring.go_on.set()
+    await watch.look(max_age=1.0)
+    clock.advance(0.9)
+    await watch.look(max_age=1.0)
+    assert measuring.begun == 1
+    clock.advance(0.2)
+    await watch.look(max_age=1.0)
+    assert measuring.begun == 2
+
+
+@pytest.mark.parametrize(("caller", "measured"), [(None, 1), (1234, 4)])
+async def test_only_those_who_may_change_things_measure_anew_each_time(
+    launch: Any, measuring: Measuring, caller: int | None, measured: int
+) -> None:
+    apps: list[Any] = []
+    measuring.go_on.set()
+    client = await launch(apps.append, orphaned_memory=measuring, caller=caller)
+    await apps[0].state.kvstow.watch.look()  # the fixture's clock stands still
+    before = measuring.begun
+    for _ in range(3):
+        assert (await client.get("/v1/doctor")).status_code == 200
+    assert measuring.begun - before == measured - 1
