@@ -517,6 +517,13 @@ MUTANTS = [
         f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
     ),
     Mutant(
+        "a_repeated_slot_is_freed_once_for_each_part_of_its_lease",
+        "engine/kvstow/control/pool.py",
+        "list(dict.fromkeys(slots))",
+        "list(slots)",
+        f"{CONTROL}/test_sessions.py::test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot",
+    ),
+    Mutant(
         "one_user_takes_all_places",
         "service/kvstow_service/node/attach/clientcalls.py",
         "if not self._clients.has_place_for(peer.uid):",

@@ -279,7 +279,7 @@ class Pool:
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
-        self.owed: deque[tuple[int, ...]] = deque()
+        self.owed: deque[Sequence[int]] = deque()
         """Slots of leases and loads that have ended, and that are kept until `free_owed` comes to them: a session of a
         node's pool may have held 4 million."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
@@ -377,8 +377,11 @@ class Pool:
         while self.owed and left > 0:
             slots = self.owed.popleft()
             if len(slots) > left:
-                self.owed.appendleft(slots[left:])
-                slots = slots[:left]
+                # One hold counts a repeated slot once, so it must not be in two parts. The end of the prefix goes first.
+                rest = slots if isinstance(slots, list) else list(dict.fromkeys(slots))
+                slots = rest[-left:]
+                del rest[-left:]
+                self.owed.appendleft(rest)
             self.unhold(slots)
             left -= max(1, len(slots))
         return bool(self.owed)

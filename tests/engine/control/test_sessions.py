@@ -470,3 +470,24 @@ def test_the_bounds_are_above_what_an_engines_queue_holds() -> None:
     """16,384 waiting requests of 4,096 tokens in blocks of 16, each with a lease."""
     assert session.MOST_HELD >= 16_384
     assert session.MOST_HELD_SLOTS >= 16_384 * 256
+
+
+@pytest.mark.parametrize("ends", ["release", "death"])
+def test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot(host: Host, ends: str) -> None:
+    """The parts in which its slots are freed are not holds of their own."""
+    host.pool.slice_slots = 2
+    client, other = host.attach(), host.attach()
+    client.store([A, B, C])
+    loading = other.session.begin_load(other.session.acquire([A]), [0])
+    lease = client.session.acquire([A, B, C, A])
+    assert lease.keys == (A, B, C, A)
+    if ends == "release":
+        client.session.release_leases([lease.lease_id])
+    else:
+        client.session.lose("closed")
+        host.kill(client)
+    while host.pool.free_owed():
+        pass
+    assert host.counts["leased"] == 1
+    host.pool.remove_blocks(loading.slots, "purge")
+    assert host.pool.slots.is_used(loading.slots[0])
