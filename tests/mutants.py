@@ -524,6 +524,20 @@ MUTANTS = [
         f"{CONTROL}/test_sessions.py::test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot",
     ),
     Mutant(
+        "what_is_released_and_not_yet_freed_has_no_bound",
+        "engine/kvstow/control/session.py",
+        " + self.pool.owed_slots",
+        "",
+        f"{CONTROL}/test_sessions.py::test_what_is_released_counts_until_it_is_freed",
+    ),
+    Mutant(
+        "one_client_keeps_the_thread_of_the_memory",
+        "service/kvstow_service/node/pools/memorythread.py",
+        "        if pool.free_owed():\n            self._owing.add(pool)",
+        "        while pool.free_owed():\n            pass",
+        f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
+    ),
+    Mutant(
         "one_user_takes_all_places",
         "service/kvstow_service/node/attach/clientcalls.py",
         "if not self._clients.has_place_for(peer.uid):",

@@ -287,7 +287,7 @@ class NodeHost:
         session = self._sessions[session_id]
         session.release(lease_ids)
         if session.pool.owed:
-            self._memory.do(self._memory.free_owed, session.pool)
+            self._memory.free_owed(session.pool)
 
     def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
         return self._sessions[session_id].begin_load(call)
@@ -377,7 +377,7 @@ class NodeHost:
         session.pool.process_died(client)
         self._memory.do(self._memory.pools.end_client, client)
         if session.pool.owed:
-            self._memory.do(self._memory.free_owed, session.pool)
+            self._memory.free_owed(session.pool)
 
 
 def _user_limit(why: str) -> AttachRefusedError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.control.sharedhost import Host
 
-from kvstow.control import session
+from kvstow.control import pool, session
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
 from kvstow.control.sharedpool import EarlierSession, recover
@@ -464,6 +464,25 @@ def test_the_slots_of_a_sessions_leases_and_loads_are_bounded(host: Host, monkey
     for rank in client.ranks:
         rank.say(op.op_id, "done")
     assert client.session.acquire([A]).slots
+
+
+def test_what_is_released_counts_until_it_is_freed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may lease and release faster than slots are freed."""
+    monkeypatch.setattr(pool, "_SLICES_AT_ONCE", 1)
+    host.pool.slice_slots = 2
+    client = host.attach()
+    client.store([A, B, C])
+    for most in ("MOST_HELD", "MOST_HELD_SLOTS"):
+        with monkeypatch.context() as patch:
+            leases = [client.session.acquire([A, B, C]).lease_id for _ in range(3)]
+            client.session.release_leases(leases)
+            assert (len(host.pool.owed), host.pool.owed_slots) == (2, 5)
+            patch.setattr(session, most, 2)
+            assert client.session.acquire([A]).slots == ()
+            while host.pool.free_owed():
+                pass
+            assert client.session.acquire([A]).slots
+            PoolFacade(host.pool).check_integrity()
 
 
 def test_the_bounds_are_above_what_an_engines_queue_holds() -> None:
