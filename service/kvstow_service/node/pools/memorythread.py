@@ -205,8 +205,8 @@ class PoolMemories:
         self._budget.detach(session.pool.name, session.session_id)
 
     def release(self, client: str, extents: Sequence[int]) -> None:
-        """The worker has released these extents."""
-        for extent in extents:
+        """The worker has released these extents. It may name one twice."""
+        for extent in set(extents):
             self._budget.record_unmapping(client, extent)
 
     def grow(self, pool: NodePool) -> None:
