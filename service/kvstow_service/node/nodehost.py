@@ -192,14 +192,23 @@ class NodeHost:
         with self._lock:
             self._require_ranks(peer.uid, identity.num_ranks)
             found = next((one for one in self._pools.values() if one.identity == identity), None)
-            pool = found or self._make_pool(identity, peer.uid, hello.namespace.model)
+            ending = None if found else self._pool_to_end(peer.uid)
+            pools = [one for one in self._pools.values() if one is not ending]
+            pool = found or self._new_pool(identity, peer.uid, hello.namespace.model)
             namespace = pool.namespace_of(hello.namespace)
-            reasons = sharing_off(pool, namespace, self._pools.values())
+            reasons = sharing_off(pool, namespace, pools)
             if reasons and hello.require_sharing:
                 raise AttachRefusedError("sharing_off", "; ".join(reasons))
             if namespace.name not in pool.known:
-                self._require_namespace(peer.uid)
+                self._require_namespace(peer.uid, pools)
                 namespace.sharing_off = reasons
+            # An engine that is refused changes nothing, so nothing has changed until here.
+            if ending is not None:
+                logger.info("pool %s ends, to make room for another one of uid %d", ending.name, peer.uid)
+                self._close_pool(ending)
+            if found is None:
+                self._memory.do(self._memory.pools.add_pool, pool, peer.uid)
+                self._pools[pool.name] = pool
             hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
             control = pool.enter(hello.engine, namespace)
             session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
@@ -227,33 +236,29 @@ class NodeHost:
         if there + num_ranks > RANKS_OF_USER:
             raise _user_limit(f"sessions of uid {uid} have {there} ranks, and {RANKS_OF_USER} are allowed")
 
-    def _require_place(self, uid: int) -> None:
-        """Have a place for one more pool of the user, by closing the oldest that has no sessions if need be. The caller
-        holds the lock. Raises `AttachRefusedError`."""
+    def _pool_to_end(self, uid: int) -> NodePool | None:
+        """The pool that makes room for one more of the user: the oldest that has no sessions. None if there is room.
+        The caller holds the lock. Raises `AttachRefusedError`."""
         mine = [pool for pool in self._pools.values() if pool.identity.uid == uid]
         if len(mine) < POOLS_OF_USER:
-            return
+            return None
         in_use = {id(session.pool) for session in self._sessions.values()}
         idle = next((pool for pool in mine if id(pool) not in in_use), None)
         if idle is None:
             raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, as many as are allowed")
-        logger.info("pool %s ends, as uid %d has %d pools and needs another one", idle.name, uid, len(mine))
-        self._close_pool(idle)
+        return idle
 
-    def _require_namespace(self, uid: int) -> None:
+    def _require_namespace(self, uid: int, pools: Sequence[NodePool]) -> None:
         """The caller holds the lock. Raises `AttachRefusedError`."""
-        mine = (pool for pool in self._pools.values() if pool.identity.uid == uid)
+        mine = (pool for pool in pools if pool.identity.uid == uid)
         if sum(not known.is_reset for pool in mine for known in pool.known.values()) >= NAMESPACES_OF_USER:
             raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
 
-    def _make_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
-        """The caller holds the lock."""
-        self._require_place(owner)
+    def _new_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
+        """A pool that nobody knows yet. The caller holds the lock. Raises `AttachRefusedError`."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
-        self._memory.do(self._memory.pools.add_pool, pool, owner)
-        self._pools[name] = pool
         return pool
 
     # -- calls ----------------------------------------------------------------------------------------------

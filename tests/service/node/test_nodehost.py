@@ -82,6 +82,35 @@ def test_a_user_has_so_many_pools_and_one_without_sessions_makes_room(
     assert fourth.answer.pool in names
 
 
+@pytest.mark.parametrize("why", ["identity", "memory", "sharing_off", "user_limit"])
+def test_an_engine_that_is_refused_costs_no_pool_and_leaves_none(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(nodehost, "POOLS_OF_USER", 2)
+    idle, other = bench.start(hello_of(0)), bench.attach(hello_of(1))
+    idle.store(1)
+    idle.end()
+    bench.run()
+    names = [pool.name for pool in bench.host.pools()]
+    assert ONE_RANK.pool is not None
+    hello = hello_of(2)
+    match why:
+        case "identity":
+            hello = replace(hello, pool=replace(ONE_RANK.pool, slot_bytes=()))
+        case "memory":
+            hello = replace(hello, pool=replace(ONE_RANK.pool, slot_bytes=(1 << 40,)))
+        case "sharing_off":
+            hello = replace(hello, require_sharing=True)
+        case "user_limit":
+            monkeypatch.setattr(nodehost, "NAMESPACES_OF_USER", 1)
+    with pytest.raises(AttachRefusedError) as refused:
+        bench.attach(hello)
+    assert refused.value.reason == why
+    bench.run()
+    assert [pool.name for pool in bench.host.pools()] == names == [idle.answer.pool, other.answer.pool]
+    assert bench.start(hello_of(0)).has(1)
+
+
 def test_the_sessions_of_a_user_have_so_many_ranks(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodehost, "RANKS_OF_USER", 5)
     one, _ = bench.attach(), bench.attach()
