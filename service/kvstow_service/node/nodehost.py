@@ -48,7 +48,8 @@ RANKS_OF_USER = 1024
 """Of all sessions of one user (uid). The status of each takes 20 us, several times a second."""
 POOLS_OF_USER = 64
 NAMESPACES_OF_USER = 256
-"""Without those of engines that have reset their cache, which share an identity."""
+"""Without those of engines that have reset their cache, which share an identity. Where an engine has another hash seed
+at each start, each start has a namespace of its own."""
 
 logger = logging.getLogger("kvstow.node")
 
@@ -199,13 +200,17 @@ class NodeHost:
             reasons = sharing_off(pool, namespace, pools)
             if reasons and hello.require_sharing:
                 raise AttachRefusedError("sharing_off", "; ".join(reasons))
+            dropped = list[tuple[NodePool, str]]()
             if namespace.name not in pool.known:
-                self._require_namespace(peer.uid, pools)
+                dropped = self._namespaces_to_drop(peer.uid, pools)
                 namespace.sharing_off = reasons
             # An engine that is refused changes nothing, so nothing has changed until here.
             if ending is not None:
                 logger.info("pool %s ends, to make room for another one of uid %d", ending.name, peer.uid)
                 self._close_pool(ending)
+            for former, name in dropped:
+                logger.info("namespace %s ends, to make room for another one of uid %d", name, peer.uid)
+                former.drop(name)
             if found is None:
                 self._memory.do(self._memory.pools.add_pool, pool, peer.uid)
                 self._pools[pool.name] = pool
@@ -248,11 +253,17 @@ class NodeHost:
             raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, as many as are allowed")
         return idle
 
-    def _require_namespace(self, uid: int, pools: Sequence[NodePool]) -> None:
-        """The caller holds the lock. Raises `AttachRefusedError`."""
-        mine = (pool for pool in pools if pool.identity.uid == uid)
-        if sum(not known.is_reset for pool in mine for known in pool.known.values()) >= NAMESPACES_OF_USER:
+    def _namespaces_to_drop(self, uid: int, pools: Sequence[NodePool]) -> list[tuple[NodePool, str]]:
+        """The namespaces that make room for one more of the user: those without sessions, of the oldest pool first. The
+        caller holds the lock. Raises `AttachRefusedError`."""
+        mine = [pool for pool in pools if pool.identity.uid == uid]
+        excess = sum(len(pool.identities()) for pool in mine) + 1 - NAMESPACES_OF_USER
+        if excess <= 0:
+            return []
+        idle = [(pool, name) for pool in mine for name in pool.idle_namespaces()]
+        if len(idle) < excess:
             raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
+        return idle[:excess]
 
     def _new_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
         """A pool that nobody knows yet. The caller holds the lock. Raises `AttachRefusedError`."""

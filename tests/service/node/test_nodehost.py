@@ -132,6 +132,7 @@ def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.Mon
         first.store(number)
         bench.host.reset(first.session_id)
     assert len(first.pool.known) > 3, "those that reset their cache share an identity"
+    bench.attach(hellos[0])
     with pytest.raises(AttachRefusedError, match="pools of uid 1000 have 2 namespaces, as many as are allowed"):
         bench.attach(hellos[2])
     bench.attach(hellos[1])
@@ -139,6 +140,29 @@ def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.Mon
     second.end()
     bench.engines[-2].end()
     bench.attach(hellos[2])
+
+
+def test_the_namespace_that_was_left_first_makes_room_for_another(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without PYTHONHASHSEED has another namespace at each start, and its blocks stay."""
+    monkeypatch.setattr(nodehost, "NAMESPACES_OF_USER", 2)
+    assert ONE_RANK.namespace is not None
+    hellos = [replace(ONE_RANK, namespace=replace(ONE_RANK.namespace, hash_probe=f"h{number}")) for number in range(4)]
+    for number, hello in enumerate(hellos):
+        engine = bench.start(hello)
+        assert engine.store(number).op_id
+        if number < 3:
+            engine.end()
+        bench.run()
+    assert len(bench.host.namespaces()) == 4, "blocks of two are the next to be evicted"
+    assert len(engine.pool.known) == 2
+    assert bench.start(hellos[2]).has(2)
+    with pytest.raises(AttachRefusedError, match="2 namespaces, as many as are allowed"):
+        bench.attach(hellos[0])
+    bench.engines[-1].end()
+    bench.run()
+    assert bench.start(hellos[0]).has(0) == 0
 
 
 def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
