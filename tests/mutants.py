@@ -496,6 +496,17 @@ MUTANTS = [
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
     ),
     Mutant(
+        "a_claim_ends_after_its_pool_may_be_deleted",
+        "service/kvstow_service/node/nodehost.py",
+        "            if not self._sessions_of(session.pool):\n"
+        "                self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "        self._memory.look_again()\n",
+        "        if not self.has_sessions(session.pool):\n"
+        "            self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "        self._memory.look_again()\n",
+        f"{NODE_HOST}::test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over",
+    ),
+    Mutant(
         "a_user_has_any_number_of_pools",
         "service/kvstow_service/node/nodehost.py",
         "if len(mine) < POOLS_OF_USER:",

@@ -382,11 +382,11 @@ class NodeHost:
         session = self._sessions[session_id]
         for rank in range(len(session.ranks)):  # also those that were never sent descriptors
             self._end_client(session, rank)
-        with self._lock:  # at once: a pool without sessions may be deleted
+        with self._lock:  # at once: a pool without sessions may be deleted, which comes after the end of its claims
             del self._sessions[session_id]
+            if not self._sessions_of(session.pool):
+                self._memory.do(self._memory.pools.end_claims, session.pool.name)
         self._memory.look_again()
-        if not self.has_sessions(session.pool):
-            self._memory.do(self._memory.pools.end_claims, session.pool.name)
 
     def _end_client(self, session: NodeSession, rank: int) -> None:
         client = session.client(rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
 from kvstow_service.node import nodehost
+from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 
@@ -318,6 +320,43 @@ def test_a_pool_is_deleted_only_without_sessions(bench: HostBench) -> None:
     assert again.has(1) == 0
     bench.run()
     assert bench.memory.figures.allocated_bytes == 8 * EXTENT
+
+
+class DeletingLock:
+    """The lock of a host. As soon as a thread has released it, another one deletes the pool, if it may."""
+
+    def __init__(self, host: NodeHost, pool: str) -> None:
+        self._host, self._pool = host, pool
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth == 1:
+            with suppress(ConflictError, NotFoundError):
+                self._host.delete_pool(self._pool)  # enters it again
+        self._depth -= 1
+
+
+def test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory goes back although a session of an earlier service had a claim to it."""
+    engine = bench.start()
+    name = engine.pool.name
+    bench.budget.attach(name, "earlier")
+    bench.memory.pools._claims[name] = {"earlier"}
+    engine.lose()
+    engine.let_go()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.host, "_lock", DeletingLock(bench.host, name))
+        engine.over()
+    assert bench.host.pools() == []
+    bench.run()
+    again = bench.start()
+    assert again.answer.pool == name
+    assert again.store(1).op_id
 
 
 def test_a_pool_without_sessions_and_memory_is_forgotten(make_bench: MakeBench) -> None:
