@@ -507,6 +507,20 @@ MUTANTS = [
         f"{NODE_HOST}::test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over",
     ),
     Mutant(
+        "an_idle_namespace_keeps_its_place",
+        "service/kvstow_service/node/nodehost.py",
+        "if len(idle) < excess:",
+        "if idle is not None:",
+        f"{NODE_HOST}::test_the_namespace_that_was_left_first_makes_room_for_another",
+    ),
+    Mutant(
+        "sealed_memory_that_all_workers_have_stays",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "        changed |= self._give_up_sealed(rows)\n",
+        "",
+        "tests/service/node/pools/test_poolmemory.py::test_memory_that_is_sealed_before_it_is_populated_is_replaced",
+    ),
+    Mutant(
         "a_user_has_any_number_of_pools",
         "service/kvstow_service/node/nodehost.py",
         "if len(mine) < POOLS_OF_USER:",
@@ -579,8 +593,8 @@ MUTANTS = [
     Mutant(
         "a_user_has_any_number_of_namespaces",
         "service/kvstow_service/node/nodehost.py",
-        "                self._require_namespace(peer.uid)\n",
-        "",
+        "if excess <= 0:",
+        "if True:",
         f"{NODE_HOST}::test_a_user_has_so_many_namespaces",
     ),
     Mutant(
@@ -717,8 +731,8 @@ MUTANTS = [
     Mutant(
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "            if extent is not None and not extent.is_sound:\n",
-        "            if extent is not None and extent.is_closed:\n",
+        "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
+        "            if extent is not None and extent.is_closed:\n                self._give_up(extent_id)\n",
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(
