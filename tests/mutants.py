@@ -545,6 +545,31 @@ MUTANTS = [
         "test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing",
     ),
     Mutant(
+        "a_claim_ends_after_its_pool_may_be_deleted",
+        "service/kvstow_service/node/nodehost.py",
+        "            if not self._sessions_of(session.pool):\n"
+        "                self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "        self._memory.look_again()\n",
+        "        if not self.has_sessions(session.pool):\n"
+        "            self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "        self._memory.look_again()\n",
+        f"{NODE_HOST}::test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over",
+    ),
+    Mutant(
+        "an_idle_namespace_keeps_its_place",
+        "service/kvstow_service/node/nodehost.py",
+        "if len(idle) < excess:",
+        "if idle is not None:",
+        f"{NODE_HOST}::test_the_namespace_that_was_left_first_makes_room_for_another",
+    ),
+    Mutant(
+        "sealed_memory_that_all_workers_have_stays",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "        changed |= self._give_up_sealed(rows)\n",
+        "",
+        "tests/service/node/pools/test_poolmemory.py::test_memory_that_is_sealed_before_it_is_populated_is_replaced",
+    ),
+    Mutant(
         "a_user_has_any_number_of_pools",
         "service/kvstow_service/node/nodehost.py",
         "if len(mine) < POOLS_OF_USER:",
@@ -563,6 +588,27 @@ MUTANTS = [
         "engine/kvstow/control/pool.py",
         "            if not self._free_owed():\n                return\n",
         "            while self._free_owed():\n                pass\n",
+        f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
+    ),
+    Mutant(
+        "a_repeated_slot_is_freed_once_for_each_part_of_its_lease",
+        "engine/kvstow/control/pool.py",
+        "list(dict.fromkeys(slots))",
+        "list(slots)",
+        f"{CONTROL}/test_sessions.py::test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot",
+    ),
+    Mutant(
+        "what_is_released_and_not_yet_freed_has_no_bound",
+        "engine/kvstow/control/session.py",
+        " + self.pool.owed_slots",
+        "",
+        f"{CONTROL}/test_sessions.py::test_what_is_released_counts_until_it_is_freed",
+    ),
+    Mutant(
+        "one_client_keeps_the_thread_of_the_memory",
+        "service/kvstow_service/node/pools/memorythread.py",
+        "        if pool.free_owed():\n            self._owing.add(pool)",
+        "        while pool.free_owed():\n            pass",
         f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
     ),
     Mutant(
@@ -596,8 +642,8 @@ MUTANTS = [
     Mutant(
         "a_user_has_any_number_of_namespaces",
         "service/kvstow_service/node/nodehost.py",
-        "                self._require_namespace(peer.uid)\n",
-        "",
+        "if excess <= 0:",
+        "if True:",
         f"{NODE_HOST}::test_a_user_has_so_many_namespaces",
     ),
     Mutant(
@@ -734,8 +780,8 @@ MUTANTS = [
     Mutant(
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "            if extent is not None and not extent.is_sound:\n",
-        "            if extent is not None and extent.is_closed:\n",
+        "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
+        "            if extent is not None and extent.is_closed:\n                self._give_up(extent_id)\n",
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(

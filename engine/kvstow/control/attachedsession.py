@@ -49,9 +49,7 @@ class AttachedSession(Session):
         for start in range(0, len(lease_ids), pool.slice_slots):
             with pool.lock:
                 found = map(self.leases.get, lease_ids[start : start + pool.slice_slots])
-                pool.owed.extend(lease.slots for lease in found if lease is not None and self.leases.end(lease))
-        with pool.lock:
-            pool.owe(())
+                pool.owe([lease.slots for lease in found if lease is not None and self.leases.end(lease)])
 
     # -- processes and end ----------------------------------------------------------------------------------
 

@@ -221,6 +221,8 @@ def _defects(pool: Pool) -> list[str]:
     holders = Counter(slot for slots in held for slot in set(slots))
     if holders != pool.index.holders():
         found.append("the held slots are not those of leases and loads")
+    if pool.owed_slots != sum(map(len, pool.owed)):
+        found.append("the count of owed slots is wrong")
     if not all(session.leases.is_consistent() for session in sessions_of(pool)):
         found.append("the count of leased slots is wrong")
     users = Counter(session.namespace for session in sessions_of(pool) if session.is_engine and not session.is_lost)

@@ -280,9 +280,11 @@ class Pool:
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
-        self.owed: deque[tuple[int, ...]] = deque()
+        self.owed: deque[Sequence[int]] = deque()
         """Slots of leases and loads that have ended, and that are kept until `free_owed` comes to them: a session of a
         node's pool may have held 4 million."""
+        self.owed_slots = 0
+        """How many slots `owed` has."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def set_policy(self, policy: str) -> None:
@@ -363,7 +365,9 @@ class Pool:
     def owe(self, leased: Iterable[tuple[int, ...]]) -> None:
         """Leases and loads have ended, so nothing needs their slots. Few are freed at once. The caller holds the
         lock."""
-        self.owed.extend(leased)
+        for slots in leased:
+            self.owed.append(slots)
+            self.owed_slots += len(slots)
         for _ in range(_SLICES_AT_ONCE):
             if not self._free_owed():
                 return
@@ -377,9 +381,14 @@ class Pool:
         left = self.slice_slots
         while self.owed and left > 0:
             slots = self.owed.popleft()
+            self.owed_slots -= len(slots)
             if len(slots) > left:
-                self.owed.appendleft(slots[left:])
-                slots = slots[:left]
+                # A repeated slot was held once, so it must not be in two parts. The end of the prefix goes first.
+                rest = slots if isinstance(slots, list) else list(dict.fromkeys(slots))
+                slots = rest[-left:]
+                del rest[-left:]
+                self.owed.appendleft(rest)
+                self.owed_slots += len(rest)
             self.unhold(slots)
             left -= max(1, len(slots))
         return bool(self.owed)

@@ -169,11 +169,13 @@ class Session:
 
     def _lease_refusal(self, now: float) -> LoadRefusal | None:
         """Why a look-up finds nothing that it may keep. A client that begins loads and never ends them, or releases no
-        lease, holds a bounded amount of this process's memory."""
+        lease, holds a bounded amount of this process's memory. What its pool still owes counts, too, or one that
+        leases and releases faster than slots are freed would have no bound."""
         refusal = self.acceptance.load_refusal(now)
         if refusal:
             return refusal
-        num_held, slots = len(self.leases) + self.ops.num_ops["load"], self.leases.num_slots + self.ops.held_slots
+        num_held = len(self.leases) + self.ops.num_ops["load"] + len(self.pool.owed)
+        slots = self.leases.num_slots + self.ops.held_slots + self.pool.owed_slots
         return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS else None
 
     def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:

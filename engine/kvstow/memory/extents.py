@@ -77,6 +77,8 @@ class Extent:
         """Takes over `fd`. Use `create` or `adopt`."""
         self.fd, self.num_bytes, self.huge_pages, self.numa_node = fd, num_bytes, huge_pages, numa_node
         self.populated_bytes = 0
+        self.done_bytes = 0
+        """What the populator has populated; the watermark follows by whole steps."""
         self.small_page_bytes = 0
         """Of those populated by this process: bytes in pages of 4 KiB."""
         self.numa_bytes: Counter[int] = Counter()
@@ -138,6 +140,7 @@ class Extent:
         """The bytes up to `end` are populated. Called by the populator; the watermark moves by whole steps."""
         self.small_page_bytes += populated.small_page_bytes
         self.numa_bytes += populated.numa_bytes
+        self.done_bytes = end
         self.populated_bytes = end if end == self.num_bytes else max(self.populated_bytes, end - end % STEP_BYTES)
 
 
@@ -312,7 +315,6 @@ class Populator:
         self._state = threading.Condition()
         self._extents: list[Extent] = []
         self._current: Extent | None = None  # the thread is populating it
-        self._done: dict[int, int] = {}  # by id of the extent: bytes populated beyond its watermark
         self._taken = 0  # bytes populated by this process
         self._failure: tuple[str, str] | None = None
         self._refusal = ""
@@ -352,7 +354,6 @@ class Populator:
                 return
             self._extents.remove(extent)
             self._state.wait_for(lambda: self._current is not extent)
-            self._done.pop(id(extent), None)
             if self._failure is not None and self._failure[0] != _DEFECT and not self._has_unfinished():
                 self._failure = None  # what was refused is not wanted any more
 
@@ -428,7 +429,7 @@ class Populator:
                 self._extents.remove(extent)
                 self._current = None
                 return True
-            start = self._done.get(id(extent), extent.populated_bytes)
+            start = max(extent.done_bytes, extent.populated_bytes)
             self._progress.begin(self._taken)
         try:
             end = min(start + self._chunk_bytes, start - start % STEP_BYTES + STEP_BYTES, extent.num_bytes)
@@ -442,7 +443,6 @@ class Populator:
         with self._state:
             if populated is not None and extent in self._extents:
                 extent.record(populated, end)
-                self._done[id(extent)] = end
                 self._taken += populated.num_bytes
                 self._progress.record(self._taken)
                 if not self._has_unfinished():

@@ -48,7 +48,8 @@ RANKS_OF_USER = 1024
 """Of all sessions of one user (uid). The status of each takes 20 us, several times a second."""
 POOLS_OF_USER = 64
 NAMESPACES_OF_USER = 256
-"""Without those of engines that have reset their cache, which share an identity."""
+"""Without those of engines that have reset their cache, which share an identity. Where an engine has another hash seed
+at each start, each start has a namespace of its own."""
 
 logger = logging.getLogger("kvstow.node")
 
@@ -192,14 +193,27 @@ class NodeHost:
         with self._lock:
             self._require_ranks(peer.uid, identity.num_ranks)
             found = next((one for one in self._pools.values() if one.identity == identity), None)
-            pool = found or self._make_pool(identity, peer.uid, hello.namespace.model)
+            ending = None if found else self._pool_to_end(peer.uid)
+            pools = [one for one in self._pools.values() if one is not ending]
+            pool = found or self._new_pool(identity, peer.uid, hello.namespace.model)
             namespace = pool.namespace_of(hello.namespace)
-            reasons = sharing_off(pool, namespace, self._pools.values())
+            reasons = sharing_off(pool, namespace, pools)
             if reasons and hello.require_sharing:
                 raise AttachRefusedError("sharing_off", "; ".join(reasons))
+            dropped = list[tuple[NodePool, str]]()
             if namespace.name not in pool.known:
-                self._require_namespace(peer.uid)
+                dropped = self._namespaces_to_drop(peer.uid, pools)
                 namespace.sharing_off = reasons
+            # An engine that is refused changes nothing, so nothing has changed until here.
+            if ending is not None:
+                logger.info("pool %s ends, to make room for another one of uid %d", ending.name, peer.uid)
+                self._close_pool(ending)
+            for former, name in dropped:
+                logger.info("namespace %s ends, to make room for another one of uid %d", name, peer.uid)
+                former.drop(name)
+            if found is None:
+                self._memory.do(self._memory.pools.add_pool, pool, peer.uid)
+                self._pools[pool.name] = pool
             hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
             control = pool.enter(hello.engine, namespace)
             session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
@@ -227,33 +241,35 @@ class NodeHost:
         if there + num_ranks > RANKS_OF_USER:
             raise _user_limit(f"sessions of uid {uid} have {there} ranks, and {RANKS_OF_USER} are allowed")
 
-    def _require_place(self, uid: int) -> None:
-        """Have a place for one more pool of the user, by closing the oldest that has no sessions if need be. The caller
-        holds the lock. Raises `AttachRefusedError`."""
+    def _pool_to_end(self, uid: int) -> NodePool | None:
+        """The pool that makes room for one more of the user: the oldest that has no sessions. None if there is room.
+        The caller holds the lock. Raises `AttachRefusedError`."""
         mine = [pool for pool in self._pools.values() if pool.identity.uid == uid]
         if len(mine) < POOLS_OF_USER:
-            return
+            return None
         in_use = {id(session.pool) for session in self._sessions.values()}
         idle = next((pool for pool in mine if id(pool) not in in_use), None)
         if idle is None:
             raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, as many as are allowed")
-        logger.info("pool %s ends, as uid %d has %d pools and needs another one", idle.name, uid, len(mine))
-        self._close_pool(idle)
+        return idle
 
-    def _require_namespace(self, uid: int) -> None:
-        """The caller holds the lock. Raises `AttachRefusedError`."""
-        mine = (pool for pool in self._pools.values() if pool.identity.uid == uid)
-        if sum(not known.is_reset for pool in mine for known in pool.known.values()) >= NAMESPACES_OF_USER:
+    def _namespaces_to_drop(self, uid: int, pools: Sequence[NodePool]) -> list[tuple[NodePool, str]]:
+        """The namespaces that make room for one more of the user: those without sessions, of the oldest pool first. The
+        caller holds the lock. Raises `AttachRefusedError`."""
+        mine = [pool for pool in pools if pool.identity.uid == uid]
+        excess = sum(len(pool.identities()) for pool in mine) + 1 - NAMESPACES_OF_USER
+        if excess <= 0:
+            return []
+        idle = [(pool, name) for pool in mine for name in pool.idle_namespaces()]
+        if len(idle) < excess:
             raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
+        return idle[:excess]
 
-    def _make_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
-        """The caller holds the lock."""
-        self._require_place(owner)
+    def _new_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
+        """A pool that nobody knows yet. The caller holds the lock. Raises `AttachRefusedError`."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
-        self._memory.do(self._memory.pools.add_pool, pool, owner)
-        self._pools[name] = pool
         return pool
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -287,7 +303,7 @@ class NodeHost:
         session = self._sessions[session_id]
         session.release(lease_ids)
         if session.pool.owed:
-            self._memory.do(self._memory.free_owed, session.pool)
+            self._memory.free_owed(session.pool)
 
     def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
         return self._sessions[session_id].begin_load(call)
@@ -366,18 +382,18 @@ class NodeHost:
         session = self._sessions[session_id]
         for rank in range(len(session.ranks)):  # also those that were never sent descriptors
             self._end_client(session, rank)
-        with self._lock:  # at once: a pool without sessions may be deleted
+        with self._lock:  # at once: a pool without sessions may be deleted, which comes after the end of its claims
             del self._sessions[session_id]
+            if not self._sessions_of(session.pool):
+                self._memory.do(self._memory.pools.end_claims, session.pool.name)
         self._memory.look_again()
-        if not self.has_sessions(session.pool):
-            self._memory.do(self._memory.pools.end_claims, session.pool.name)
 
     def _end_client(self, session: NodeSession, rank: int) -> None:
         client = session.client(rank)
         session.pool.process_died(client)
         self._memory.do(self._memory.pools.end_client, client)
         if session.pool.owed:
-            self._memory.do(self._memory.free_owed, session.pool)
+            self._memory.free_owed(session.pool)
 
 
 def _user_limit(why: str) -> AttachRefusedError:

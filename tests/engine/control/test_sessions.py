@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.control.sharedhost import Host
 
-from kvstow.control import session
+from kvstow.control import pool, session
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
 from kvstow.control.sharedpool import EarlierSession, recover
@@ -466,7 +466,47 @@ def test_the_slots_of_a_sessions_leases_and_loads_are_bounded(host: Host, monkey
     assert client.session.acquire([A]).slots
 
 
+def test_what_is_released_counts_until_it_is_freed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may lease and release faster than slots are freed."""
+    monkeypatch.setattr(pool, "_SLICES_AT_ONCE", 1)
+    host.pool.slice_slots = 2
+    client = host.attach()
+    client.store([A, B, C])
+    for most in ("MOST_HELD", "MOST_HELD_SLOTS"):
+        with monkeypatch.context() as patch:
+            leases = [client.session.acquire([A, B, C]).lease_id for _ in range(3)]
+            client.session.release_leases(leases)
+            assert (len(host.pool.owed), host.pool.owed_slots) == (2, 5)
+            patch.setattr(session, most, 2)
+            assert client.session.acquire([A]).slots == ()
+            while host.pool.free_owed():
+                pass
+            assert client.session.acquire([A]).slots
+            PoolFacade(host.pool).check_integrity()
+
+
 def test_the_bounds_are_above_what_an_engines_queue_holds() -> None:
     """16,384 waiting requests of 4,096 tokens in blocks of 16, each with a lease."""
     assert session.MOST_HELD >= 16_384
     assert session.MOST_HELD_SLOTS >= 16_384 * 256
+
+
+@pytest.mark.parametrize("ends", ["release", "death"])
+def test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot(host: Host, ends: str) -> None:
+    """The parts in which its slots are freed are not holds of their own."""
+    host.pool.slice_slots = 2
+    client, other = host.attach(), host.attach()
+    client.store([A, B, C])
+    loading = other.session.begin_load(other.session.acquire([A]), [0])
+    lease = client.session.acquire([A, B, C, A])
+    assert lease.keys == (A, B, C, A)
+    if ends == "release":
+        client.session.release_leases([lease.lease_id])
+    else:
+        client.session.lose("closed")
+        host.kill(client)
+    while host.pool.free_owed():
+        pass
+    assert host.counts["leased"] == 1
+    host.pool.remove_blocks(loading.slots, "purge")
+    assert host.pool.slots.is_used(loading.slots[0])

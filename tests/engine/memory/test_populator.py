@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections import Counter
@@ -321,6 +322,32 @@ def test_an_adopted_extent_is_populated_from_its_watermark_on(
     populator.add(one)
     eventually(lambda: populator.status().state == "ready")
     assert [(start, end) for _, start, end in window.ranges] == [(2 * STEP_BYTES, 3 * STEP_BYTES)]
+
+
+def test_an_extent_begins_where_its_own_memory_ends(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    """Not where one ended that was sealed when it was populated in part, and whose place in memory the object takes."""
+    populator = make(chunk_bytes=32 * MIB)
+    sealed = Extent.create(STEP_BYTES)
+    pauses = True
+    populator.add_listener(lambda: populator.set_paused(pauses))
+    populator.add(sealed)
+    eventually(lambda: populator.status().state == "paused")
+    fcntl.fcntl(sealed.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    pauses = False
+    populator.set_paused(False)
+    eventually(lambda: not populator.status().target_bytes)
+    populator.discard(sealed)
+    sealed.close()
+    number = id(sealed)
+    window.ranges.clear()
+    del sealed
+    others = [extent(STEP_BYTES) for _ in range(20)]
+    other = next((one for one in others if id(one) == number), others[0])
+    populator.add(other)
+    eventually(lambda: populator.status().state == "ready")
+    assert [(start // MIB, end // MIB) for _, start, end in window.ranges] == [(0, 32), (32, 64)]
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunk_bytes", 0), ("pause", -1.0)])

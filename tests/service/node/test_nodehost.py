@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
 from kvstow_service.node import nodehost
+from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 
@@ -82,6 +84,35 @@ def test_a_user_has_so_many_pools_and_one_without_sessions_makes_room(
     assert fourth.answer.pool in names
 
 
+@pytest.mark.parametrize("why", ["identity", "memory", "sharing_off", "user_limit"])
+def test_an_engine_that_is_refused_costs_no_pool_and_leaves_none(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(nodehost, "POOLS_OF_USER", 2)
+    idle, other = bench.start(hello_of(0)), bench.attach(hello_of(1))
+    idle.store(1)
+    idle.end()
+    bench.run()
+    names = [pool.name for pool in bench.host.pools()]
+    assert ONE_RANK.pool is not None
+    hello = hello_of(2)
+    match why:
+        case "identity":
+            hello = replace(hello, pool=replace(ONE_RANK.pool, slot_bytes=()))
+        case "memory":
+            hello = replace(hello, pool=replace(ONE_RANK.pool, slot_bytes=(1 << 40,)))
+        case "sharing_off":
+            hello = replace(hello, require_sharing=True)
+        case "user_limit":
+            monkeypatch.setattr(nodehost, "NAMESPACES_OF_USER", 1)
+    with pytest.raises(AttachRefusedError) as refused:
+        bench.attach(hello)
+    assert refused.value.reason == why
+    bench.run()
+    assert [pool.name for pool in bench.host.pools()] == names == [idle.answer.pool, other.answer.pool]
+    assert bench.start(hello_of(0)).has(1)
+
+
 def test_the_sessions_of_a_user_have_so_many_ranks(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodehost, "RANKS_OF_USER", 5)
     one, _ = bench.attach(), bench.attach()
@@ -103,6 +134,7 @@ def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.Mon
         first.store(number)
         bench.host.reset(first.session_id)
     assert len(first.pool.known) > 3, "those that reset their cache share an identity"
+    bench.attach(hellos[0])
     with pytest.raises(AttachRefusedError, match="pools of uid 1000 have 2 namespaces, as many as are allowed"):
         bench.attach(hellos[2])
     bench.attach(hellos[1])
@@ -110,6 +142,29 @@ def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.Mon
     second.end()
     bench.engines[-2].end()
     bench.attach(hellos[2])
+
+
+def test_the_namespace_that_was_left_first_makes_room_for_another(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without PYTHONHASHSEED has another namespace at each start, and its blocks stay."""
+    monkeypatch.setattr(nodehost, "NAMESPACES_OF_USER", 2)
+    assert ONE_RANK.namespace is not None
+    hellos = [replace(ONE_RANK, namespace=replace(ONE_RANK.namespace, hash_probe=f"h{number}")) for number in range(4)]
+    for number, hello in enumerate(hellos):
+        engine = bench.start(hello)
+        assert engine.store(number).op_id
+        if number < 3:
+            engine.end()
+        bench.run()
+    assert len(bench.host.namespaces()) == 4, "blocks of two are the next to be evicted"
+    assert len(engine.pool.known) == 2
+    assert bench.start(hellos[2]).has(2)
+    with pytest.raises(AttachRefusedError, match="2 namespaces, as many as are allowed"):
+        bench.attach(hellos[0])
+    bench.engines[-1].end()
+    bench.run()
+    assert bench.start(hellos[0]).has(0) == 0
 
 
 def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
@@ -126,7 +181,7 @@ def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
 def test_many_slots_are_freed_by_the_thread_of_the_memory(
     bench: HostBench, monkeypatch: pytest.MonkeyPatch, end: Callable[[Engine], object]
 ) -> None:
-    """While the attach server's thread answers others."""
+    """While the attach server's thread answers others, and one slice between two actions of its own."""
     monkeypatch.setattr(pool, "_SLICES_AT_ONCE", 1)
     engine = bench.start(ONE_RANK)
     engine.store(*range(8))
@@ -137,8 +192,13 @@ def test_many_slots_are_freed_by_the_thread_of_the_memory(
     end(engine)
     assert sum(map(len, shared.owed)) == 8 * len(LEASES) - 20
     shared.facade.check_integrity()
-    bench.run_memory()
-    assert not shared.owed
+    for left in (120, 100):
+        ran: list[int] = []
+        bench.memory.do(ran.append, left)
+        bench.run_memory()
+        assert (shared.owed_slots, ran) == (left, [left])
+    while shared.owed:
+        bench.run_memory()
     assert shared.facade.stats().pool.slots.leased == 0
 
 
@@ -260,6 +320,43 @@ def test_a_pool_is_deleted_only_without_sessions(bench: HostBench) -> None:
     assert again.has(1) == 0
     bench.run()
     assert bench.memory.figures.allocated_bytes == 8 * EXTENT
+
+
+class DeletingLock:
+    """The lock of a host. As soon as a thread has released it, another one deletes the pool, if it may."""
+
+    def __init__(self, host: NodeHost, pool: str) -> None:
+        self._host, self._pool = host, pool
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth == 1:
+            with suppress(ConflictError, NotFoundError):
+                self._host.delete_pool(self._pool)  # enters it again
+        self._depth -= 1
+
+
+def test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory goes back although a session of an earlier service had a claim to it."""
+    engine = bench.start()
+    name = engine.pool.name
+    bench.budget.attach(name, "earlier")
+    bench.memory.pools._claims[name] = {"earlier"}
+    engine.lose()
+    engine.let_go()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.host, "_lock", DeletingLock(bench.host, name))
+        engine.over()
+    assert bench.host.pools() == []
+    bench.run()
+    again = bench.start()
+    assert again.answer.pool == name
+    assert again.store(1).op_id
 
 
 def test_a_pool_without_sessions_and_memory_is_forgotten(make_bench: MakeBench) -> None:

@@ -205,8 +205,8 @@ class PoolMemories:
         self._budget.detach(session.pool.name, session.session_id)
 
     def release(self, client: str, extents: Sequence[int]) -> None:
-        """The worker has released these extents."""
-        for extent in extents:
+        """The worker has released these extents. It may name one twice."""
+        for extent in set(extents):
             self._budget.record_unmapping(client, extent)
 
     def grow(self, pool: NodePool) -> None:
@@ -317,7 +317,7 @@ class PoolMemories:
             found.pool.due_bytes = due.get(name, 0)
 
 
-_SLICE_PAUSE = 0.0005
+_SLICE_PAUSE = 0.0005  # otherwise the thread would take a pool's lock again before any other one
 _RETRY_SECONDS = 0.02
 _CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
 
@@ -349,6 +349,8 @@ class MemoryThread:
         """Why the thread has ended; None if it has not."""
         self._on_failure = on_failure
         self._actions: deque[Callable[[], object]] = deque()
+        self._owing: set[NodePool] = set()
+        """Pools with slots that ended sessions and leases have held."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
@@ -413,9 +415,10 @@ class MemoryThread:
         self.do(self.pools.add_worker, session, hello.rank, record, pidfd)
 
     def free_owed(self, pool: NodePool) -> None:
-        """Of the memory thread: free the slots that ended sessions and leases have held, which may take seconds."""
-        while pool.free_owed() and not self._stopping:
-            time.sleep(_SLICE_PAUSE)  # otherwise this thread would take the pool's lock again before any other one
+        """Have the thread free the slots that ended sessions and leases have held. That may take seconds, so it frees
+        one slice between two looks at what else there is to do."""
+        self._owing.add(pool)
+        self._wake.set()
 
     def look_again(self) -> None:
         """Something that memory may have been waiting for has changed."""
@@ -438,13 +441,22 @@ class MemoryThread:
                 self._on_failure(self.failure)
 
     def _patience(self) -> float | None:
+        if self._owing:
+            return _SLICE_PAUSE
         if self.pools.waits:
             return _RETRY_SECONDS
         return _CHECK_SECONDS if self.pools.records is not None or self.memory.waits else None
 
     def run_pending(self) -> None:
-        """Run the queued actions, then let pools and workers follow."""
+        """Run the queued actions, free a slice of each pool's owed slots, then let pools and workers follow."""
         for _ in range(len(self._actions)):
             self.pools.guarded(self._actions.popleft())
             self.pools.must_decide = True
+        for pool in list(self._owing):
+            self.pools.guarded(partial(self._free_slice, pool))
         self.pools.follow()
+
+    def _free_slice(self, pool: NodePool) -> None:
+        self._owing.discard(pool)  # first: another thread may add it again meanwhile
+        if pool.free_owed():
+            self._owing.add(pool)

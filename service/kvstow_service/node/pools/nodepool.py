@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,7 +16,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.namespaces import NamespaceLabel
 from kvstow.control.sharedpool import SharedPool
-from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
+from kvstow.errors import AttachRefusedError, ConfigError, ConflictError, NotFoundError
 from kvstow.status import NamespaceStatus
 from kvstow_service.node.survival.roster import PoolRecord
 
@@ -134,6 +135,24 @@ class NodePool(SharedPool):
         reason = "the engine has reset its cache, so its blocks are in a namespace of their own until it attaches again"
         fresh = self.known[name] = KnownNamespace(name, former.identity, (reason,))
         return fresh
+
+    def identities(self) -> list[str]:
+        """The namespaces that have an identity of their own."""
+        self._forget_ended()
+        return [name for name, known in self.known.items() if not known.is_reset]
+
+    def idle_namespaces(self) -> list[str]:
+        """Those of the `identities` that no session uses, the one that was left first being the first."""
+        with self.lock:
+            unused = [one.name for one in self.index.namespaces.unused() if not one.is_dropped]
+        identities = set(self.identities())
+        return [name for name in unused if name in identities]
+
+    def drop(self, name: str) -> None:
+        """Forget a namespace that no session uses. Its blocks are the first to be evicted."""
+        with suppress(NotFoundError):  # its last block was just evicted
+            self.drop_namespace(name)
+        self.known.pop(name, None)
 
     def _forget_ended(self) -> set[str]:
         """Drop the namespaces that the pool has dropped or forgotten, and return the names of the others."""

@@ -105,6 +105,7 @@ class PoolMemory:
         self._take(rows, active)
         changed = self._give_back(active)
         self._show(rows)
+        changed |= self._give_up_sealed(rows)
         for worker in list(self.workers.values()):
             changed |= self._grant(worker, rows)
         if self.notice is not None and self.notice != notice:
@@ -183,6 +184,21 @@ class PoolMemory:
             if worker.place == place and (known := tuple(one for number, one in news if number in worker.rows)):
                 worker.session.link.push(PopulatedExtents(known), rank=worker.rank)
 
+    def _give_up_sealed(self, rows: Mapping[int, Row]) -> bool:
+        """Give up what is sealed of the rows that are not populated yet, because the populator leaves it alone. Returns
+        True if there is any."""
+        for number in range(self._num_full, len(self.pool.extents)):
+            for extent_id in () if rows[number].recalled else rows[number].extents:
+                extent = self._memory.extent(extent_id)
+                if extent is not None and not extent.is_sound:
+                    self._give_up(extent_id)
+                    return True
+        return False
+
+    def _give_up(self, extent_id: int) -> None:
+        self._budget.give_up(extent_id)
+        self.failure = f"an engine has sealed memory of pool {self.pool.name}, so it is taken back"
+
     # -- handing out ----------------------------------------------------------------------------------------
 
     def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> bool:
@@ -199,8 +215,7 @@ class PoolMemory:
             extent_id = row.extents[worker.place]
             extent = self._memory.extent(extent_id)
             if extent is not None and not extent.is_sound:
-                self._budget.give_up(extent_id)
-                self.failure = f"an engine has sealed memory of pool {self.pool.name}, so it is taken back"
+                self._give_up(extent_id)
                 given_up = True
                 break
             if extent is not None:

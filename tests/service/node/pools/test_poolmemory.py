@@ -125,6 +125,27 @@ def test_memory_that_an_engine_has_sealed_is_handed_out_no_more(bench: HostBench
     assert second.store(1000).op_id
 
 
+def test_memory_that_is_sealed_before_it_is_populated_is_replaced(make_bench: MakeBench) -> None:
+    """All workers have it, and the populator leaves it alone."""
+    bench = make_bench(starts_populated=False)
+    engine = bench.attach(ONE_RANK)
+    engine.join()
+    bench.run()
+    (sealed,) = engine.grants[0]
+    found = bench.memory.memory.extent(sealed)
+    assert found is not None
+    fcntl.fcntl(found.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    bench.run()
+    assert engine.revoked == {0: [sealed]}
+    engine.release_revoked()
+    bench.starts_populated = True
+    bench.run()
+    engine.register()
+    engine.report()
+    assert sealed not in engine.grants[0]
+    assert engine.store(1).op_id
+
+
 def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> None:
     bench = make_bench(extents=260)
     engine = bench.start(ONE_RANK)

@@ -96,6 +96,18 @@ def test_a_live_engine_gives_up_its_last_row_once_nothing_of_it_is_used(make_ben
     assert old.store(1000).op_id
 
 
+def test_a_worker_may_say_twice_that_it_has_released_an_extent(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    old = grown(bench)
+    new = bench.attach(ONE_RANK_OTHER)
+    new.join()
+    bench.run()
+    (revoked,) = old.revoked[0]
+    bench.host.extents_released(old.session_id, 0, (revoked, revoked))
+    bench.run()
+    assert list(new.grants[0]) == [revoked]
+
+
 def test_a_pool_gets_its_rows_back_with_the_same_slots_only_when_all_have_let_go(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
