@@ -359,6 +359,20 @@ MUTANTS = [
         "tests/service/connectors/vllm/test_attached.py::test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before_a_step",
     ),
     Mutant(
+        "slots_of_a_load_that_vllm_asks_for_no_more_stay",
+        f"{ENGINE_CORE}/loads.py",
+        "            if not is_asked_for:\n                self._drop_begun(tracked)\n",
+        "",
+        "tests/service/connectors/vllm/test_attached.py::test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up",
+    ),
+    Mutant(
+        "slots_of_a_lost_session_are_used",
+        f"{ENGINE_CORE}/loads.py",
+        "begun.answer.value is None or not self._finder.is_valid(begun.hit)",
+        "begun.answer.value is None",
+        "tests/service/connectors/vllm/test_attached.py::test_slots_that_a_lost_session_gave_are_not_used",
+    ),
+    Mutant(
         "a_load_by_layer_of_another_session_is_let_through",
         "engine/kvstow/attach/worker.py",
         "            if any(number_of(op.op_id) != self._number for op in ops):\n",

@@ -414,3 +414,58 @@ def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() 
     host.service.is_up = False
     host.control.engine.disconnect("gone")
     assert host.answer(request) == 0
+
+
+def begun_by_layer(**options: Any) -> tuple[AttachedVllmHost, FakeRequest]:
+    """vLLM has asked for the request once since its slots were asked for, and does not know them yet."""
+    host, request = by_layer(delay=2, **options), FakeRequest("r", PROMPT)
+    for _ in range(5):
+        assert host.ask_now(request) is None
+        if host.side._requests["r"].begun is not None:
+            return host, request
+        host.step()
+    raise AssertionError("the lookup has no answer")
+
+
+def test_slots_that_a_lost_session_gave_are_not_used() -> None:
+    host, request = begun_by_layer()
+    host.step()
+    assert host.ask_now(request) is None
+    host.step()  # the answer comes with it
+    begun = host.side._requests["r"].begun
+    assert begun is not None and begun.answer.value is not None
+    host.service.lose()
+    assert host.ask_now(request) == 0
+    host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers, host.side.loads_by_layer(request)) == (0, 0, False)
+
+
+def test_a_request_that_waits_while_the_service_restarts_loads_from_the_new_session() -> None:
+    host, request = begun_by_layer()
+    for _ in range(4):
+        host.step()
+    host.service.lose()
+    for _ in range(6):
+        host.step()
+    assert host.control.ticket is not None and host.control.ticket.number == 2
+    assert host.answer(request) == 12
+    assert host.side.loads_by_layer(request)
+    host.admit(request, load=12)
+    assert len(host.step().layered.ops) == 1
+    assert host.has_loaded(request, 12)
+    host.settle()
+    assert (host.leases, host.control.open_transfers) == (0, 0)
+
+
+def test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up() -> None:
+    """As a load that never ends, they would have the service stop serving the engine."""
+    host, request = begun_by_layer()
+    for _ in range(4):
+        host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers, choices(host)) == (0, 0, {"layer_setting": 1})
+    assert host.service.session is not None
+    assert sum(map(len, host.service.session.held_slots())) == 0
+    assert host.answer(request) == 12
+    assert host.side.loads_by_layer(request), "vLLM had room for it"
