@@ -44,6 +44,7 @@ from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
+from kvstow.plaintext import plain
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 PROBE_SECONDS = 0.5
@@ -85,6 +86,8 @@ class AttachedEngine:
 
     The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
     `complete`. A worker fails an op that it cannot run.
+
+    A request's name comes from the engine's clients and may be any text. The service gets what it can show of it.
 
     Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not
     fit in a frame (8 MiB).
@@ -258,7 +261,7 @@ class AttachedEngine:
         `choice`: one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
             return _failed("the session of the lease has ended")
-        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), request_id, choice)
+        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), plain(request_id), choice)
         return self._ask(call, partial(self._read_load, tuple(blocks), request_id), None)
 
     # -- store ----------------------------------------------------------------------------------------------
@@ -270,7 +273,8 @@ class AttachedEngine:
         count = len(keys)
         self._probe_at = self._clock() + PROBE_SECONDS
         without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
-        return self._ask(BeginStore(keys, request_id), partial(self._read_store, tuple(blocks), request_id), without)
+        call = BeginStore(keys, plain(request_id))
+        return self._ask(call, partial(self._read_store, tuple(blocks), request_id), without)
 
     def store_room(self) -> int:
         """How many blocks the next store would find a slot for, as the service last said. 0 without a session. If the

@@ -104,6 +104,18 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
     assert (engine.open_transfers, engine.awaited_transfers) == (0, 0)
 
 
+@pytest.mark.parametrize("name", ["r" * 5000, "r\ud800"])
+def test_a_request_may_have_any_name(engine: Engine, name: str) -> None:
+    answer = engine.begin_store(KEYS[:2], [1, 2], request_id=name)
+    assert engine.wait(answer, seconds=DEADLINE_SECONDS)
+    assert answer.value.op is not None
+    engine.finish(answer.value.op)
+    op = engine.taken(engine.begin_load(engine.found(KEYS[:2]).lease, [7, 8], request_id=name))
+    engine.finish(op)
+    assert [settled.request_id for settled in engine.take_settled()][-1] == name
+    assert engine.num_sessions == 1
+
+
 def test_a_store_says_what_became_of_each_key(engine: Engine, node: Node) -> None:
     engine.store(KEYS[:2])
     answer = engine.begin_store(KEYS[:4], [10, 11, 12, 13])

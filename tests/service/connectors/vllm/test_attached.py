@@ -433,7 +433,8 @@ def test_slots_that_a_lost_session_gave_are_not_used() -> None:
     assert host.ask_now(request) is None
     host.step()  # the answer comes with it
     begun = host.side._requests["r"].begun
-    assert begun is not None and begun.answer.value is not None
+    assert begun is not None
+    assert begun.answer.value is not None
     host.service.lose()
     assert host.ask_now(request) == 0
     host.step()
@@ -448,7 +449,8 @@ def test_a_request_that_waits_while_the_service_restarts_loads_from_the_new_sess
     host.service.lose()
     for _ in range(6):
         host.step()
-    assert host.control.ticket is not None and host.control.ticket.number == 2
+    assert host.control.ticket is not None
+    assert host.control.ticket.number == 2
     assert host.answer(request) == 12
     assert host.side.loads_by_layer(request)
     host.admit(request, load=12)
