@@ -236,7 +236,8 @@ class Loads:
         answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
         if answer is None:
             return 0
-        tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice)
+        tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice, len(places))
+        self._policy.waits(begun.num_blocks)
         return self._begun_hit(tracked, begun)
 
     def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
@@ -254,7 +255,9 @@ class Loads:
 
     def _take_begun(self, tracked: TrackedRequest) -> BegunLoad | None:
         begun, tracked.begun = tracked.begun, None
-        self._begun.pop(tracked, None)
+        if begun is not None:
+            del self._begun[tracked]
+            self._policy.waits_no_more(begun.num_blocks)
         return begun
 
     def _drop_begun(self, tracked: TrackedRequest) -> None:

@@ -11,6 +11,7 @@ from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmH
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedcontrol import (
+    LAYER_WAIT_SECONDS,
     MOST_AHEAD,
     SILENT_SECONDS,
     SLOW_SECONDS,
@@ -471,3 +472,55 @@ def test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up() -> None:
     assert sum(map(len, host.service.session.held_slots())) == 0
     assert host.answer(request) == 12
     assert host.side.loads_by_layer(request), "vLLM had room for it"
+
+
+def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
+    host = with_prompt(delay=2, gpu_blocks=200)
+    host.policy._path, host.policy._budget = "auto", 0.0
+    requests = [FakeRequest(str(number), PROMPT) for number in range(4)]
+    for request in requests:
+        host.expect(request)
+    ways: dict[str, str] = {}
+    for _ in range(8):
+        for request in requests:
+            if request.request_id not in ways and host.ask_now(request):
+                choice = host.side._requests[request.request_id].choice
+                assert choice is not None
+                ways[request.request_id] = choice.label
+                host.admit(request, load=12)
+        assert len(host.step().layered.ops) <= 1
+        if "0" in ways:
+            break
+    host.settle()
+    assert ways["0"] == "layer_alone"
+    assert {way for name, way in ways.items() if name != "0"} <= {"async_burst"}
+    assert host.policy._waiting == 0
+
+
+def test_all_loads_of_a_step_wait_for_their_slots_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = by_layer(delay=3, gpu_blocks=200)
+    requests = [FakeRequest(str(number), PROMPT) for number in range(4)]
+    for request in requests:
+        host.expect(request)
+    for _ in range(3):
+        host.step()
+    waited: list[float] = []
+
+    def wait(call: object, seconds: float) -> bool:
+        waited.append(seconds)
+        host.clock.advance(seconds)
+        return False
+
+    monkeypatch.setattr(host.service.connection, "wait", wait)
+    assert [host.ask_now(request) for request in requests] == [None] * 4
+    assert sum(waited) == pytest.approx(LAYER_WAIT_SECONDS)
+    host.step()
+    waited.clear()
+    assert [host.ask_now(request) for request in requests] == [None] * 4
+    assert sum(waited) == pytest.approx(LAYER_WAIT_SECONDS), "in the next step again"
+    waited.clear()
+    host.control._is_slow = True
+    assert host.ask_now(requests[0]) is None
+    host.control._layer_wait_left = LAYER_WAIT_SECONDS
+    assert host.ask_now(requests[0]) is None
+    assert sum(waited) == 0.0
