@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvstow.attach import calls, hello
 from kvstow.attach.calls import (
+    BeginLoad,
     BlockChange,
     Completions,
     ExtentBytes,
@@ -24,6 +25,7 @@ from kvstow.attach.calls import (
     Found,
     GrantedExtents,
     Hold,
+    LoadBegun,
     Lookup,
     SettledOp,
     SettledOps,
@@ -180,6 +182,20 @@ def test_a_message_with_changed_bytes_is_read_as_another_one_or_refused(data: st
     with suppress(ProtocolError, AttachRefusedError):
         again = type(message).unpack(bytes(payload))
         assert type(message).unpack(again.pack()) == again
+
+
+@pytest.mark.parametrize("quoted", ["$[99]", "`$[99]`", "at `$[0]`", "$[" + "9" * 4000 + "]"])
+def test_a_complaint_may_quote_anything(quoted: str) -> None:
+    """It names fields where msgspec says so, and nowhere in what a peer has sent."""
+    payload = msgspec.msgpack.encode([1, 0, 1, "", quoted])
+    with pytest.raises(ProtocolError, match=r"begin_load: the choice is ") as error:
+        BeginLoad.unpack(payload)
+    assert "$." not in str(error.value)
+
+
+def test_a_complaint_names_the_field() -> None:
+    with pytest.raises(ProtocolError, match=r"`\$\.slots\[0\]`"):
+        LoadBegun.unpack(msgspec.msgpack.encode([1, ["slot"]]))
 
 
 def test_text_that_is_no_utf8_is_malformed() -> None:
