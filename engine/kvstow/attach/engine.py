@@ -35,6 +35,7 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
     Use,
+    listed,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer, AttachConnection, Call
@@ -313,8 +314,8 @@ class AttachedEngine:
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent in one frame per
-        rank, before the next call and in the next `step`."""
+        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent together,
+        before the next call and in the next `step`."""
         for completion in completions:
             said = self._ops.complete(rank, completion)
             if said is not None:
@@ -389,7 +390,7 @@ class AttachedEngine:
         if not self._spoken:
             return []
         spoken, self._spoken = self._spoken, {}
-        return [Completions(rank, boot_id, tuple(said)) for (rank, boot_id), said in spoken.items()]
+        return [Completions(*sender, piece) for sender, said in spoken.items() for piece in listed(said)]
 
     def _take(self, frames: list[Frame]) -> None:
         self._resolve_answers()  # first: a result may be of an op that an earlier answer has begun

@@ -13,6 +13,7 @@ from kvstow.attach.calls import Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
+from kvstow.attach.wire import MOST_LISTED
 from kvstow.errors import AttachError, AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.results import Lease
@@ -102,6 +103,13 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
     (settled,) = engine.take_settled()
     assert (settled.op_id, settled.mark, settled.request_id, settled.blocks) == (op.op_id, "done", "r", (7, 8))
     assert (engine.open_transfers, engine.awaited_transfers) == (0, 0)
+
+
+def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:
+    done = [Completion(number, "done") for number in range(MOST_LISTED + 1)]
+    engine._spoken[0, BOOT] = done
+    sent = [message.completions for message in engine._take_spoken()]
+    assert sent == [tuple(done[:-1]), (done[-1],)]
 
 
 @pytest.mark.parametrize("name", ["r" * 5000, "r\ud800"])
