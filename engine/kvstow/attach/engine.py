@@ -258,7 +258,7 @@ class AttachedEngine:
         choice: str = "async_engine",
     ) -> Answer[Op | None]:
         """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. Uses up the lease. The value
-        is None if the service disconnected, or refused because the lease was broken; release the lease then.
+        is None if the service disconnected, or refused because the lease was broken; nothing is held then.
         `choice`: one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
             return _failed("the session of the lease has ended")

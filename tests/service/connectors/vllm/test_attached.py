@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
@@ -524,3 +524,22 @@ def test_all_loads_of_a_step_wait_for_their_slots_no_longer_than_one(monkeypatch
     host.control._layer_wait_left = LAYER_WAIT_SECONDS
     assert host.ask_now(requests[0]) is None
     assert sum(waited) == 0.0
+
+
+@pytest.mark.parametrize("path", ["async", "layer"])
+def test_a_broken_lease_holds_nothing_after_it_was_refused(path: Literal["async", "layer"]) -> None:
+    host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
+    host.policy._path = path
+    host.expect(request)
+    host.step()
+    assert host.service.session is not None
+    assert host.leases == 1
+    host.service.session.leases.break_all()
+    if path == "layer":
+        assert host.answer(request) == 0
+    else:
+        assert host.answer(request) == 12
+        host.admit(request, load=12)
+        host.step()
+    host.step()
+    assert host.leases == 0
