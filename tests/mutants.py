@@ -373,6 +373,20 @@ MUTANTS = [
         "tests/service/connectors/vllm/test_attached.py::test_slots_that_a_lost_session_gave_are_not_used",
     ),
     Mutant(
+        "a_broken_lease_stays",
+        RANK_MEMORY,
+        "            control.release_lease(lease)\n            raise\n",
+        "            raise\n",
+        "tests/service/connectors/vllm/test_attached.py::test_a_broken_lease_holds_nothing_after_it_was_refused",
+    ),
+    Mutant(
+        "loads_whose_slots_come_late_do_not_count",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "before = self._by_layer + self._queued + self._waiting",
+        "before = self._by_layer + self._queued",
+        "tests/service/connectors/vllm/test_attached.py::test_of_many_loads_whose_slots_come_late_only_the_first_is_alone",
+    ),
+    Mutant(
         "a_load_by_layer_of_another_session_is_let_through",
         "engine/kvstow/attach/worker.py",
         "            if any(number_of(op.op_id) != self._number for op in ops):\n",
@@ -486,11 +500,11 @@ MUTANTS = [
     Mutant(
         "released_extents_are_named_before_the_report",
         "engine/kvstow/attach/worker.py",
-        "        self._registered = registered\n        if news:\n",
+        "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
-        "        if news:\n",
+        "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
     ),
     Mutant(
