@@ -34,6 +34,7 @@ from kvstow.attach.calls import (
     ReleasedExtents,
     Report,
     RevokedExtents,
+    listed,
 )
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import AttachConnection
@@ -97,8 +98,8 @@ class BareRank:
             if slots > self._registered.get(extent_id, 0):
                 self._registered[extent_id] = slots
                 news.append(ExtentSlots(extent_id, slots))
-        if news:
-            self._connection.tell(RegisteredExtents(tuple(news)))
+        for piece in listed(news):
+            self._connection.tell(RegisteredExtents(piece))
 
     def _let_go(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:

@@ -408,6 +408,34 @@ MUTANTS = [
         "tests/service/connectors/vllm/test_attached.py::test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before_a_step",
     ),
     Mutant(
+        "slots_of_a_load_that_vllm_asks_for_no_more_stay",
+        f"{ENGINE_CORE}/loads.py",
+        "            if not is_asked_for:\n                self._drop_begun(tracked)\n",
+        "",
+        "tests/service/connectors/vllm/test_attached.py::test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up",
+    ),
+    Mutant(
+        "slots_of_a_lost_session_are_used",
+        f"{ENGINE_CORE}/loads.py",
+        "begun.answer.value is None or not self._finder.is_valid(begun.hit)",
+        "begun.answer.value is None",
+        "tests/service/connectors/vllm/test_attached.py::test_slots_that_a_lost_session_gave_are_not_used",
+    ),
+    Mutant(
+        "a_broken_lease_stays",
+        RANK_MEMORY,
+        "            control.release_lease(lease)\n            raise\n",
+        "            raise\n",
+        "tests/service/connectors/vllm/test_attached.py::test_a_broken_lease_holds_nothing_after_it_was_refused",
+    ),
+    Mutant(
+        "loads_whose_slots_come_late_do_not_count",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "before = self._by_layer + self._queued + self._waiting",
+        "before = self._by_layer + self._queued",
+        "tests/service/connectors/vllm/test_attached.py::test_of_many_loads_whose_slots_come_late_only_the_first_is_alone",
+    ),
+    Mutant(
         "a_load_by_layer_of_another_session_is_let_through",
         "engine/kvstow/attach/worker.py",
         "            if any(number_of(op.op_id) != self._number for op in ops):\n",
@@ -521,11 +549,11 @@ MUTANTS = [
     Mutant(
         "released_extents_are_named_before_the_report",
         "engine/kvstow/attach/worker.py",
-        "        self._registered = registered\n        if news:\n",
+        "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
-        "        if news:\n",
+        "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
     ),
     Mutant(

@@ -12,10 +12,10 @@ extent mapped any more.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -40,6 +40,8 @@ from kvstow.attach.wire import (
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
 from kvstow.plaintext import plain
 from kvstow.stats import LOAD_CHOICES
+
+_T = TypeVar("_T")
 
 
 class Hold(IntEnum):
@@ -166,12 +168,12 @@ _TOO_LONG = 1e9
 
 
 class Completions(Packed, frozen=True):
-    """What `rank` reports about its ops, in order. No answer: see `SettledOps`."""
+    """What `rank` reports about its ops, in order; `listed` cuts what is longer. No answer: see `SettledOps`."""
 
     KIND: ClassVar = Kind.COMPLETIONS
     rank: U32
     boot_id: Text
-    completions: tuple[Completion, ...]
+    completions: Annotated[tuple[Completion, ...], Meta(max_length=MOST_LISTED)]
 
     def __post_init__(self) -> None:
         if any(done.error for done in self.completions):
@@ -318,7 +320,7 @@ class RegisteredExtents(Packed, frozen=True):
     """How many slots of each extent, counted from its first slot, the worker can copy to and from."""
 
     KIND: ClassVar = Kind.REGISTERED
-    extents: tuple[ExtentSlots, ...]
+    extents: Annotated[tuple[ExtentSlots, ...], Meta(max_length=MOST_LISTED)]
 
 
 class PopulatedExtents(Packed, frozen=True):
@@ -375,6 +377,12 @@ class Detach(Packed, frozen=True):
 
     KIND: ClassVar = Kind.DETACH
     reason: Text = ""
+
+
+def listed(rows: Sequence[_T]) -> Iterator[tuple[_T, ...]]:
+    """The rows in pieces that a message may have."""
+    for start in range(0, len(rows), MOST_LISTED):
+        yield tuple(rows[start : start + MOST_LISTED])
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

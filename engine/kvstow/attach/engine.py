@@ -35,6 +35,7 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
     Use,
+    listed,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer, AttachConnection, Call
@@ -44,6 +45,7 @@ from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
+from kvstow.plaintext import plain
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 PROBE_SECONDS = 0.5
@@ -85,6 +87,8 @@ class AttachedEngine:
 
     The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
     `complete`. A worker fails an op that it cannot run.
+
+    A request's name comes from the engine's clients and may be any text. The service gets what it can show of it.
 
     Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not
     fit in a frame (8 MiB).
@@ -254,11 +258,11 @@ class AttachedEngine:
         choice: str = "async_engine",
     ) -> Answer[Op | None]:
         """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. Uses up the lease. The value
-        is None if the service disconnected, or refused because the lease was broken; release the lease then.
+        is None if the service disconnected, or refused because the lease was broken; nothing is held then.
         `choice`: one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
             return _failed("the session of the lease has ended")
-        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), request_id, choice)
+        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), plain(request_id), choice)
         return self._ask(call, partial(self._read_load, tuple(blocks), request_id), None)
 
     # -- store ----------------------------------------------------------------------------------------------
@@ -270,7 +274,8 @@ class AttachedEngine:
         count = len(keys)
         self._probe_at = self._clock() + PROBE_SECONDS
         without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
-        return self._ask(BeginStore(keys, request_id), partial(self._read_store, tuple(blocks), request_id), without)
+        call = BeginStore(keys, plain(request_id))
+        return self._ask(call, partial(self._read_store, tuple(blocks), request_id), without)
 
     def store_room(self) -> int:
         """How many blocks the next store would find a slot for, as the service last said. 0 without a session. If the
@@ -309,8 +314,8 @@ class AttachedEngine:
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent in one frame per
-        rank, before the next call and in the next `step`."""
+        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent together,
+        before the next call and in the next `step`."""
         for completion in completions:
             said = self._ops.complete(rank, completion)
             if said is not None:
@@ -385,7 +390,7 @@ class AttachedEngine:
         if not self._spoken:
             return []
         spoken, self._spoken = self._spoken, {}
-        return [Completions(rank, boot_id, tuple(said)) for (rank, boot_id), said in spoken.items()]
+        return [Completions(*sender, piece) for sender, said in spoken.items() for piece in listed(said)]
 
     def _take(self, frames: list[Frame]) -> None:
         self._resolve_answers()  # first: a result may be of an op that an earlier answer has begun

@@ -159,12 +159,16 @@ def decoded(read: Callable[[bytes], _T], payload: bytes, what: str, fields: Sequ
     try:
         return read(payload)
     except (msgspec.MsgspecError, InvalidRequestError, ValueError, RecursionError) as error:
-        problem = _FIELD.sub(lambda found: f"$.{fields[int(found[1])]}", str(error)) if fields else str(error)
+        problem = str(error)
+        place = _PLACE.search(problem) if isinstance(error, msgspec.ValidationError) else None
+        if place is not None and int(place[1]) < len(fields):
+            problem = f"{problem[: place.start()]}`$.{fields[int(place[1])]}{place[2]}`"
         raise ProtocolError("malformed", f"{what}: {plain(problem, _MOST_COMPLAINT)}") from error
 
 
 _MOST_COMPLAINT = 500
-_FIELD = re.compile(r"\$\[(\d+)\]")
+_PLACE = re.compile(r"`\$\[([0-9]{1,4})\]([^`]*)`\Z")
+"""The field that msgspec names at the end of a complaint. What comes before it may quote the peer."""
 
 
 @cache

@@ -27,6 +27,7 @@ from kvstow.attach.calls import (
     ReleasedExtents,
     Report,
     RevokedExtents,
+    listed,
 )
 from kvstow.attach.channel import Channel, Frame, close_fds
 from kvstow.attach.connection import AttachConnection, Call
@@ -223,8 +224,8 @@ class WorkerCalls:
         registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
         news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
         self._registered = registered
-        if news:
-            self._connection.tell(RegisteredExtents(tuple(news)))
+        for piece in listed(news):
+            self._connection.tell(RegisteredExtents(piece))
         report = self._plane.report()
         if released or now >= self._next_report or is_news(report, self._reported):
             self._next_report, self._reported = now + REPORT_SECONDS, report

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from kvstow.attach.worker import LONGEST_GRACE_SECONDS
 from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, HugePages, parse_policy
 from kvstow.errors import ConfigError, SettingError
@@ -30,6 +31,10 @@ from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.duration import parse_duration
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.process.logformat import LogFormat, LogLevel
+
+LEAST_TRUST_EOF = LONGEST_GRACE_SECONDS + 60.0
+"""A worker may start loads so long after the end of its session, and they take time. With less, the memory that they
+read might be given to others."""
 
 # -- types of settings: each parses the raw value of a flag, a variable or a file ----------------------------------
 
@@ -49,6 +54,12 @@ def _positive_size(value: object) -> int:
 def _positive_duration(value: object) -> float:
     if not (seconds := parse_duration(value)):
         raise ConfigError("", value, "more than 0 seconds")
+    return seconds
+
+
+def _trust_eof(value: object) -> float:
+    if (seconds := parse_duration(value)) < LEAST_TRUST_EOF:
+        raise ConfigError("", value, f"{LEAST_TRUST_EOF / 60:.0f}min or more: workers use the memory for so long")
     return seconds
 
 
@@ -91,6 +102,7 @@ def _reads(parse: Any) -> BeforeValidator:
 PositiveSize = Annotated[int, _reads(_positive_size)]
 Duration = Annotated[float, _reads(parse_duration)]
 PositiveDuration = Annotated[float, _reads(_positive_duration)]
+TrustEOF = Annotated[float, _reads(_trust_eof)]
 Port = Annotated[int, _reads(_port)]
 Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]
@@ -123,10 +135,10 @@ class Settings(BaseModel):
     attach_group: str | None = Field(
         None, description="Group, by name or number, whose members may attach besides the service's own user."
     )
-    trust_eof: PositiveDuration | None = Field(
+    trust_eof: TrustEOF | None = Field(
         None,
         description="Kernels before 6.5: how long after the end of its connection an engine in another pid namespace "
-        "counts as dead; without it, such engines are refused.",
+        "counts as dead, 2min or more; without it, such engines are refused.",
     )
     state: Path | None = Field(
         None, description="Folder (mode 0700) of the keeper, with which the cache survives a crash of the service."

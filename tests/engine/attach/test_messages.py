@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvstow.attach import calls, hello
 from kvstow.attach.calls import (
+    BeginLoad,
     BlockChange,
     Completions,
     ExtentBytes,
@@ -25,13 +26,14 @@ from kvstow.attach.calls import (
     GrantedExtents,
     Hold,
     Lookup,
+    RegisteredExtents,
     SettledOp,
     SettledOps,
     StoreBegun,
 )
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.wire import SENT_BY, VERSION, Kind, Message, Packed, refusal_of
+from kvstow.attach.wire import MOST_LISTED, SENT_BY, VERSION, Kind, Message, Packed, refusal_of
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.messages import Completion, DesiredState, RankReport
 
@@ -182,6 +184,15 @@ def test_a_message_with_changed_bytes_is_read_as_another_one_or_refused(data: st
         assert type(message).unpack(again.pack()) == again
 
 
+@pytest.mark.parametrize("quoted", ["$[99]", "`$[99]`", "at `$[0]`", "$[" + "9" * 4000 + "]"])
+def test_a_complaint_may_quote_anything(quoted: str) -> None:
+    """It names fields where msgspec says so, and nowhere in what a peer has sent."""
+    payload = msgspec.msgpack.encode([1, 0, 1, "", quoted])
+    with pytest.raises(ProtocolError, match=r"begin_load: the choice is ") as error:
+        BeginLoad.unpack(payload)
+    assert "$." not in str(error.value)
+
+
 def test_text_that_is_no_utf8_is_malformed() -> None:
     """msgspec does not count it among its own errors."""
     for kind, payload in ((calls.Detach, b"\x91\xa1\xff"), (Refused, b'{"reason":"\xff","message":""}')):
@@ -205,6 +216,15 @@ def test_a_slot_beyond_four_billion_is_refused() -> None:
             calls.LoadBegun.unpack(calls.LoadBegun(1, (slot,)).pack())
     with pytest.raises(ProtocolError, match="load_begun: "):
         calls.LoadBegun(1, (2**64,)).pack()
+
+
+def test_a_worker_lists_no_more_than_a_list_has_room_for() -> None:
+    done, extent = Completion(1, "done"), ExtentSlots(1, 1)
+    for make in (lambda count: Completions(0, "", (done,) * count), lambda count: RegisteredExtents((extent,) * count)):
+        message = make(MOST_LISTED)
+        assert type(message).unpack(message.pack()) == message
+        with pytest.raises(ProtocolError, match="Expected `array` of length <= 4096"):
+            type(message).unpack(make(MOST_LISTED + 1).pack())
 
 
 def test_values_out_of_range_are_malformed() -> None:

@@ -16,7 +16,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
-from kvstow.attach.wire import Kind
+from kvstow.attach.wire import MOST_LISTED, Kind
 from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, RankReport
@@ -123,6 +123,14 @@ def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
     clock.advance(GAP_SECONDS)
     assert calls.speak() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 30), ExtentSlots(2, 5)))]
+
+
+def test_many_extents_are_told_in_several_messages(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
+    rank.registered = dict.fromkeys(range(MOST_LISTED + 1), 1)
+    calls.speak()
+    told = [message.extents for message in wire.taken() if isinstance(message, RegisteredExtents)]
+    assert [len(extents) for extents in told] == [MOST_LISTED, 1]
+    assert [extent for extents in told for extent, _ in extents] == list(range(MOST_LISTED + 1))
 
 
 def test_it_reports_every_second(calls: WorkerCalls, wire: Wire, clock: FakeClock) -> None:

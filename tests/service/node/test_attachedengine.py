@@ -13,6 +13,7 @@ from kvstow.attach.calls import Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
+from kvstow.attach.wire import MOST_LISTED
 from kvstow.errors import AttachError, AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.results import Lease
@@ -102,6 +103,25 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
     (settled,) = engine.take_settled()
     assert (settled.op_id, settled.mark, settled.request_id, settled.blocks) == (op.op_id, "done", "r", (7, 8))
     assert (engine.open_transfers, engine.awaited_transfers) == (0, 0)
+
+
+def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:
+    done = [Completion(number, "done") for number in range(MOST_LISTED + 1)]
+    engine._spoken[0, BOOT] = done
+    sent = [message.completions for message in engine._take_spoken()]
+    assert sent == [tuple(done[:-1]), (done[-1],)]
+
+
+@pytest.mark.parametrize("name", ["r" * 5000, "r\ud800"])
+def test_a_request_may_have_any_name(engine: Engine, name: str) -> None:
+    answer = engine.begin_store(KEYS[:2], [1, 2], request_id=name)
+    assert engine.wait(answer, seconds=DEADLINE_SECONDS)
+    assert answer.value.op is not None
+    engine.finish(answer.value.op)
+    op = engine.taken(engine.begin_load(engine.found(KEYS[:2]).lease, [7, 8], request_id=name))
+    engine.finish(op)
+    assert [settled.request_id for settled in engine.take_settled()][-1] == name
+    assert engine.num_sessions == 1
 
 
 def test_a_store_says_what_became_of_each_key(engine: Engine, node: Node) -> None:

@@ -395,7 +395,7 @@ def test_every_setting_of_the_node_reaches_it() -> None:
         "huge_pages": "reserved",
         "pin_chunk": "2MiB",
         "pin_pause": "7ms",
-        "trust_eof": "3s",
+        "trust_eof": "2min",
         "state": "/var/lib/kvstow",
         "keep_timeout": "1h",
         "policy": "lru",
@@ -406,7 +406,7 @@ def test_every_setting_of_the_node_reaches_it() -> None:
     assert (node.memory_bytes, node.extent_bytes, node.huge_pages) == (64 * MIB, 4 * MIB, "reserved")
     assert (node.attach_socket, node.attach_group) == (Path("/run/x/attach.sock"), 42)
     assert (node.populate_chunk_bytes, node.populate_pause) == (2 * MIB, 0.007)
-    assert node.trust_eof == 3.0
+    assert node.trust_eof == 120.0
     assert (node.state, node.keep_timeout) == (Path("/var/lib/kvstow"), 3600.0)
     elsewhere = {"memory": "65MiB", "state": "/var/lib/kvstow", "start_keeper": False}
     assert node_settings(load_settings(elsewhere, {}), None).keep_timeout is None

@@ -83,7 +83,7 @@ class ControlPlane(Protocol):
     """Used only by the scheduler's thread. An embedded engine answers at once; the node service answers after a later
     `step`.
 
-    Only `wait` waits, for a fraction of a millisecond in each step, and `wait_for_slots`, for 2 ms at most.
+    Only `wait` waits, for a fraction of a millisecond in each step, and `wait_for_slots`, for 2 ms in each step.
     """
 
     @property

@@ -65,6 +65,7 @@ class LoadPolicy:
         self._planned_at: float | None = None
         self._running: Mapping[str, int] = {}
         self._by_layer = self._queued = 0  # blocks: of the step that is being planned; of other loads under way
+        self._waiting = 0  # blocks of loads by layer that wait for their slots, or for vLLM to ask for them
         self._had_layered = False
 
     def choose(self, request_id: str, num_blocks: int, *, is_whole: bool, had_no_room: bool = False) -> Choice:
@@ -83,13 +84,14 @@ class LoadPolicy:
         if self._path == "layer":
             return Choice(True, "setting")
         others = len(self._running) - (request_id in self._running)
-        if not others and not self._by_layer and not self._queued:
+        before = self._by_layer + self._queued + self._waiting
+        if not others and not before:
             return Choice(True, "alone")
-        seconds = (num_blocks + self._by_layer + self._queued) * self._slot_bytes / self._rate
+        seconds = (num_blocks + before) * self._slot_bytes / self._rate
         hidden = min(self._steps, default=0.0) if others else 0.0  # a step of others lasts so long anyway
         if self._budget and seconds - hidden <= self._budget:
             return Choice(True, "budget")
-        return Choice(False, "burst" if self._by_layer or self._queued else "budget")
+        return Choice(False, "burst" if before else "budget")
 
     @property
     def loads_last_block(self) -> bool:
@@ -99,6 +101,14 @@ class LoadPolicy:
             return False
         load = self._delay + (1 + self._queued) * self._slot_bytes / self._rate
         return load + self._decode_seconds < self._tail_seconds
+
+    def waits(self, num_blocks: int) -> None:
+        """The slots of a load by layer were asked for before vLLM is told of it."""
+        self._waiting += num_blocks
+
+    def waits_no_more(self, num_blocks: int) -> None:
+        """Such a load is planned, or given up."""
+        self._waiting -= num_blocks
 
     def begun(self, choice: Choice, num_blocks: int) -> None:
         """A load has been planned."""

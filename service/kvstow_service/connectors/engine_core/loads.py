@@ -168,7 +168,9 @@ class Loads:
         self._under_way: dict[int, TrackedRequest] = {}  # by op
         self._policy, self._clock = policy, clock
         self._layered: set[int] = set()
-        self._told: list[TrackedRequest] = []  # with a load that has begun, in this step
+        self._begun: dict[TrackedRequest, bool] = {}
+        """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
+        self._told: list[TrackedRequest] = []  # those whose load vLLM was told of in this step
         self._unwanted: list[Awaited[Op | None]] = []
         self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
@@ -234,34 +236,46 @@ class Loads:
         answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
         if answer is None:
             return 0
-        fetched = hit.fetched_tokens(tracked.start, hit.end)
-        tracked.begun = begun = BegunLoad(tracked.start, hit.end, answer, choice, fetched)
+        tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice, len(places))
+        self._policy.waits(begun.num_blocks)
         return self._begun_hit(tracked, begun)
 
     def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
-        """How much the load brings; None while its slots are not known."""
+        """How much the load brings; None while its slots are not known. A session begins only between two passes of
+        vLLM's scheduler, so the ranks do not refuse a load of the session that is the current one now."""
+        self._begun[tracked] = True
         if not self._control.wait_for_slots(begun.answer):
             return None
-        if begun.answer.value is None:  # the session has ended
-            tracked.begun = None
+        if begun.answer.value is None or not self._finder.is_valid(begun.hit):  # the session has ended
+            self._drop_begun(tracked)
             return 0
         tracked.choice = begun.choice
         self._told.append(tracked)
-        return begun.end - begun.start
+        return begun.hit.end - begun.start
+
+    def _take_begun(self, tracked: TrackedRequest) -> BegunLoad | None:
+        begun, tracked.begun = tracked.begun, None
+        if begun is not None:
+            del self._begun[tracked]
+            self._policy.waits_no_more(begun.num_blocks)
+        return begun
 
     def _drop_begun(self, tracked: TrackedRequest) -> None:
-        if tracked.begun is not None:
-            self._unwanted.append(tracked.begun.answer)
-            tracked.begun = None
+        if (begun := self._take_begun(tracked)) is not None:
+            self._unwanted.append(begun.answer)
 
     def drop_unused(self) -> None:
-        """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up: if it stayed,
-        its slots would, too."""
+        """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up, and so is one
+        whose request vLLM has not asked for in this step: if it stayed, its slots would, too."""
         for tracked in self._told:
             if tracked.begun is not None:
                 tracked.had_no_room = True
                 self._drop_begun(tracked)
         self._told.clear()
+        for tracked, is_asked_for in [*self._begun.items()]:
+            self._begun[tracked] = False
+            if not is_asked_for:
+                self._drop_begun(tracked)
         unknown = []
         for answer in self._unwanted:
             if not answer.done:
@@ -344,13 +358,15 @@ class Loads:
         """Load the `num_tokens` tokens after `tracked.start` in the step that is being planned, which computes with
         them. Uses up the hit. Raises `LeaseError` if that is impossible."""
         hit, tracked.hit = tracked.hit, None
-        begun, tracked.begun = tracked.begun, None
+        begun = self._take_begun(tracked)
         end = tracked.start + num_tokens
         places = self._groups.places(tracked.start, end)
         targets = [tracked.tables[group][number] for group, number in places]
         answer: Awaited[Op | None] | None = None
-        if begun is not None and (begun.start, begun.end) == (tracked.start, end) and self._null_block not in targets:
-            answer, tracked.fetched_tokens = begun.answer, begun.fetched_tokens
+        if begun is not None:
+            tracked.fetched_tokens = begun.hit.fetched_tokens(tracked.start, end)
+            if (begun.start, begun.hit.end) == (tracked.start, end) and self._null_block not in targets:
+                answer = begun.answer
         elif hit is not None:
             tracked.fetched_tokens = hit.fetched_tokens(tracked.start, end)
             answer = self._begin_load(tracked, hit, end, places, targets)

@@ -56,13 +56,14 @@ class Hit(NamedTuple):
 
 
 class BegunLoad(NamedTuple):
-    """A load by layer of the tokens `start` to `end`, whose slots were asked for. `fetched_tokens`: see `Hit`."""
+    """A load by layer of the tokens from `start` to the end of `hit`, in `num_blocks` blocks, whose slots were asked
+    for. That has used up the hit's lease."""
 
     start: int
-    end: int
+    hit: Hit
     answer: Awaited[Op | None]
     choice: Choice
-    fetched_tokens: int
+    num_blocks: int
 
 
 @dataclass(slots=True, eq=False)

@@ -224,7 +224,8 @@ def _hit_at(number: int, runs: Sequence[KeyRun]) -> tuple[int, int] | None:
 
 
 LAYER_WAIT_SECONDS = 0.002
-"""How long a load by layer may wait for its slots: a load before the step takes longer than that."""
+"""How long all loads by layer of one step together may wait for their slots: a load before the step takes longer than
+that."""
 STEP_WAIT_SECONDS = 0.0003
 """How long all lookups and loads of one step together may wait for answers."""
 SLOW_SECONDS = 0.25
@@ -270,6 +271,7 @@ class AttachedControl:
         self._engine: AttachedEngine | None = None
         self._asked: deque[_Asked] = deque()
         self._step = self._resets = 0
+        self._layer_wait_left = LAYER_WAIT_SECONDS  # of this step
         self._bypasses_loads = self._is_slow = False
         self._failure: str | None = None
         self.refused_stores: Counter[str] = Counter()
@@ -320,6 +322,7 @@ class AttachedControl:
 
     def step(self) -> None:
         self._step += 1
+        self._layer_wait_left = LAYER_WAIT_SECONDS
         if self._failure is not None:
             return
         self.engine.step()
@@ -350,7 +353,9 @@ class AttachedControl:
 
     def wait_for_slots(self, answer: Awaited[object]) -> bool:
         if isinstance(answer, Answer) and not answer.done:
-            self.engine.wait(answer, seconds=LAYER_WAIT_SECONDS)
+            begun = self._clock()
+            self.engine.wait(answer, seconds=0.0 if self._is_slow else self._layer_wait_left)
+            self._layer_wait_left = max(0.0, self._layer_wait_left - (self._clock() - begun))
         return answer.done
 
     # -- lookups --------------------------------------------------------------------------------------------

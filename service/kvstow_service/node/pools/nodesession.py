@@ -30,7 +30,7 @@ from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
-from kvstow.errors import InvalidRequestError
+from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
@@ -404,9 +404,14 @@ class NodeSession(MemoryHolder):
         self.control.release_leases(lease_ids)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
-        lease = self.control.find_lease(call.lease_id)
+        """Uses up the lease, also if it is broken: the engine that learns of that has nothing to do."""
+        control, lease = self.control, self.control.find_lease(call.lease_id)
         blocks = range(min(call.count, len(lease.slots) + 1))
-        op = self.control.begin_load(lease, blocks, first=call.first, request_id=call.request_id, choice=call.choice)
+        try:
+            op = control.begin_load(lease, blocks, first=call.first, request_id=call.request_id, choice=call.choice)
+        except LeaseError:
+            control.release_lease(lease)
+            raise
         return LoadBegun(op.op_id, op.slots)
 
     def begin_store(self, call: BeginStore) -> StoreBegun:

@@ -13,6 +13,7 @@ from tests.service.connectors.vllm.slowservice import SlowService
 from kvstow.attach.hello import number_of
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.errors import CopyError
 from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
@@ -27,7 +28,7 @@ PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 
 class AttachedVllmHost(VllmHost):
     """The ranks join a session with the step that brings its ticket, once their copies of the session before have
-    ended, and refuse ops of other sessions."""
+    ended, and refuse ops of other sessions. A load by layer that they refuse ends the engine, as in a worker."""
 
     def __init__(
         self,
@@ -68,6 +69,10 @@ class AttachedVllmHost(VllmHost):
         self._running = Cached()
         for _ in range(2):  # the first makes the session, the second brings its ticket
             self.step()
+
+    def step(self, scheduled: dict[FakeRequest, int] | None = None, *, copy: bool = True) -> PlannedStep:
+        self._ticket = self.control.ticket  # before the step is planned, as `build_connector_meta` does
+        return super().step(scheduled, copy=copy)
 
     def expect(self, request: FakeRequest) -> None:
         self.side.expect(request)
@@ -112,7 +117,7 @@ class AttachedVllmHost(VllmHost):
 
     def _join(self) -> None:
         """As the worker does: refuse ops of the old session, let its copies end, tell the service, join the new one."""
-        ticket = self.control.ticket
+        ticket = self._ticket
         if ticket is None or (self._joined is not None and self._joined[0] == ticket.number):
             return
         (rank,) = self.ranks
@@ -126,6 +131,8 @@ class AttachedVllmHost(VllmHost):
     def _submit(self, plan: PlannedStep) -> None:
         self._join()
         number = 0 if self._joined is None else self._joined[0]
+        if any(number_of(op.op_id) != number for op in plan.layered.ops):
+            raise CopyError("the session of this op has ended")
         for rank in self.ranks:
             for op in (*plan.stores.ops, *plan.loads.ops, *plan.layered.ops):
                 if number_of(op.op_id) == number:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
@@ -11,6 +11,7 @@ from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmH
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedcontrol import (
+    LAYER_WAIT_SECONDS,
     MOST_AHEAD,
     SILENT_SECONDS,
     SLOW_SECONDS,
@@ -414,3 +415,131 @@ def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() 
     host.service.is_up = False
     host.control.engine.disconnect("gone")
     assert host.answer(request) == 0
+
+
+def begun_by_layer(**options: Any) -> tuple[AttachedVllmHost, FakeRequest]:
+    """vLLM has asked for the request once since its slots were asked for, and does not know them yet."""
+    host, request = by_layer(delay=2, **options), FakeRequest("r", PROMPT)
+    for _ in range(5):
+        assert host.ask_now(request) is None
+        if host.side._requests["r"].begun is not None:
+            return host, request
+        host.step()
+    raise AssertionError("the lookup has no answer")
+
+
+def test_slots_that_a_lost_session_gave_are_not_used() -> None:
+    host, request = begun_by_layer()
+    host.step()
+    assert host.ask_now(request) is None
+    host.step()  # the answer comes with it
+    begun = host.side._requests["r"].begun
+    assert begun is not None
+    assert begun.answer.value is not None
+    host.service.lose()
+    assert host.ask_now(request) == 0
+    host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers, host.side.loads_by_layer(request)) == (0, 0, False)
+
+
+def test_a_request_that_waits_while_the_service_restarts_loads_from_the_new_session() -> None:
+    host, request = begun_by_layer()
+    for _ in range(4):
+        host.step()
+    host.service.lose()
+    for _ in range(6):
+        host.step()
+    assert host.control.ticket is not None
+    assert host.control.ticket.number == 2
+    assert host.answer(request) == 12
+    assert host.side.loads_by_layer(request)
+    host.admit(request, load=12)
+    assert len(host.step().layered.ops) == 1
+    assert host.has_loaded(request, 12)
+    host.settle()
+    assert (host.leases, host.control.open_transfers) == (0, 0)
+
+
+def test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up() -> None:
+    """As a load that never ends, they would have the service stop serving the engine."""
+    host, request = begun_by_layer()
+    for _ in range(4):
+        host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers, choices(host)) == (0, 0, {"layer_setting": 1})
+    assert host.service.session is not None
+    assert sum(map(len, host.service.session.held_slots())) == 0
+    assert host.answer(request) == 12
+    assert host.side.loads_by_layer(request), "vLLM had room for it"
+
+
+def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
+    host = with_prompt(delay=2, gpu_blocks=200)
+    host.policy._path, host.policy._budget = "auto", 0.0
+    requests = [FakeRequest(str(number), PROMPT) for number in range(4)]
+    for request in requests:
+        host.expect(request)
+    ways: dict[str, str] = {}
+    for _ in range(8):
+        for request in requests:
+            if request.request_id not in ways and host.ask_now(request):
+                choice = host.side._requests[request.request_id].choice
+                assert choice is not None
+                ways[request.request_id] = choice.label
+                host.admit(request, load=12)
+        assert len(host.step().layered.ops) <= 1
+        if "0" in ways:
+            break
+    host.settle()
+    assert ways["0"] == "layer_alone"
+    assert {way for name, way in ways.items() if name != "0"} <= {"async_burst"}
+    assert host.policy._waiting == 0
+
+
+def test_all_loads_of_a_step_wait_for_their_slots_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = by_layer(delay=3, gpu_blocks=200)
+    requests = [FakeRequest(str(number), PROMPT) for number in range(4)]
+    for request in requests:
+        host.expect(request)
+    for _ in range(3):
+        host.step()
+    waited: list[float] = []
+
+    def wait(call: object, seconds: float) -> bool:
+        waited.append(seconds)
+        host.clock.advance(seconds)
+        return False
+
+    monkeypatch.setattr(host.service.connection, "wait", wait)
+    assert [host.ask_now(request) for request in requests] == [None] * 4
+    assert sum(waited) == pytest.approx(LAYER_WAIT_SECONDS)
+    host.step()
+    waited.clear()
+    assert [host.ask_now(request) for request in requests] == [None] * 4
+    assert sum(waited) == pytest.approx(LAYER_WAIT_SECONDS), "in the next step again"
+    waited.clear()
+    host.control._is_slow = True
+    assert host.ask_now(requests[0]) is None
+    host.control._layer_wait_left = LAYER_WAIT_SECONDS
+    assert host.ask_now(requests[0]) is None
+    assert sum(waited) == 0.0
+
+
+@pytest.mark.parametrize("path", ["async", "layer"])
+def test_a_broken_lease_holds_nothing_after_it_was_refused(path: Literal["async", "layer"]) -> None:
+    host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
+    host.policy._path = path
+    host.expect(request)
+    host.step()
+    assert host.service.session is not None
+    assert host.leases == 1
+    host.service.session.leases.break_all()
+    if path == "layer":
+        assert host.answer(request) == 0
+    else:
+        assert host.answer(request) == 12
+        host.admit(request, load=12)
+        host.step()
+    host.step()
+    assert host.leases == 0
