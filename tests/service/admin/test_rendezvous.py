@@ -23,13 +23,19 @@ FOLDER = f"kvstow-{os.geteuid()}"
 
 
 @pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def tmp_path() -> Iterator[Path]:
+    """A short one: the path of a Unix socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvstow-", dir="/tmp") as base:
+        yield Path(base)
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Two places for the folder, the runtime directory before the one for temporary files."""
-    with tempfile.TemporaryDirectory(prefix="kvstow-", dir="/tmp") as base:  # pytest's own folder may be too long
-        for name in ("run", "tmp"):
-            (Path(base) / name).mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(Path(base) / "tmp"))
-        yield {"XDG_RUNTIME_DIR": str(Path(base) / "run")}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
 
 
 @pytest.fixture
