@@ -452,7 +452,7 @@ class MemoryThread:
         for _ in range(len(self._actions)):
             self.pools.guarded(self._actions.popleft())
             self.pools.must_decide = True
-        for pool in list(self._owing):
+        for pool in self._owing.copy():  # other threads add to it
             self.pools.guarded(partial(self._free_slice, pool))
         self.pools.follow()
 
