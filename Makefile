@@ -39,6 +39,8 @@ KVSTOW = -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 CPU_TORCH = -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
 IS_CPU_TORCH = -c 'from importlib.metadata import version; raise SystemExit("+cpu" not in version("torch"))'
 WHOLE_TORCH = -m pip install $(PIP_FLAGS) "$(TORCH)"
+# Into the environment with this `bin`.
+WITH_CPU_TORCH = $(1)/python $(CPU_TORCH) && $(1)/python $(IS_CPU_TORCH) || $(1)/python $(WHOLE_TORCH)
 # Puts an environment above the packages of .venv-vllm.
 VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
@@ -64,7 +66,7 @@ $(VENV)/.run: $(VENV)/.python locks/run.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python
-	$(if $(EXTRA_INDEX),$(BIN)/python $(CPU_TORCH) && $(BIN)/python $(IS_CPU_TORCH) ||) $(BIN)/python $(WHOLE_TORCH)
+	$(if $(EXTRA_INDEX),$(call WITH_CPU_TORCH,$(BIN)),$(BIN)/python $(WHOLE_TORCH))
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch locks/dev.txt pyproject.toml
@@ -74,7 +76,7 @@ $(VENV)/.dev: $(VENV)/.torch locks/dev.txt pyproject.toml
 
 $(VLLM_VENV)/.vllm: locks/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python $(CPU_TORCH) && $(VLLM_BIN)/python $(IS_CPU_TORCH) || $(VLLM_BIN)/python $(WHOLE_TORCH)
+	$(call WITH_CPU_TORCH,$(VLLM_BIN))
 	$(VLLM_BIN)/python $(LOCKED) locks/vllm.txt
 	@touch $@
 
@@ -113,7 +115,7 @@ $(JAX_VENV)/.test: $(JAX_VENV)/.jax pyproject.toml
 
 $(TPU_VENV)/.tpu: locks/tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)
-	$(TPU_BIN)/python $(CPU_TORCH) && $(TPU_BIN)/python $(IS_CPU_TORCH) || $(TPU_BIN)/python $(WHOLE_TORCH)
+	$(call WITH_CPU_TORCH,$(TPU_BIN))
 	$(TPU_BIN)/python $(LOCKED) locks/tpu.txt
 	@touch $@
 

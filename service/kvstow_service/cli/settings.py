@@ -337,10 +337,7 @@ def pinning() -> None:
 @remote
 def pause(connection: Connection, pool: str | None) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
-    from kvstow_api.client import routes
-
-    with connection.client() as client:
-        client.call(routes.change_pool, {"pinning_paused": True}, pool=chosen_pool(client, pool))
+    _set_paused(connection, pool, paused=True)
     click.echo("pinning is paused")
 
 
@@ -349,11 +346,15 @@ def pause(connection: Connection, pool: str | None) -> None:
 @remote
 def resume(connection: Connection, pool: str | None) -> None:
     """Continue a paused pinning."""
+    _set_paused(connection, pool, paused=False)
+    click.echo("pinning continues")
+
+
+def _set_paused(connection: Connection, pool: str | None, *, paused: bool) -> None:
     from kvstow_api.client import routes
 
     with connection.client() as client:
-        client.call(routes.change_pool, {"pinning_paused": False}, pool=chosen_pool(client, pool))
-    click.echo("pinning continues")
+        client.call(routes.change_pool, {"pinning_paused": paused}, pool=chosen_pool(client, pool))
 
 
 @pinning.command()
