@@ -214,7 +214,7 @@ def find_orphaned_memory(evidence: Evidence) -> Iterator[ConditionView]:
             "warning",
             orphan.words,
             "this memory is taken twice: the service has populated its own",
-            "end the process, or wait until it lets go of the memory",
+            "end the process, or wait until it releases the memory",
             num_bytes=orphan.num_bytes,
         )
 

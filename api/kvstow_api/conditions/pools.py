@@ -63,7 +63,7 @@ def find_memory_limit(evidence: Evidence) -> Iterator[ConditionView]:
         raise NothingToMeasure("the memory limit cannot be read")
     failed = evidence.node is not None and evidence.node.memory.failure
     if failed or any(rank.error_reason in PIN_FIXES for rank in evidence.readiness.ranks):
-        return  # what has been refused is told already, with the reason
+        return  # what has been refused has a condition of its own
     needed = evidence.bytes_to_come
     numbers = {"needed_bytes": needed, "headroom_bytes": host.headroom_bytes, "reserve_bytes": host.reserve_bytes}
     if needed and needed + host.reserve_bytes > host.headroom_bytes:
@@ -111,7 +111,7 @@ def find_share(evidence: Evidence) -> Iterator[ConditionView]:
         yield make_condition(
             "warning",
             f"{format_size(granted)} of memory, and it should have {format_size(due)}",
-            "another pool should give memory back and has not yet: an engine uses it, or does not let go of it",
+            "another pool should give memory back and has not yet: an engine uses it, or does not release it",
             "`kvstow doctor` names the engine that it waits for, if there is one: end or detach it",
             granted_bytes=granted,
             due_bytes=due,
@@ -154,7 +154,7 @@ _DROPS: Mapping[str, tuple[str, str]] = {
     "dropped_not_ready": ("not every rank can copy", "see `kvstow get ranks`"),
     "failed": ("copies fail", "the log of the engine says why; look up the error of the first rank that failed"),
 }
-"""Outcomes of stores that nobody has asked for: in words, and what mends it."""
+"""Why stores were dropped although no operator asked for it: the reason in words, and the remedy."""
 _BUSY: Mapping[str, tuple[str, str]] = {
     "protected": ("protected by an operator", "`kvstow unprotect` lets them be evicted"),
     "quarantined": ("in quarantine", "`kvstow get sessions` shows whose processes may still write them; detach those"),

@@ -212,7 +212,7 @@ class AttachedEngine:
         self._resolve_answers()
 
     def close(self) -> None:
-        """End the session for good. Its leases and unfinished stores end when the workers have let go of the memory.
+        """End the session for good. Its leases and unfinished stores end when the workers have released the memory.
         Idempotent."""
         self._connection.close(*self._take_spoken(), Detach("the engine has stopped"))
         self._resolve_answers()

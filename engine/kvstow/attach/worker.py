@@ -138,7 +138,7 @@ class WorkerCalls:
     """Used by the worker's thread alone, except `is_changed`.
 
     An order matters: the worker reports that slots are no longer used, and the state that the rank has applied, before
-    it lets go of their extents.
+    it releases their extents.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class AttachedWorker:
     after that and after the host's last step, or with the next ticket, the worker refuses ops of the old session, waits
     for its copies to end, and says so to the service. For that it needs no ticket: an engine that has no requests takes
     no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if the
-    service grants the same again, as after a restart with a keeper. It lets go of the rest.
+    service grants the same again, as after a restart with a keeper. It releases the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.

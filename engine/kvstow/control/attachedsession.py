@@ -139,7 +139,7 @@ class AttachedSession(Session):
 
     def set_memory(self, rank: int, registered_slots: int, applied: int) -> None:
         """What the pool's host knows of the rank's memory, between two reports: the slots that it has registered, and
-        the desired state whose memory it has let go of. O(1), or O(leased slots) when there are fewer slots."""
+        the desired state whose memory it has released. O(1), or O(leased slots) when there are fewer slots."""
         with self.pool.lock:
             if self.is_lost:
                 return

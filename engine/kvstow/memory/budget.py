@@ -35,7 +35,7 @@ class Give(NamedTuple):
 
 class Recall(NamedTuple):
     """The pool loses the row, its last one: evict what its slots hold, give out none of them, and ask each client that
-    mapped one of the extents to let go of it."""
+    mapped one of the extents to release it."""
 
     pool: str
     row: int
@@ -70,7 +70,7 @@ class MemoryBudget:
     nothing is created. An extent belongs to one row of one pool. It changes hands only after its pool has lost it and
     each client that mapped it has said so, or has died. No extent that one owner has used is given to another: it is
     closed, and counts until the caller says that its memory is free (`free`). So a client that keeps what it said it
-    has let go of makes the node smaller, never larger. The rows of a pool lie end to end: see `BookedPool`.
+    has released makes the node smaller, never larger. The rows of a pool lie end to end: see `BookedPool`.
 
     `plan` decides; the caller carries out its steps in their order, before it calls anything else. Not locked.
     """
@@ -133,7 +133,7 @@ class MemoryBudget:
         self._book.record_mapping(client, extent, is_process=is_process)
 
     def record_unmapping(self, client: str, extent: int) -> None:
-        """The client has said that it let go of the extent. Raises `InvalidRequestError` if it had none."""
+        """The client has said that it released the extent. Raises `InvalidRequestError` if it had none."""
         self._book.record_unmapping(client, extent)
 
     def record_death(self, client: str) -> None:
@@ -193,7 +193,7 @@ class MemoryBudget:
         return self._book.find(extent).num_bytes
 
     def mappers(self, extent: int) -> list[str]:
-        """The clients that have not let go of the extent."""
+        """The clients that have not released the extent."""
         return sorted(self._book.find(extent).maps)
 
     def extents(self) -> Mapping[int, BookedExtent]:

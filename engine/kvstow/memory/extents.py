@@ -68,7 +68,7 @@ class Populated:
 
 class Extent:
     """A memfd of `num_bytes`, a multiple of 2 MiB; those below `populated_bytes`, the watermark, may be shown to
-    clients. The owner closes it, after the populator has let go of it (`Populator.discard`).
+    clients. The owner closes it, after the populator has released it (`Populator.discard`).
 
     Any thread may read the properties; only the populator's writes them, except `row`, which is the owner's.
     """

@@ -28,7 +28,7 @@ class NodeMemory:
     knows, as its client may have said too early that it has let go. So it is given up: it counts as allocated until the
     kernel says that its memory is free. First no process may have it open any more, and no page of it be pinned; it is
     sealed and closed then, which `close_given_up` does. Then its file has to end, which `settle` notices, once the
-    keeper has let go of it too. `kvstow.memfd` says why each of these is needed.
+    keeper has released it too. `kvstow.memfd` says why each of these is needed.
     """
 
     def __init__(self, budget: MemoryBudget, populator: Populator, *, huge_pages: HugePages = "advised") -> None:
@@ -73,7 +73,7 @@ class NodeMemory:
         return bool(self.budget.closed())
 
     def close_given_up(self, numbers: Iterable[int] | None = None) -> None:
-        """Close what no process uses any more, of these extents or of all. The keeper must let go of it then, before
+        """Close what no process uses any more, of these extents or of all. The keeper must release it then, before
         `settle`."""
         pinned = 0
         for number in [one for one in (self.given_up if numbers is None else numbers) if one in self.given_up]:
@@ -135,7 +135,7 @@ class NodeMemory:
         return self._extents
 
     def close(self) -> None:
-        """Stop populating and let go of all extents; idempotent. A keeper has them still."""
+        """Stop populating and release all extents; idempotent. A keeper has them still."""
         self.populator.close()
         for extent in (*self._extents.values(), *self.given_up.values()):
             extent.close()

@@ -116,7 +116,7 @@ class BookedExtent:
 
     @property
     def may_change_hands(self) -> bool:
-        """Its pool has lost it, and every client has let go of it."""
+        """Its pool has lost it, and every client has released it."""
         return self.recalled and not self.maps
 
 

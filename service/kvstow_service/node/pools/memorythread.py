@@ -267,7 +267,7 @@ class PoolMemories:
             self._on_empty(found.pool)
 
     def _waits(self, due: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
-        """Sessions whose workers have yet to let go of memory. O(extents recalled, and their clients)."""
+        """Sessions whose workers have yet to release memory. O(extents recalled, and their clients)."""
         if not self._budget.recalled_bytes:
             return
         held: Counter[str] = Counter()

@@ -49,7 +49,7 @@ class PoolMemory:
     evicted the row's blocks. No extent changes hands before that.
 
     Three orders matter. The pool has a row before a worker gets it. A mapping is in the books before its descriptor is
-    sent. Workers are asked to let go of a row only when none of its slots is in use any more.
+    sent. Workers are asked to release a row only when none of its slots is in use any more.
     """
 
     def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
@@ -202,7 +202,7 @@ class PoolMemory:
     # -- handing out ----------------------------------------------------------------------------------------
 
     def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> bool:
-        """Send the worker what it lacks. At first also if that is nothing, so that it lets go of what it still has of
+        """Send the worker what it lacks. At first also if that is nothing, so that it releases what it still has of
         an earlier service. Returns True if some of it was given up instead."""
         if worker.has_all and len(worker.rows) == len(self.pool.extents):
             return False
@@ -295,7 +295,7 @@ class PoolMemory:
                 session.link.push(RevokedExtents((extent,)), rank=rank)
 
     def revoke_all(self) -> None:
-        """Ask the workers to let go of all rows, because the service ends."""
+        """Ask the workers to release all rows, because the service ends."""
         for worker in self.workers.values():
             if worker.rows:
                 worker.session.link.push(RevokedExtents(tuple(worker.rows.values())), rank=worker.rank)

@@ -103,7 +103,7 @@ class ChildProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Kill the process and let go of its lanes, which no thread may use any more. Idempotent."""
+        """Kill the process and give up its lanes, which no thread may use any more. Idempotent."""
         self.kill()
         self._close_lanes()
         self._reader.join(_LAST_LINES_SECONDS)
