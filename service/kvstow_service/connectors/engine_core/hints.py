@@ -13,59 +13,36 @@ No hint can fail its request. Those that are unknown or wrong are counted and ig
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kvstow.hints import Hints
+from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints, context_id
+from kvstow.plaintext import is_plain
 
 if TYPE_CHECKING:
     from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 FIELD = "kvstow"
-LONGEST_NAME = 256
-"""Characters of the name of a context."""
-LONGEST_PAUSE = 7 * 24 * 3600.0
-"""Seconds. Nothing stays in a pool for longer because of a hint."""
-_DIGEST_BYTES = 16
 
 
-class RequestHints(NamedTuple):
-    """`context`: the name; "" without. `ignored`: why hints were ignored, each reason once."""
-
-    hints: Hints = Hints()
-    context: str = ""
-    ignored: tuple[str, ...] = ()
-
-
-NO_HINTS = RequestHints()
-
-
-def hints_of(request: Any) -> RequestHints:
-    """The hints of vLLM's request. Never raises: its fields are what clients send."""
-    given = _given(request)
-    session = getattr(request, "session_id", None)
+def hints_of(request: Any) -> Hints | None:
+    """The hints of vLLM's request; None if it has none. Never raises: clients may send anything."""
+    given, session = _given(request), getattr(request, "session_id", None)  # vLLM 0.30
     if given is None and session is None:
-        return NO_HINTS
-    reader = _Reader(given, session)
-    name, resume_in = reader.context(), reader.seconds("resume_in")
+        return None
+    reader = _Reader(given)
+    name = reader.name("context") or reader.checked_name(session)
+    resume_in = reader.seconds("resume_in")
     release, store = reader.flag("release", otherwise=False), reader.flag("store", otherwise=True)
     if not name and (resume_in is not None or release):
         reader.ignored["no_context"] = None
         resume_in, release = None, False
-    digest = context_digest(name, getattr(request, "cache_salt", None)) if name else None
-    return RequestHints(Hints(digest, resume_in, release, store), name, tuple(reader.ignored))
-
-
-def context_digest(name: str, cache_salt: str | None) -> bytes:
-    """What names a context in a pool. Requests with different salts share no block, and no context either."""
-    salt = hashlib.blake2b((cache_salt or "").encode("utf-8", "surrogatepass")).digest()
-    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=salt, digest_size=_DIGEST_BYTES).digest()
+    context = context_id(name, getattr(request, "cache_salt", None) or "") if name else None
+    return Hints(context, resume_in, release, store, name, tuple(reader.ignored))
 
 
 def _given(request: Any) -> Any:
     params = getattr(request, "kv_transfer_params", None)
-    if isinstance(params, Mapping) and FIELD in params:
+    if isinstance(params, dict) and FIELD in params:
         return params[FIELD]
     actions = getattr(getattr(request, "kv_hints", None), "actions", None)  # vLLM 0.30
     for action in actions if isinstance(actions, (list, tuple)) else ():
@@ -75,42 +52,38 @@ def _given(request: Any) -> Any:
 
 
 class _Reader:
-    """Reads one request's hints. `ignored` has the reasons for those that cannot be used, as a set in order."""
+    """Reads one request's hints. `ignored` has the `HINTS_IGNORED` of those that cannot be used, as a set in order."""
 
     _NAMES = ("context", "resume_in", "release", "store")
 
-    def __init__(self, given: Any, session: Any) -> None:
+    def __init__(self, given: Any) -> None:
         self.ignored: dict[str, None] = {}
-        self._session = session
-        self._given: Mapping[Any, Any] = given if isinstance(given, Mapping) else {}
-        if given is not None and not isinstance(given, Mapping):
+        self._given: dict[Any, Any] = given if isinstance(given, dict) else {}
+        if given is not None and not isinstance(given, dict):
             self.ignored["malformed"] = None
         if len(self._given) > sum(name in self._given for name in self._NAMES):
             self.ignored["unknown"] = None
 
-    def context(self) -> str:
-        for name in (self._given.get("context"), self._session):
-            if type(name) is str and 0 < len(name) <= LONGEST_NAME:
-                return name
-            if name is not None:
-                self.ignored["invalid"] = None
-        return ""
+    def name(self, field: str) -> str:
+        return self.checked_name(self._given.get(field))
 
-    def seconds(self, name: str) -> float | None:
-        value = self._given.get(name)
-        if type(value) in (int, float) and 0 <= value <= LONGEST_PAUSE:
-            return float(value)
-        if value is not None:
-            self.ignored["invalid"] = None
-        return None
+    def checked_name(self, value: Any) -> str:
+        return value if self._accepts(value, is_plain(value, MOST_NAME_CHARS) and value != "") else ""
 
-    def flag(self, name: str, *, otherwise: bool) -> bool:
-        value = self._given.get(name)
-        if type(value) is bool:
-            return value
-        if value is not None:
+    def seconds(self, field: str) -> float | None:
+        value: Any = self._given.get(field)
+        is_valid = type(value) in (int, float) and 0 <= value <= LONGEST_PAUSE
+        return float(value) if self._accepts(value, is_valid) else None
+
+    def flag(self, field: str, *, otherwise: bool) -> bool:
+        value: Any = self._given.get(field)
+        return bool(value) if self._accepts(value, type(value) is bool) else otherwise
+
+    def _accepts(self, value: Any, is_valid: bool) -> bool:
+        """Whether there is a valid value. Notes one that is not valid."""
+        if value is not None and not is_valid:
             self.ignored["invalid"] = None
-        return otherwise
+        return is_valid
 
 
 class UnstoredHashes:
@@ -138,14 +111,14 @@ class UnstoredHashes:
 
     def begin(self, tracked: TrackedRequest) -> None:
         """A request has arrived. O(its hashes), unless nothing is kept."""
-        if not tracked.hints.hints.store:
+        if tracked.hints is not None and not tracked.hints.store:
             self._running[tracked] = 0
         if not self._hashes:
             return
         for block_hash in tracked.request.block_hashes:
             if block_hash in self._hashes:
                 del self._hashes[block_hash]
-                if not tracked.hints.hints.store:  # it is then one of the latest
+                if tracked in self._running:  # it is then one of the latest
                     self._hashes[block_hash] = None
 
     def end(self, tracked: TrackedRequest) -> None:
