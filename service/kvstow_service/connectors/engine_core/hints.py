@@ -26,7 +26,7 @@ FIELD = "kvstow"
 
 def hints_of(request: Any) -> Hints | None:
     """The hints of vLLM's request; None if it has none. Never raises: clients may send anything."""
-    given, session = _given(request), getattr(request, "session_id", None)  # vLLM 0.30
+    given, session = _given(request), getattr(request, "session_id", None)  # vLLM 0.28
     if given is None and session is None:
         return None
     reader = _Reader(given)
@@ -44,7 +44,7 @@ def _given(request: Any) -> Any:
     params = getattr(request, "kv_transfer_params", None)
     if isinstance(params, dict) and FIELD in params:
         return params[FIELD]
-    actions = getattr(getattr(request, "kv_hints", None), "actions", None)  # vLLM 0.30
+    actions = getattr(getattr(request, "kv_hints", None), "actions", None)  # vLLM 0.31
     for action in actions if isinstance(actions, (list, tuple)) else ():
         if getattr(action, "action_type", None) == FIELD:
             return getattr(action, "payload", None)
