@@ -181,8 +181,9 @@ class LayerLoader:
         driver.record_event(buffers.finished, stream)
 
     def _launch_ends(self, num_blocks: int) -> list[int]:
-        """The end of each launch, as a number of parts. The computation waits for the first of `n` launches, an `n`th of
-        the load, and the host spends its time on all of them: the sum is least at the root of their ratio."""
+        """The end of each launch, as a number of parts. The computation waits for the first of `n` launches, which has
+        an `n`th of the load, and the host spends its time on all of them: the sum is least at the root of their ratio.
+        """
         ends, size = [], 0
         total = sum(self._part_bytes) * num_blocks
         least = total / max(1.0, sqrt(total / _LAUNCH_BYTES))
