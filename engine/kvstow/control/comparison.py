@@ -11,6 +11,7 @@ import numpy as np
 
 from kvstow.control.shadows import Floats, Part, Request, Shadows
 from kvstow.control.uses import hash_keys
+from kvstow.status import Curve, CurvePoint
 
 CHOICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SIZES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -122,23 +123,6 @@ class Chooser:
         return change
 
 
-class CurvePoint(NamedTuple):
-    """A size, and the shares of blocks that a pool of it would hit: in the order of last use, and in the pool's own."""
-
-    num_slots: int
-    lru: float
-    own: float
-
-
-class Curve(NamedTuple):
-    """What the requests of the window would have hit in pools of other sizes. `k`: the pool's own order."""
-
-    points: tuple[CurvePoint, ...]
-    k: float
-    requests: int
-    blocks: int
-
-
 class Comparison:
     """Follows the requests of a pool. Any thread; it has a lock of its own, so that no call of the pool waits for it.
 
@@ -197,4 +181,5 @@ class Comparison:
                 CurvePoint(round(times * slots), float(ratios[lru]), float(ratios[own]))
                 for times, lru, own in zip(SIZES, self._lru_rows, self._own_rows, strict=True)
             ]
-            return Curve(tuple(points), self._k, self._window.requests, self._window.blocks)
+            everything = max(max(point.lru, point.own) for point in points)
+            return Curve(tuple(points), everything, self._k, self._window.requests, self._window.blocks)
