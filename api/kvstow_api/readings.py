@@ -117,8 +117,7 @@ def tier_view(directory: Directory) -> TierView:
 
 _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 _NO_EVIDENCE = (
-    "nothing can be said of the size yet: that takes 150 requests that have ended, and that have looked up four times "
-    "the blocks of the pool"
+    "too early to tell: that takes 150 requests that have ended, and look-ups of four times the pool's blocks"
 )
 
 

@@ -16,6 +16,9 @@ _MARKS = "●○◆◇▲△"
 """Distinguish the lines on terminals without colours."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character by row and column: it has four rows of two dots."""
+_BLANK = 0x2800
+"""The braille character without dots."""
+_Cell = tuple[str, str | None]
 _WIDTH, _HEIGHT = 72, 15
 _AXIS = 8  # columns on the left
 
@@ -45,39 +48,49 @@ def drawn(plot: Plot, width: int = _WIDTH, height: int = _HEIGHT) -> str:
     columns = max(10, width - _AXIS)
     top = _top(plot)
     places = [round(share * (columns - 1)) for share in _shares(plot.sizes)]
-    cells: list[list[tuple[str, str | None]]] = [[(" ", None)] * columns for _ in range(height)]
-    if plot.now is not None:
-        for row in cells:
-            row[places[plot.now]] = ("┊", None)
-    if plot.limit is not None:
-        cells[_row(plot.limit, top, height)] = [("┈", None)] * columns
-    for line, colour in zip(plot.lines, _cycled(_COLOURS, len(plot.lines)), strict=True):
-        for (row, column), bits in _dots(line, places, top, height).items():
-            before = cells[row][column][0]
-            merged = bits | (ord(before) - 0x2800 if "\u2800" < before <= "\u28ff" else 0)
-            cells[row][column] = (chr(0x2800 + merged), colour)
-    for number, line in reversed(list(enumerate(plot.lines))):
-        for place, ratio in zip(places, line.ratios, strict=True):
-            if ratio is not None:
-                mark = _MARKS[number % len(_MARKS)]
-                cells[_row(ratio, top, height)][place] = (mark, _COLOURS[number % len(_COLOURS)])
     lines = [styled(plot.title, bold=True)]
-    for number, row in enumerate(cells):
+    for number, row in enumerate(_canvas(plot, places, top, columns, height)):
         at = top * (height - 1 - number) / (height - 1)
         label = f"{100 * at:.0f} %" if number in (0, height // 2, height - 1) else ""
-        lines.append(f"{label:>{_AXIS - 2}} │" + "".join(styled(text, colour) for text, colour in row).rstrip())
+        text = "".join(styled(one, colour) if colour else one for one, colour in row).rstrip()
+        lines.append(f"{label:>{_AXIS - 2}} │{text}")
     lines.append(" " * (_AXIS - 1) + "└" + "─" * (columns - 1))
     lines.append(_below(plot, places, columns))
-    legend = [
-        styled(f"{_MARKS[number % len(_MARKS)]} {line.name}", _COLOURS[number % len(_COLOURS)])
-        for number, line in enumerate(plot.lines)
-    ]
+    legend = [styled(f"{_mark(number)} {line.name}", _colour(number)) for number, line in enumerate(plot.lines)]
     if plot.limit is not None:
         legend.append(f"┈ {plot.limit_name} {100 * plot.limit:.1f} %")
     if plot.now is not None:
         legend.append("┊ now")
     lines.append(" " * _AXIS + "   ".join(legend))
     return "\n".join(lines)
+
+
+def _canvas(plot: Plot, places: Sequence[int], top: float, columns: int, height: int) -> list[list[_Cell]]:
+    """Characters with their colours, row by row."""
+    cells: list[list[_Cell]] = [[(" ", None)] * columns for _ in range(height)]
+    if plot.now is not None:
+        for row in cells:
+            row[places[plot.now]] = ("┊", None)
+    if plot.limit is not None:
+        cells[_row(plot.limit, top, height)] = [("┈", None)] * columns
+    for number, line in enumerate(plot.lines):
+        for (at, column), bits in _dots(line, places, top, height).items():
+            before = ord(cells[at][column][0]) - _BLANK
+            merged = bits | (before if 0 < before <= 0xFF else 0)
+            cells[at][column] = (chr(_BLANK + merged), _colour(number))
+    for number, line in reversed(list(enumerate(plot.lines))):
+        for place, ratio in zip(places, line.ratios, strict=True):
+            if ratio is not None:
+                cells[_row(ratio, top, height)][place] = (_mark(number), _colour(number))
+    return cells
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _mark(number: int) -> str:
+    return _MARKS[number % len(_MARKS)]
 
 
 def _top(plot: Plot) -> float:
@@ -94,10 +107,6 @@ def _shares(sizes: Sequence[int]) -> list[float]:
 
 def _row(ratio: float, top: float, height: int) -> int:
     return height - 1 - round(min(1.0, ratio / top) * (height - 1))
-
-
-def _cycled(values: Sequence[str], count: int) -> list[str]:
-    return [values[number % len(values)] for number in range(count)]
 
 
 def _dots(line: Line, places: Sequence[int], top: float, height: int) -> dict[tuple[int, int], int]:

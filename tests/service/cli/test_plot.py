@@ -54,9 +54,9 @@ def test_the_curve_is_drawn_with_what_follows_from_it(busy: Host, run: Run) -> N
 def test_nothing_is_drawn_before_there_is_evidence(host: Host, run: Run, tmp_path: Path) -> None:
     told = run("plot", "curve", "--server", host.url, "--png", str(tmp_path / "curve.png"))
     assert told.exit_code == ExitCode.NOT_READY
-    assert "nothing can be said of the size yet" in told.stderr
+    assert "too early to tell" in told.stderr
     assert not (tmp_path / "curve.png").exists()
-    assert run("get", "curve", "--server", host.url).stdout.startswith("nothing can be said of the size yet")
+    assert run("get", "curve", "--server", host.url).stdout.startswith("too early to tell")
 
 
 def test_a_png_needs_matplotlib(busy: Host, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
