@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from threading import Lock
 from typing import NamedTuple
 
@@ -137,7 +138,7 @@ class Comparison:
         self._own_rows = range(self._lru_rows.stop, self._lru_rows.stop + len(SIZES) * has_curve)
         own = CHOICES[0] if k is None else k
         if has_curve:
-            variants += [(order, times) for order in (0.0, own) for times in SIZES]
+            variants += [(order, times) for order in (0.0, own) for times in SIZES] + [(0.0, inf)]
         self._shadows = Shadows(variants, num_slots)
         self._window = Window(num_slots)
         self._k = own
@@ -181,5 +182,5 @@ class Comparison:
                 CurvePoint(round(times * slots), float(ratios[lru]), float(ratios[own]))
                 for times, lru, own in zip(SIZES, self._lru_rows, self._own_rows, strict=True)
             ]
-            everything = max(max(point.lru, point.own) for point in points)
+            everything = float(ratios[self._own_rows.stop])
             return Curve(tuple(points), everything, self._k, self._window.requests, self._window.blocks)
