@@ -45,6 +45,27 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A size, and the shares of blocks that a pool of it would hit: in the order of last use, and in the pool's own."""
+
+    num_slots: int
+    lru: float
+    own: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What the requests of the window would have hit in pools of other sizes, by size. `k`: the pool's own order.
+    `everything`: the share that a pool would hit that never evicts."""
+
+    points: tuple[CurvePoint, ...]
+    everything: float
+    k: float
+    requests: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferStatus:
     """One op in flight, of the engine `session`, which uses `pool`. `queued` (no rank has reported on it), `running`
     (some have), `stuck` (too old), or `quarantined` (an abandoned store whose slots wait for the last ranks).
