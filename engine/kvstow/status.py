@@ -231,7 +231,8 @@ class ProtectionResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStatus:
     """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
-    `kvstow.hints.context_id`; it means something in `namespace` alone. `blocks`: those that its claim covers now; null
+    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it; null for readers
+    who are no admins. `blocks`: those that its claim covers now; null
     tokens if the host does not know how many a block has.
 
     `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
@@ -250,6 +251,7 @@ class ContextStatus:
     idle_seconds: float
     resume_in_seconds: float | None
     is_hinted: bool
+    name: str | None = None
 
 
 class ContextPage(NamedTuple):

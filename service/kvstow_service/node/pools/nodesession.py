@@ -237,6 +237,8 @@ class SessionTier(Protocol):
 
     def note_prefill(self, tokens: int, seconds: float) -> None: ...
 
+    def note_use(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> None: ...
+
 
 class MemoryHolder:
     """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
@@ -449,6 +451,8 @@ class NodeSession(MemoryHolder):
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
         self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints)
+        if self.tier is not None and hints is not None and hints.context is not None:
+            self.tier.note_use(hints.context, call.keys, call.start, release=hints.release)
 
     def read_events(self, call: ReadEvents) -> EventPage:
         """O(events returned), whatever the other namespaces of the pool do."""

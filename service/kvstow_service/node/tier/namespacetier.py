@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
 from math import lcm
+from threading import Lock
 from typing import NamedTuple
 
 from kvstow.attach.identity import GroupIdentity, PoolIdentity
 from kvstow.control.attachedsession import TierSession
-from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.control.fleettier import FleetTier, Prefetch, TierWait
 from kvstow.keys import group_of
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds, KVGroup, KVGroups
@@ -78,6 +80,62 @@ class _Request(NamedTuple):
     then: Callable[[], object]
 
 
+MOST_KEPT_KEYS = 1 << 20
+"""Of all contexts of a namespace: those of the latest ones. 34 MB."""
+MOST_PREFETCHES = 64
+"""That wait."""
+MOST_DUE = 8192
+"""Contexts whose time is to come."""
+LEAST_LEAD_SECONDS = 2.0
+"""A prefetch begins so long before the next request is expected, or twice as long as it takes."""
+
+
+class ContextKeys:
+    """What the last request of each context has used, so that it can be fetched again. Bounded. Thread-safe.
+
+    The keys of a chain come in parts, the end first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
+        """By context: the keys in one piece, and their width."""
+        self._num_kept = 0
+        self._parts: dict[bytes, list[Sequence[bytes]]] = {}
+        """Of chains whose beginning is still to come."""
+
+    def note(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> bool:
+        """A request of the context has used these keys. Whether its whole chain is known now."""
+        with self._lock:
+            parts = self._parts.setdefault(context, [])
+            if sum(map(len, parts)) + len(keys) > MOST_KEPT_KEYS or len(self._parts) > MOST_PREFETCHES:
+                self._parts.pop(next(iter(self._parts)))
+                return False
+            parts.append(keys)
+            if start:
+                return False
+            chain = [key for part in reversed(self._parts.pop(context)) for key in part]
+            self._forget(context)
+            width = len(chain[0]) if chain else 0
+            if release or not chain or any(len(key) != width for key in chain):
+                return False
+            self._kept[context] = b"".join(chain), width
+            self._num_kept += len(chain)
+            while self._num_kept > MOST_KEPT_KEYS:
+                self._forget(next(iter(self._kept)))
+            return True
+
+    def of(self, context: bytes) -> list[bytes]:
+        """Root first; empty if nothing is known."""
+        with self._lock:
+            data, width = self._kept.get(context, (b"", 1))
+        return [data[at : at + width] for at in range(0, len(data), width)]
+
+    def _forget(self, context: bytes) -> None:
+        data, width = self._kept.pop(context, (b"", 1))
+        self._num_kept -= len(data) // width
+
+
 class NamespaceTier:
     """Engines may be there or not: transfers are the node's, in a session of its own.
 
@@ -107,6 +165,11 @@ class NamespaceTier:
         self._early: deque[Sequence[bytes]] | None = deque(maxlen=1024)
         """Stored before `fleet` was made; None from then on. Used with the pool's lock held."""
         self._requests: list[_Request] = []
+        self._contexts = ContextKeys()
+        self._due: list[tuple[float, bytes]] = []
+        """A heap: when to look whether a context's next request is near."""
+        self._prefetches: deque[bytes] = deque(maxlen=MOST_PREFETCHES)
+        self._prefetch: Prefetch | None = None
 
     # -- for any thread -------------------------------------------------------------------------------------
 
@@ -132,6 +195,20 @@ class NamespaceTier:
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """An engine's model has computed so many tokens of prompts."""
         self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(tokens, seconds))
+
+    def note_use(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> None:
+        """A request of this context has used these keys, a part of its chain."""
+        if self._contexts.note(context, keys, start, release=release):
+            self._do(lambda: self._schedule(context))
+
+    def prefetch(self, context: bytes) -> int | None:
+        """Begin to bring what the store has of the context into the pool. How many blocks its last request had used;
+        None if none is known, or the store is not used."""
+        count = len(self._contexts.of(context))
+        if not count or not self.may_have_more:
+            return None
+        self._do(lambda: self._prefetches.append(context))
+        return count
 
     def note_stored(self, keys: Sequence[bytes]) -> None:
         """An engine has stored these blocks. Called with the pool's lock held."""
@@ -171,6 +248,7 @@ class NamespaceTier:
         if fleet is None:
             return
         fleet.step()
+        self._go_on_prefetching(fleet)
         over = [one for one in self._requests if fleet.is_over(one.wait)]
         if over:
             self._requests = [one for one in self._requests if one.wait.state != "over"]
@@ -178,14 +256,47 @@ class NamespaceTier:
                 self._post(one.then)
         self.pool_tier.submit(self.control, fleet.take_plans())
 
+    # -- prefetches: the tier's thread ----------------------------------------------------------------------
+
+    def _schedule(self, context: bytes) -> None:
+        """Look again when the next request of the context is near; fetch now if it is."""
+        fleet, pool = self.fleet, self.control.pool
+        name = self.control.namespace.name
+        expected = [one for one in pool.facade.context(context) if one.namespace == name]
+        if fleet is None or not expected or (seconds := expected[0].resume_in_seconds) is None or seconds < 0:
+            return
+        per_second = fleet.break_even.rate.per_second
+        num_bytes = expected[0].blocks * pool.config.slot_bytes
+        lead = max(LEAST_LEAD_SECONDS, 2 * num_bytes / per_second if per_second else 0.0)
+        if seconds <= lead:
+            self._prefetches.append(context)
+        elif len(self._due) < MOST_DUE:
+            heappush(self._due, (pool.clock() + seconds - lead, context))
+
+    def _go_on_prefetching(self, fleet: FleetTier) -> None:
+        """One at a time, and none while a request waits for the store."""
+        now = self.control.pool.clock()
+        while self._due and self._due[0][0] <= now:
+            self._schedule(heappop(self._due)[1])
+        if self._requests:
+            return
+        if self._prefetch is None and self._prefetches:
+            keys = self._contexts.of(self._prefetches.popleft())
+            needs = None if self._groups is None or self._groups.is_plain else needs_of(self._groups, keys)
+            if keys and (needs is not None or (self._groups is not None and self._groups.is_plain)):
+                self._prefetch = fleet.prefetch(keys, needs)
+        if self._prefetch is not None and fleet.is_prefetched(self._prefetch):
+            self._prefetch = None
+
     @property
     def next_deadline(self) -> float | None:
-        """When the first of the waits ends at the latest."""
-        return min((one.wait.until for one in self._requests), default=None)
+        """When the first of the waits ends at the latest, or a prefetch is due."""
+        waits = [one.wait.until for one in self._requests]
+        return min([*waits, *(at for at, _ in self._due[:1])], default=None)
 
     @property
     def is_idle(self) -> bool:
-        return self.fleet is None or self.fleet.is_idle
+        return self.fleet is None or (self.fleet.is_idle and self._prefetch is None and not self._prefetches)
 
     @property
     def is_obsolete(self) -> bool:
