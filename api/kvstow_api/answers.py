@@ -152,9 +152,10 @@ class EventView:
     was detached or the namespace is gone. `policy`: pool, before, k, ratio_before, ratio, requests, blocks: the policy
     `auto` keeps often used blocks for longer (a larger k) or shorter from now on, because the last requests would have
     hit the share `ratio` of their blocks so, and `ratio_before` as before. `hints`: pool, is_on, ratio_with,
-    ratio_without, requests: hints of clients are not used any more, or again. `operation`: id, pool, kind, dry_run, state,
-    error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys, reason.
-    `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the server.
+    ratio_without, requests: hints of clients are not used any more, or again. `operation`: id, pool, kind, dry_run,
+    state, error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys,
+    reason. `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the
+    server.
     All but `lost`, `stored` and `removed` also have `time`.
     """
 

@@ -116,9 +116,9 @@ class HostedTiers:
         clients: Callable[[], Sequence[TierClient]] = tuple,
         prefetch: Callable[[bytes], int | None] = lambda context: None,
     ) -> None:
-        """Show this tier. `prefetch`: see `NamespaceTier.prefetch`. `clients`: those of this tier and of its ranks, at this moment; called on any thread, and
+        """Show this tier. `clients`: those of this tier and of its ranks, at this moment; called on any thread, and
         waits for nothing. One that several namespaces of a pool use has the same purpose with each of them, and is
-        shown with the first. O(1) for the caller."""
+        shown with the first. `prefetch`: see `NamespaceTier.prefetch`. O(1) for the caller."""
         with self._lock:
             self._tiers.append(_Tier(tier, pool, namespace, model, clients, prefetch))
 

@@ -260,7 +260,7 @@ class NamespaceTier:
 
     def _schedule(self, context: bytes) -> None:
         """Look again when the next request of the context is near; fetch now if it is."""
-        fleet, pool = self.fleet, self.control.pool
+        fleet, pool = self.fleet, self.pool_tier.pool
         name = self.control.namespace.name
         expected = [one for one in pool.facade.context(context) if one.namespace == name]
         if fleet is None or not expected or (seconds := expected[0].resume_in_seconds) is None or seconds < 0:
@@ -284,7 +284,8 @@ class NamespaceTier:
             keys = self._contexts.of(self._prefetches.popleft())
             needs = None if self._groups is None or self._groups.is_plain else needs_of(self._groups, keys)
             if keys and (needs is not None or (self._groups is not None and self._groups.is_plain)):
-                self._prefetch = fleet.prefetch(keys, needs)
+                most = len(keys) if needs is not None else self.pool_tier.pool.slots.limit // 2
+                self._prefetch = fleet.prefetch(keys[:most], needs)
         if self._prefetch is not None and fleet.is_prefetched(self._prefetch):
             self._prefetch = None
 
