@@ -13,9 +13,8 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.comparison import Change
 from kvstow.control.claims import Switch
-from kvstow.control.comparison import Change, Curve
+from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
@@ -23,7 +22,6 @@ from kvstow.errors import IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
-from kvstow.status import HOST_NAME, BlockPage, BlockStatus, Curve, Readiness, TransferState, TransferStatus
 from kvstow.status import (
     HOST_NAME,
     BlockPage,
@@ -31,6 +29,7 @@ from kvstow.status import (
     ClaimsStatus,
     ContextPage,
     ContextStatus,
+    Curve,
     Readiness,
     TransferState,
     TransferStatus,
