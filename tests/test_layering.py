@@ -95,7 +95,7 @@ ORDER = {
     "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
     "engineprocess",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
+    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
     "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
@@ -109,7 +109,7 @@ ORDER = {
     "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
-    "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",
+    "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
     "plot replay serve settings top watching",
 }

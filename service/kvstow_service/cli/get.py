@@ -54,7 +54,13 @@ _NOUNS = (
     _Noun("namespaces", "namespace", "Namespaces: model, weights, and which engines share blocks."),
     _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE), in_pool=True),
-    _Noun("contexts", "context", "Contexts that hints have named, those with the most blocks first.", (_LIMIT, _POOL)),
+    _Noun(
+        "contexts",
+        "context",
+        "Contexts that hints have named, those with the most blocks first.",
+        (_LIMIT, _POOL),
+        in_pool=True,
+    ),
     _Noun(
         "transfers",
         "transfer",
@@ -353,6 +359,7 @@ def context(connection: Connection, style: Format, context: str, pool: str | Non
     from kvstow_api.client import routes
 
     with connection.client() as client:
+        pool = chosen_pool(client, pool)
         found = client.call(routes.get_context, context=context_id_of(context), pool=pool)
     emit(found, style, lambda view: "\n\n".join(map(details, view.items)))
 

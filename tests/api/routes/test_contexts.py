@@ -148,10 +148,10 @@ async def test_the_doctor_says_what_claims_have_saved(
         monkeypatch.setattr(engine, "claims", lambda now=now: now)
         doctor = (await client.get("/v1/doctor")).json()
         found = [one["what"] for one in doctor["conditions"] if one["name"] == "hints"]
-        told.append(found[0] if found else doctor["skipped"]["hints"])
+        told.append(found[0] if found else doctor["skipped"].get("hints"))
     words = "30.0 % of what was kept for them was never used again"
     assert told == [
-        "no request has come with hints",
+        None,
         "too few requests have come with hints",
         f"claims saved 12.0 % of prefill; {words}",
         f"hints are not used, because the pool does better without them: claims cost 2.0 % of prefill; {words}",
