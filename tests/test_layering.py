@@ -83,7 +83,8 @@ FORBIDDEN = {
 }
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces "
-    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
+    "fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -94,7 +95,7 @@ ORDER = {
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
     "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
     "engineprocess",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options hints adapters "
     "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
     "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
