@@ -95,8 +95,8 @@ ORDER = {
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
     "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
     "engineprocess",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options hints adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
+    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
     "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
