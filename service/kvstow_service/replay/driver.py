@@ -104,8 +104,8 @@ class _Computed:
 class Position(NamedTuple):
     """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
 
-    in_flight: tuple[int, ...]
-    next: int
+    in_flight: tuple[int, ...] = ()
+    next: int = 0
 
 
 @dataclass(slots=True)
