@@ -929,7 +929,7 @@ def test_pinned_memory_that_a_platform_lays_out_in_another_way_is_not_written_in
 ) -> None:
     from kvstow.devices.jax import hostcopies
 
-    monkeypatch.setattr(hostcopies.PinnedBuffer, "upload", lambda self: -self._rows)
+    monkeypatch.setattr(hostcopies.LoadBuffer, "upload", lambda self: -self._rows)
     rank = make_rank(host_memory="pinned")
     assert rank.device.notice is not None
     assert "loads do not use pinned memory" in rank.device.notice
