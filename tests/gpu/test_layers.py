@@ -136,7 +136,7 @@ def test_parts_may_divide_a_region(make_rank: MakeRank, finish: Finish) -> None:
 def test_a_layer_attends_after_its_pages_came(
     waits: bool, wrong: int, make_stored: MakeStored, latch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
     rank, expected = make_stored()
     seen: list[Any] = []
 
@@ -199,7 +199,7 @@ def _first(count: int) -> tuple[int, ...]:
 def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
     number: int, make_stored: MakeStored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
     rank, expected = make_stored(stored=8)
     rank.scramble()
     loader, left = rank.device._layers, [number]
