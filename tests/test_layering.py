@@ -82,8 +82,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces index "
-    "indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces "
+    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
+    "fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -92,11 +93,11 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
-    "engineprocess",
+    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks result driver "
+    "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
-    "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside "
+    "workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
