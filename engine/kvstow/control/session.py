@@ -30,6 +30,10 @@ MOST_HELD_SLOTS = 4 << 20
 16,384 tokens of 16-token blocks."""
 
 
+MOST_CLAIMED = 1 << 18
+"""Blocks of a chain whose claim is made: 4 million tokens."""
+
+
 class Session:
     """Everything whose life is that of a client: its ranks, leases, ops in flight and their results.
 
@@ -72,6 +76,8 @@ class Session:
         are followed at all: a client may never give a beginning."""
         self._keys_behind = 0
         """How many keys that are."""
+        self._claimed_behind: deque[Sequence[bytes]] = deque()
+        """Parts of a chain with hints whose beginning is still to come, the end first."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -313,6 +319,8 @@ class Session:
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             least = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = least if start else 0
+        if hints is not None and hints.context is not None:
+            self._claim(keys, start, hints, now)
         if comparison is None or not num_slots:
             return
         comparison.resize(num_slots)
@@ -330,6 +338,28 @@ class Session:
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
                 pool.apply_change(comparison, change)
+
+    def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> None:
+        """Claim the blocks of a chain once its beginning is there."""
+        if start:
+            self._claimed_behind.append(keys)
+            while sum(map(len, self._claimed_behind)) > MOST_CLAIMED:
+                self._claimed_behind.popleft()
+            return
+        chain_keys = [*keys, *chain.from_iterable(reversed(self._claimed_behind))]
+        self._claimed_behind.clear()
+        if len(set(chain_keys)) < len(chain_keys):  # no chain repeats a block
+            return
+        pool, step = self.pool, self.pool.slice_slots
+        with pool.lock:
+            claims = pool.index.use_claims()
+            renewal = claims.begin(self.namespace, hints, chain_keys, now)
+        for first in range(0, len(chain_keys), step):
+            with pool.lock:
+                if not claims.extend(renewal, self.namespace.keys.slots_of(chain_keys[first : first + step])):
+                    break
+        with pool.lock:
+            claims.finish(renewal)
 
     # -- completion -----------------------------------------------------------------------------------------
 
