@@ -5,21 +5,23 @@ request's end the context claims the blocks of its chain. A claimed block has it
 its claims: the context that is expected last loses its blocks first, from the end of its chain, and a block that others
 claim as well stays for them.
 
-Claims and the policy share one scale, the time until the next use. What the policy would evict next was idle for some
-time; how often such blocks are used again soon after their eviction says when to expect their next use. Whichever block
-is expected later is evicted, so no block is ever kept from eviction.
+Claims and the policy share one scale, the time until the next use. A block that is idle has the more time to wait the
+longer it is idle; how often idle blocks were used again says how much. That holds for what the policy would evict next,
+and for contexts that are overdue. Whichever block is expected last is evicted: none is ever kept from eviction.
 
-Clients may be wrong, or lie. Claims that have proved nothing share a twentieth of the pool. Blocks that were claimed
-and used again allow more, up to half of it, and those that were not allow less.
+Clients may be wrong, or lie. A claim changes who is evicted first, but only within the time for which the policy would
+have kept the blocks, too. To keep blocks longer takes trust: claims that have proved nothing share a twentieth of the
+pool for that. Blocks that were claimed and used again allow more, up to half of it, and those that were kept for
+nothing allow less.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
 from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from math import exp, inf, log, log2
 from typing import NamedTuple
 
@@ -32,14 +34,13 @@ from kvstow.keys import GROUP_BYTES
 MOST_CONTEXTS = 8192
 """That are known; the one that was used longest ago is forgotten first, of those that have proved nothing."""
 UNPROVED_SHARE, LARGEST_SHARE = 0.05, 0.5
-"""Of the pool, for claims."""
+"""Of the pool, for blocks that are kept longer than the policy would."""
+MOST_OVERDUE = 3
+"""So often is an overdue context given as long again as it was idle. Then its claim ends."""
 _MOST_ENTRIES = 4
 """Places in chains for each slot of the pool: contexts may share blocks."""
-MOST_OVERDUE = 3
-"""So often is an overdue context expected after as long again as it was idle. Then its claim ends."""
-_GAP_SHARE = 0.3
-"""Of the last gap in what is learned of gaps."""
-_SLICE = 1024
+_LEARNING = 0.3
+"""The share of the newest value in what is learned of a context."""
 _DUE_AT_ONCE = 256
 
 
@@ -59,25 +60,92 @@ class Switch(NamedTuple):
         )
 
 
+class Returns:
+    """How often what was idle for some time is used before it has been idle for twice as long. Not locked."""
+
+    _MEMORY = 512
+
+    def __init__(self) -> None:
+        self._waits, self._used = 16.0, 8.0
+
+    def count(self, *, used: bool) -> None:
+        self._waits += 1
+        self._used += used
+        if self._waits > self._MEMORY:
+            self._waits, self._used = self._waits / 2, self._used / 2
+
+    @property
+    def share(self) -> float:
+        return self._used / self._waits
+
+    def until_next_use(self, idle: float) -> float:
+        """When to expect the next use of what was idle so long, if it is used at a rate that falls as 1 / idle: that
+        rate is -log2(1 - share) / idle."""
+        return idle / -log2(1.0 - min(0.99, (self._used + 0.1) / (self._waits + 0.2)))
+
+
+class EvictedBlocks:
+    """Blocks that the policy has evicted, watched for as long as they had been idle. Not locked; bounded."""
+
+    _MOST_WATCHED = 4096
+
+    def __init__(self) -> None:
+        self.returns = Returns()
+        self._until: dict[bytes, float] = {}
+
+    def watch(self, keys: Sequence[bytes], idle: float, now: float) -> None:
+        watched = self._until
+        while watched:
+            key, until = next(iter(watched.items()))
+            if until > now and len(watched) <= self._MOST_WATCHED:
+                break
+            del watched[key]
+            self.returns.count(used=False)
+        watched.update(dict.fromkeys(keys, now + idle))
+
+    def note_uses(self, keys: Sequence[bytes], now: float) -> None:
+        if not self._until or self._until.keys().isdisjoint(keys):
+            return
+        for key in keys:
+            until = self._until.pop(key, None)
+            if until is not None:
+                self.returns.count(used=until >= now)
+
+
+class Part(NamedTuple):
+    """A part of a chain that its context does not claim any more; slots that were lost since `number` are not its
+    own. `ended_at`: when the context's last request ended."""
+
+    namespace: Namespace
+    slots: list[int]
+    number: int
+    ended_at: float
+
+
 class Context:
     """What is known of a context. Changed by `Claims` alone.
 
-    `chain`: the slots that it claims, root first; those that were lost since `number` are not its own any more.
-    `expected`: when its next request is; `inf` if none is, None if nothing is known. `length` and `last_key`: of the
-    chain of its last request. `credit`: blocks that it may claim because its requests have used as many again.
+    `chain`: the slots that it claims, root first; those that were lost since `number` are not its own any more. `kept`:
+    how many of them it keeps longer than the policy would, of which its `credit` does not cover the `unproved`.
+    `expected`: when its next request is; `inf` if none is, None if nothing is known. `overdue`: how often that time has
+    passed. `length` and `last_key`: of the chain of its last request.
     """
 
     __slots__ = (
         "chain",
         "context_id",
         "credit",
+        "due_at",
         "ended_at",
         "expected",
+        "hint",
+        "hint_error",
         "hits",
-        "is_hinted",
+        "kept",
         "last_key",
         "length",
         "log_gap",
+        "log_gap_error",
         "namespace",
         "number",
         "overdue",
@@ -88,18 +156,19 @@ class Context:
     def __init__(self, namespace: Namespace, context_id: bytes) -> None:
         self.namespace, self.context_id = namespace, context_id
         self.chain: list[int] = []
-        self.number = 0
+        self.number = self.requests = self.hits = self.overdue = 0
+        self.kept = self.unproved = self.credit = 0
         self.expected: float | None = None
+        self.due_at = inf
         self.ended_at = -inf
-        self.is_hinted = False
-        self.overdue = 0
-        self.requests = self.hits = 0
+        self.hint: float | None = None
+        """What its last request has said; `inf` for a release."""
+        self.hint_error = 0.0
         self.log_gap: float | None = None
+        self.log_gap_error = 1.0
+        """Mean squares of the logarithm of the true gap over the hint, and over what was learned."""
         self.length = 0
         self.last_key = b""
-        self.credit = 0
-        self.unproved = 0
-        """Blocks of the chain beyond its credit."""
 
 
 class Renewal:
@@ -115,64 +184,8 @@ class Renewal:
         self.filled = 0
 
 
-class Regret:
-    """How often blocks are used again soon after the policy has evicted them. Not locked; bounded.
-
-    A block is watched for as long as it had been idle. If a share p of them is used again meanwhile, idle blocks are
-    used at a rate of a = -log2(1 - p) for each time that they were idle.
-    """
-
-    _MOST_WATCHED = 4096
-    _MEMORY = 512
-
-    def __init__(self) -> None:
-        self._watched: dict[bytes, tuple[float, float]] = {}
-        self._evicted, self._used = 16.0, 8.0
-
-    def watch(self, keys: Sequence[bytes], idle: float, now: float) -> None:
-        """The policy has evicted these blocks."""
-        self._expire(now)
-        for key in keys:
-            self._watched[key] = (now, now + idle)
-
-    def _expire(self, now: float) -> None:
-        watched = self._watched
-        while watched:
-            key, (_, until) = next(iter(watched.items()))
-            if until > now and len(watched) <= self._MOST_WATCHED:
-                return
-            del watched[key]
-            self._count(used=False)
-
-    def note_uses(self, keys: Sequence[bytes], now: float) -> None:
-        watched = self._watched
-        if not watched or watched.keys().isdisjoint(keys):
-            return
-        for key in keys:
-            found = watched.pop(key, None)
-            if found is not None:
-                self._count(used=found[1] >= now)
-
-    def _count(self, *, used: bool) -> None:
-        self._evicted += 1
-        self._used += used
-        if self._evicted > self._MEMORY:
-            self._evicted, self._used = self._evicted / 2, self._used / 2
-
-    def until_next_use(self, idle: float) -> float:
-        """Of a block that was idle so long."""
-        share = min(0.99, (self._used + 0.1) / (self._evicted + 0.2))
-        return idle / -log2(1.0 - share)
-
-
 def _learned(value: float | None, new: float) -> float:
-    return new if value is None else value + _GAP_SHARE * (new - value)
-
-
-def _is_current(entry: tuple[float, int, Context]) -> bool:
-    """Whether an entry of a heap is that of the context's present claim."""
-    expected, number, context = entry
-    return context.number == number and context.expected == abs(expected)
+    return new if value is None else value + _LEARNING * (new - value)
 
 
 class Claims:
@@ -193,10 +206,15 @@ class Claims:
         """Claimed slots that are neither held nor protected. Kept by the index."""
         self.is_on = True
         self.now = 0.0
-        self.regret = Regret()
+        self.policy_age = inf
+        """How long the policy would keep a block."""
+        self.evicted = EvictedBlocks()
         self.used_again = self.never_used = 0
+        """Blocks that were kept longer than the policy would."""
         self.credit = 0.0
-        """Slots that claims may have beyond those that have proved nothing."""
+        """Slots for such blocks beyond those of claims that have proved nothing."""
+        self.kept = 0
+        """Slots of such blocks; one that several contexts keep counts for each."""
         self._uses, self._attach, self._detach = uses, attach, detach
         self._num_slots = 0
         self._new: OrderedDict[tuple[int, bytes], Context] = OrderedDict()
@@ -206,31 +224,27 @@ class Claims:
         """Of the last claim that was begun."""
         self._lost: dict[int, int] = {}
         """By slot: the number of the last claim before its block was removed while it was claimed."""
-        self._entries = self._released_entries = self._unproved = 0
+        self._entries = self._unproved = 0
         self._latest: list[tuple[float, int, Context]] = []
-        """A heap of claims, the one that is expected last first. Entries of earlier claims are outdated."""
+        """A heap of contexts that are expected, the last one first, with the negative time. Here and below, entries of
+        former claims are outdated."""
+        self._overdue: list[tuple[float, int, Context]] = []
+        """A heap of overdue contexts, the one that is idle longest first, with the end of its last request."""
         self._due: list[tuple[float, int, Context]] = []
-        """The same, the one that is expected first first."""
-        self._released: deque[tuple[Context, int]] = deque()
-        self._leaving: deque[tuple[Namespace, list[int], int]] = deque()
-        """Slots of claims that have ended, with the number of the claim, until `settle` comes to them."""
-        self._num_leaving = 0
+        """A heap of times at which to see to a context."""
+        self._cold: deque[Part] = deque()
+        """What goes first."""
+        self._leaving: deque[Part] = deque()
+        """What returns to the policy once `settle` comes to it."""
+        self._overdue_returns = Returns()
         self._log_gap: float | None = None
-        """Of all contexts."""
+        self._hint_error = self._release_error = 0.0
+        """Of all contexts: what `Context` has, and the share of releases that a request followed."""
 
     # -- contexts -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._new) + len(self._proved)
-
-    def __iter__(self) -> Iterator[int]:
-        """The claimed slots in the order of eviction, some of them repeatedly. Nothing must change meanwhile."""
-        contexts = [context for context in self.contexts() if context.expected is not None]
-        contexts.sort(key=lambda context: -(context.expected or 0.0))
-        for context in contexts:
-            yield from reversed(self._own(context.chain, context.number))
-        for _, slots, number in self._leaving:
-            yield from reversed(self._own(slots, number))
 
     def contexts(self) -> list[Context]:
         return [*self._new.values(), *self._proved.values()]
@@ -247,13 +261,15 @@ class Claims:
         context = self.find(namespace, context_id)
         if context is None:
             context = Context(namespace, context_id)
+            context.hint_error = self._hint_error
             if len(self) >= MOST_CONTEXTS:
                 self._forget(next(iter((self._new or self._proved).values())))
             self._new[(namespace.tag, context_id)] = context
         return context
 
     def _forget(self, context: Context) -> None:
-        self._end(context)
+        self._leave(context)
+        self._renumber(context)
         key = (context.namespace.tag, context.context_id)
         (self._proved if self._proved.get(key) is context else self._new).pop(key, None)
 
@@ -275,40 +291,65 @@ class Claims:
         context = self._find_or_add(namespace, hints.context)
         if self._lost and context.chain:  # from here on, all of the chain is its own
             self._set_chain(context, self._own(context.chain, context.number))
-        self._prove(context, keys, now)
+        if context.requests:
+            self._learn(context, keys, now)
         self._renumber(context)
-        context.ended_at, context.overdue = now, 0
+        context.ended_at, context.overdue, context.kept = now, 0, 0
         context.requests += 1
         context.length, context.last_key = len(keys), keys[-1] if keys else b""
+        context.hint = inf if hints.release else hints.resume_in
         self._touch(context)
-        self._expect(context, self._expected(context, hints, now))
+        self._expect(context, self._expected(context, now))
         return Renewal(context, context.number, is_whole=not keys or keys[0][:GROUP_BYTES] == keys[-1][:GROUP_BYTES])
 
-    def _prove(self, context: Context, keys: Sequence[bytes], now: float) -> None:
-        """Take what the context's return says of its claim."""
-        if not context.requests:
-            return
+    def _learn(self, context: Context, keys: Sequence[bytes], now: float) -> None:
+        """Take what the context's return says of its claim, its hint and its gaps."""
         gap = log(max(now - context.ended_at, 1e-3))
-        context.log_gap = _learned(context.log_gap, gap)
-        self._log_gap = _learned(self._log_gap, gap)
-        length = context.length
-        if context.expected is not None and 0 < length <= len(keys) and keys[length - 1] == context.last_key:
+        hint, learned, length = context.hint, context.log_gap, context.length
+        if context.overdue:
+            self._overdue_returns.count(used=context.overdue <= MOST_OVERDUE)
+        is_used = 0 < length <= len(keys) and keys[length - 1] == context.last_key
+        kept, self.kept = context.kept, self.kept - context.kept
+        self._unproved -= context.unproved
+        context.kept = context.unproved = 0
+        if is_used and context.expected is not None:
+            self.used_again += kept
+            context.hits += length
             context.credit = min(context.credit + length, 2 * length)
             self.credit = min(self.credit + length, (LARGEST_SHARE - UNPROVED_SHARE) * self._num_slots)
+        elif kept:
+            self._fade(context, kept)
+        if hint == inf:
+            self._release_error = _learned(self._release_error, 1.0)
+            context.hint_error = inf
+        elif hint is not None:
+            error = (gap - log(max(hint, 1e-3))) ** 2
+            context.hint_error = _learned(context.hint_error if context.hint_error < inf else None, error)
+            self._hint_error += 0.02 * (error - self._hint_error)
+        if learned is not None:
+            context.log_gap_error = _learned(context.log_gap_error, (gap - learned) ** 2)
+        context.log_gap = _learned(learned, gap)
+        self._log_gap = _learned(self._log_gap, gap)
 
     def _fade(self, context: Context, count: int) -> None:
-        """So many blocks that it has claimed were not used again."""
+        """So many blocks were kept for nothing."""
+        self.never_used += count
         context.credit = max(0, context.credit - count)
         self.credit = max(0.0, self.credit - count)
 
-    def _expected(self, context: Context, hints: Hints, now: float) -> float | None:
-        context.is_hinted = hints.release or hints.resume_in is not None
-        if hints.release:
-            return inf
-        if hints.resume_in is not None:
-            return now + hints.resume_in
-        log_gap = context.log_gap if context.log_gap is not None else self._log_gap
-        return None if log_gap is None else now + exp(log_gap)
+    def _expected(self, context: Context, now: float) -> float | None:
+        """A hint counts for as much as earlier ones were right."""
+        learned = context.log_gap if context.log_gap is not None else self._log_gap
+        hint = context.hint
+        if hint == inf:
+            if context.hint_error < inf:
+                return inf
+        elif hint is not None:
+            if learned is None or context.hint_error == inf:
+                return now + hint
+            weight = (context.log_gap_error + 1e-9) / (context.log_gap_error + context.hint_error + 1e-9)
+            return now + exp(weight * log(max(hint, 1e-3)) + (1.0 - weight) * learned)
+        return None if learned is None else now + exp(learned)
 
     def _renumber(self, context: Context) -> None:
         """What the heaps have of it is outdated."""
@@ -317,23 +358,17 @@ class Claims:
 
     def _expect(self, context: Context, expected: float | None) -> None:
         """Its claim has this place from now on."""
-        was_released, is_released = context.expected == inf, expected == inf
-        self._released_entries += (is_released - was_released) * len(context.chain)
         context.expected = expected
-        self._recount(context)
-        if expected is None or not self.is_on:
+        if expected is None or not self.is_on or expected == inf:
+            context.due_at = inf
             return
-        if is_released:
-            self._released.append((context, context.number))
-            return
-        heappush(self._latest, (-expected, context.number, context))
-        heappush(self._due, (expected, context.number, context))
-        if len(self._latest) > 2 * len(self) + 64:
-            self._latest = [entry for entry in self._latest if _is_current(entry)]
-            heapify(self._latest)
-        if len(self._due) > 2 * len(self) + 64:
-            self._due = [entry for entry in self._due if _is_current(entry)]
-            heapify(self._due)
+        self._latest = _pushed(self._latest, (-expected, context.number, context), len(self), _is_expected)
+        self._see_at(context, min(expected, context.ended_at + self.policy_age))
+
+    def _see_at(self, context: Context, moment: float) -> None:
+        context.due_at = moment
+        if moment < inf:
+            self._due = _pushed(self._due, (moment, context.number, context), len(self), _is_due)
 
     def extend(self, renewal: Renewal, slots: Sequence[int | None]) -> bool:
         """Claim the next blocks of the chain, which are in these slots; None for absent ones. Returns whether to go
@@ -349,19 +384,17 @@ class Claims:
         at, chain = renewal.filled, context.chain
         known = chain[at : at + len(present)]
         if known != present:
-            same = next((n for n, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), len(known))
-            if same < len(known):
-                self._disprove(context, at + same)
+            pairs = zip(known, present, strict=False)
+            same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(known))
+            self._leave(context, at + same)
             fresh = present[same:]
-            granted = self._without_lost(fresh[: self._room(context)], context.number)
+            granted = self._without_lost(fresh, context.number)[: max(0, _MOST_ENTRIES * self._num_slots - self._entries)]
             goes_on = goes_on and len(granted) == len(fresh)
             self._add(context, granted)
-            known = known[:same]
-            at += len(granted)
-        context.hits += len(known)
-        self.used_again += len(known)
-        renewal.filled = at + len(known)
-        self._demote()
+            at += same + len(granted)
+        else:
+            at += len(known)
+        renewal.filled = at
         return goes_on
 
     def finish(self, renewal: Renewal) -> None:
@@ -369,178 +402,190 @@ class Claims:
         context = renewal.context
         if context.number != renewal.number:
             return
-        if renewal.filled < len(context.chain):
-            self._disprove(context, renewal.filled)
+        self._leave(context, renewal.filled)
         if context.expected == inf:
-            self._spare_shared(context)
+            self._release(context)
 
-    def _disprove(self, context: Context, start: int) -> None:
-        """The context has come back without the blocks that it has claimed from this place on."""
-        count = len(context.chain) - start
-        self.never_used += count
-        self._fade(context, count)
-        self._leave(context, start)
-
-    def _spare_shared(self, context: Context) -> None:
-        """Only blocks that no other request has used become cold, the end of the chain: from where on blocks have no
-        more uses than the context has had requests."""
-        uses, most = self._uses, min(context.requests, MOST_USES - 1)
-        chain = context.chain
+    def _release(self, context: Context) -> None:
+        """None of its blocks is expected to be used again. Those become cold that no other request has used, the end of
+        the chain: from where on blocks have no more uses than the context has had requests."""
+        uses, most, chain = self._uses, min(context.requests, MOST_USES - 1), context.chain
         low = bisect_left(range(len(chain)), True, key=lambda at: uses.of(chain[at]) <= most)
-        self._add_leaving(context, chain[:low])
-        self._set_chain(context, chain[low:])
-
-    def _room(self, context: Context) -> int:
-        """How many blocks more it may claim."""
-        room = _MOST_ENTRIES * self._num_slots - self._entries
-        if context.expected == inf:
-            return max(0, room)
-        shared = UNPROVED_SHARE * self._num_slots + self.credit - self._unproved
-        return max(0, min(room, max(0, context.credit - len(context.chain)) + max(0, int(shared))))
+        self._cool(context, low)
+        self._leave(context)
 
     def _without_lost(self, slots: list[int], number: int) -> list[int]:
         """Those before the first that the chain has already, and that has lost what it held since."""
         lost = self._lost
-        if lost:
-            return list(takewhile(lambda slot: lost.get(slot, 0) < number, slots))
-        return slots
+        return list(takewhile(lambda slot: lost.get(slot, 0) < number, slots)) if lost else slots
 
     def _add(self, context: Context, slots: list[int]) -> None:
-        if not slots:
-            return
-        first = self.claimed.increment(slots)
-        context.chain += slots
-        self._entries += len(slots)
-        self._released_entries += (context.expected == inf) * len(slots)
-        self._recount(context)
-        if first:
-            self._detach(context.namespace, first)
+        if slots:
+            context.chain += slots
+            self._entries += len(slots)
+            first = self.claimed.increment(slots)
+            if first:
+                self._detach(context.namespace, first)
 
     # -- ends of claims -------------------------------------------------------------------------------------
 
     def _set_chain(self, context: Context, chain: list[int]) -> None:
         """Its chain is shorter now."""
-        count = len(context.chain) - len(chain)
+        self._entries -= len(context.chain) - len(chain)
         context.chain = chain
-        self._entries -= count
-        self._released_entries -= (context.expected == inf) * count
-        self._recount(context)
+        if context.kept > len(chain):
+            self._fade(context, context.kept - len(chain))
+            self._keep(context, len(chain))
 
-    def _recount(self, context: Context) -> None:
-        unproved = 0 if context.expected in (inf, None) else max(0, len(context.chain) - context.credit)
+    def _keep(self, context: Context, count: int) -> None:
+        """It keeps so many blocks longer than the policy would."""
+        unproved = max(0, count - context.credit)
+        self.kept += count - context.kept
         self._unproved += unproved - context.unproved
-        context.unproved = unproved
+        context.kept, context.unproved = count, unproved
 
     def _leave(self, context: Context, start: int = 0) -> None:
         """Its claim ends from this place on: the blocks return to the policy."""
-        chain = context.chain
-        if start < len(chain):
-            self._add_leaving(context, chain[start:])
-            self._set_chain(context, chain[:start])
+        self._split(context, start, self._leaving)
 
-    def _add_leaving(self, context: Context, slots: list[int]) -> None:
+    def _cool(self, context: Context, start: int = 0) -> None:
+        """The same: the blocks go first."""
+        self._split(context, start, self._cold)
+
+    def _split(self, context: Context, start: int, parts: deque[Part]) -> None:
+        slots = context.chain[start:]
         if slots:
-            self._leaving.append((context.namespace, slots, context.number))
-            self._num_leaving += len(slots)
-
-    def _end(self, context: Context) -> None:
-        self._leave(context)
-        self._renumber(context)
-        self._expect(context, None)
+            parts.append(Part(context.namespace, slots, context.number, context.ended_at))
+            self._set_chain(context, context.chain[:start])
+            self._entries += len(slots)
 
     def _own(self, slots: list[int], number: int) -> list[int]:
         """Those of the slots that have not lost their block since a claim with this number was made."""
         lost = self._lost
         return [slot for slot in slots if lost.get(slot, 0) < number] if lost else slots
 
+    def _take_from(self, parts: deque[Part], count: int) -> Part:
+        """Up to so many slots of the first part, from its end."""
+        part = parts[0]
+        if len(part.slots) <= count:
+            parts.popleft()
+        else:
+            slots = part.slots[-count:]
+            del part.slots[-count:]
+            part = part._replace(slots=slots)
+        self._entries -= len(part.slots)
+        return part
+
     def settle(self, count: int) -> bool:
         """Return up to so many slots of claims that have ended to the policy. False if there is none left."""
-        leaving = self._leaving
-        while leaving and count > 0:
-            namespace, slots, number = leaving.popleft()
-            if len(slots) > count:
-                leaving.appendleft((namespace, slots[:-count], number))
-                slots = slots[-count:]
-            count -= len(slots)
-            self._num_leaving -= len(slots)
-            free = self.claimed.decrement(self._own(slots, number))
+        while self._leaving and count > 0:
+            part = self._take_from(self._leaving, count)
+            count -= len(part.slots)
+            free = self.claimed.decrement(self._own(part.slots, part.number))
             if free:
-                self._attach(namespace, free)
-        return bool(leaving)
+                self._attach(part.namespace, free)
+        return bool(self._leaving)
 
-    def _demote(self) -> None:
-        """Claims have half of the pool at most: those that are expected last return to the policy."""
-        most = int(LARGEST_SHARE * self._num_slots)
-        excess = len(self.claimed) - self._released_entries - self._num_leaving - most
-        while excess > 0 and (context := self._last()) is not None:
-            count = min(excess, len(context.chain))
-            self._leave(context, len(context.chain) - count)
-            excess -= count
-
-    def _last(self) -> Context | None:
-        """The context that is expected last, of those with blocks."""
-        heap = self._latest
-        while heap:
-            if _is_current(heap[0]) and heap[0][2].chain:
-                return heap[0][2]
-            heappop(heap)
-        return None
+    # -- time -----------------------------------------------------------------------------------------------
 
     def _pass_time(self) -> None:
-        """Contexts become overdue."""
-        heap, now = self._due, self.now
+        """See to contexts that become overdue, or are kept longer than the policy would."""
+        due, now = self._due, self.now
         for _ in range(_DUE_AT_ONCE):
-            if not heap or heap[0][0] > now:
+            if not due or due[0][0] > now:
                 return
-            entry = heappop(heap)
-            context = entry[2]
-            if not _is_current(entry):
-                continue
+            entry = heappop(due)
+            if _is_due(entry):
+                self._see_to(entry[2], now)
+                due = self._due
+
+    def _see_to(self, context: Context, now: float) -> None:
+        idle = now - context.ended_at
+        assert context.expected is not None
+        if context.chain and not context.kept and idle >= self.policy_age:
+            room = max(0, context.credit + max(0, int(UNPROVED_SHARE * self._num_slots + self.credit - self._unproved)))
+            room = min(room, int(LARGEST_SHARE * self._num_slots) - self.kept, len(context.chain))
+            self._cool(context, room)
+            self._keep(context, room)
+        if now >= context.expected:
+            if context.overdue:
+                self._overdue_returns.count(used=False)
+            else:
+                self._overdue = _pushed(
+                    self._overdue, (context.ended_at, context.number, context), len(self), _is_overdue
+                )
             context.overdue += 1
-            if context.overdue <= MOST_OVERDUE:
-                self._expect(context, now + max(now - context.ended_at, 1e-3))
-                continue
-            self.never_used += len(context.chain)
-            self._fade(context, context.length)
-            self._end(context)
+            if context.overdue > MOST_OVERDUE:
+                if context.kept:
+                    self._cool(context)
+                context.due_at = inf
+                return
+            context.expected = now + max(idle, 1e-3)
+        still_young = not context.kept and context.chain
+        self._see_at(context, min(context.expected, context.ended_at + self.policy_age) if still_young else context.expected)
 
     # -- eviction -------------------------------------------------------------------------------------------
 
+    def _last(self) -> Context | None:
+        """The expected context that is expected last, of those with blocks."""
+        heap = self._latest
+        while heap and not (_is_expected(heap[0]) and heap[0][2].chain):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _longest_overdue(self) -> Context | None:
+        heap = self._overdue
+        while heap and not (_is_overdue(heap[0]) and heap[0][2].chain):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _next(self) -> tuple[float, Context | None]:
+        """How long to wait for the next use of the claimed block that goes first, and whose it is."""
+        last, overdue = self._last(), self._longest_overdue()
+        wait = -inf if last is None or last.expected is None else last.expected - self.now
+        if overdue is not None:
+            other = self._overdue_returns.until_next_use(self.now - overdue.ended_at)
+            if other > wait:
+                return other, overdue
+        return wait, last
+
     def go_first(self, idle: float | None) -> bool:
         """Whether a claimed block is evicted next. `idle`: of the policy's next one; None if it has none."""
-        while self._released and not self._is_released(*self._released[0]):
-            self._released.popleft()
-        if self._released or idle is None:
-            return True
-        context = self._last()
-        return context is not None and context.expected - self.now > self.regret.until_next_use(idle)
-
-    @staticmethod
-    def _is_released(context: Context, number: int) -> bool:
-        return context.number == number and bool(context.chain)
+        return bool(self._cold) or idle is None or self._next()[0] > self.evicted.returns.until_next_use(idle)
 
     def take(self, count: int) -> tuple[Namespace | None, list[int]]:
         """Of the `count` claimed slots that go first, which lose that claim, those that have no other claim and that no
         other request has used; and their namespace. None without claims."""
-        context = self._released[0][0] if self._released else self._last()
-        if context is None:
-            return None, []
-        slots = context.chain[-count:]
-        self._set_chain(context, context.chain[:-count])
-        free = self.claimed.decrement(self._own(slots, context.number))
-        used_at, ended_at = self._uses.times.used_times, context.ended_at
-        if any(used_at[slot] > ended_at for slot in free):  # by another request
-            self._attach(context.namespace, [slot for slot in free if used_at[slot] > ended_at])
+        if self._cold:
+            part = self._take_from(self._cold, count)
+        else:
+            context = self._next()[1]
+            if context is None:
+                return None, []
+            part = Part(context.namespace, context.chain[-count:], context.number, context.ended_at)
+            self._set_chain(context, context.chain[:-count])
+        free = self.claimed.decrement(self._own(part.slots, part.number))
+        used_at, ended_at = self._uses.times.used_times, part.ended_at
+        used = [slot for slot in free if used_at[slot] > ended_at]  # by another request
+        if used:
+            self._attach(part.namespace, used)
             free = [slot for slot in free if used_at[slot] <= ended_at]
-        self.never_used += len(free)
-        return context.namespace, free
+        return part.namespace, free
+
+    def __iter__(self) -> Iterator[int]:
+        """The claimed slots, about in the order of eviction, some of them repeatedly. Nothing must change meanwhile."""
+        contexts = [context for context in self.contexts() if context.chain]
+        contexts.sort(key=lambda context: -(context.expected or 0.0))
+        parts = (Part(context.namespace, context.chain, context.number, 0.0) for context in contexts)
+        for part in chain(self._cold, self._leaving, parts):
+            yield from reversed(self._own(part.slots, part.number))
+
+    # -- what happens to slots ------------------------------------------------------------------------------
 
     def note_uses(self, keys: Sequence[bytes], now: float) -> None:
         """A request has used these blocks."""
         self.now = max(self.now, now)
-        self.regret.note_uses(keys, now)
-
-    # -- what happens to slots ------------------------------------------------------------------------------
+        self.evicted.note_uses(keys, now)
 
     def unclaimed(self, slots: list[int]) -> list[int]:
         """Those of the slots that are not claimed, in the order given."""
@@ -563,7 +608,8 @@ class Claims:
         self.settle(count)
         if self._lost:
             numbers = [context.number for context in self.contexts() if context.chain]
-            oldest = min([*numbers, *(number for *_, number in self._leaving)], default=self._number + 1)
+            parts = (part.number for part in chain(self._leaving, self._cold))
+            oldest = min([*numbers, *parts], default=self._number + 1)
             for slot in list(islice(self._lost, count)):
                 number = self._lost.pop(slot)
                 if number >= oldest:
@@ -577,44 +623,69 @@ class Claims:
         if not is_on:
             for context in self.contexts():
                 self._leave(context)
-            self._latest, self._due = [], []
-            self._released.clear()
+                context.due_at = inf
+            self._leaving += self._cold
+            self._cold.clear()
+            self._latest, self._overdue, self._due = [], [], []
 
     def expect(self, context: Context, resume_in: float | None, now: float) -> None:
         """Someone else says when the next request comes; None: none does."""
         self.now = max(self.now, now)
-        context.is_hinted, context.overdue = True, 0
+        self._keep(context, 0)
+        context.overdue, context.hint = 0, None
         self._expect(context, inf if resume_in is None else now + resume_in)
         if resume_in is None:
-            self._spare_shared(context)
+            self._release(context)
 
     # -- integrity ------------------------------------------------------------------------------------------
 
     def defects(self, visible: set[int]) -> list[str]:
         """Inconsistencies. O(contexts and their blocks): for integrity checks."""
         found: list[str] = []
+        contexts = self.contexts()
+        parts = [*self._leaving, *self._cold]
+        parts += [Part(context.namespace, context.chain, context.number, 0.0) for context in contexts]
         holders: Counter[int] = Counter()
-        for context in self.contexts():
-            holders.update(self._own(context.chain, context.number))
-        for _, slots, number in self._leaving:
-            holders.update(self._own(slots, number))
+        for part in parts:
+            holders.update(self._own(part.slots, part.number))
         if holders != {slot: self.claimed.count(slot) for slot in self.claimed.slots()}:
             found.append("the claimed slots are not those of contexts")
         if not self.claimed.slots() <= visible:
             found.append("a claimed slot is not visible")
-        contexts = self.contexts()
-        released = [context for context in contexts if context.expected == inf]
         sums = (
-            (self._entries, sum(len(context.chain) for context in contexts)),
-            (self._released_entries, sum(len(context.chain) for context in released)),
+            (self._entries, sum(len(part.slots) for part in parts)),
+            (self.kept, sum(context.kept for context in contexts)),
             (self._unproved, sum(context.unproved for context in contexts)),
-            (self._num_leaving, sum(len(slots) for _, slots, _ in self._leaving)),
         )
         if any(count != total for count, total in sums):
             found.append(f"the counts of claims are wrong: {sums}")
-        if self.is_on:
-            listed = {(id(context), context.number) for _, number, context in self._latest if context.number == number}
-            listed |= {(id(context), number) for context, number in self._released if context.number == number}
-            if any(context.chain and (id(context), context.number) not in listed for context in contexts):
-                found.append("a claim cannot be evicted")
+        listed = {(id(entry[2]), entry[1]) for entry in self._latest if _is_expected(entry)}
+        listed |= {(id(entry[2]), entry[1]) for entry in self._overdue if _is_overdue(entry)}
+        if any(context.chain and (id(context), context.number) not in listed for context in contexts):
+            found.append("a claim cannot be evicted")
         return found
+
+
+_Entry = tuple[float, int, Context]
+
+
+def _is_expected(entry: _Entry) -> bool:
+    expected, number, context = entry
+    return context.number == number and not context.overdue and context.expected == -expected
+
+
+def _is_overdue(entry: _Entry) -> bool:
+    return entry[2].number == entry[1] and bool(entry[2].overdue)
+
+
+def _is_due(entry: _Entry) -> bool:
+    return entry[2].number == entry[1] and entry[2].due_at == entry[0]
+
+
+def _pushed(heap: list[_Entry], entry: _Entry, num_contexts: int, is_current: Callable[[_Entry], bool]) -> list[_Entry]:
+    """The heap with the entry, without outdated ones if there are many."""
+    heappush(heap, entry)
+    if len(heap) > 2 * num_contexts + 64:
+        heap = [each for each in heap if is_current(each)]
+        heapify(heap)
+    return heap

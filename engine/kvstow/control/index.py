@@ -281,7 +281,7 @@ class Index:
                 assert namespace is not None
                 some, slots = self._evict_from(namespace, missing)
                 if idle is not None and idle < inf:
-                    claims.regret.watch(some, idle, claims.now)
+                    claims.evicted.watch(some, idle, claims.now)
             keys += some
             freed += slots
             counts.append((namespace, len(slots)))

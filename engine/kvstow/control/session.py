@@ -14,6 +14,7 @@ from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
+from kvstow.control.trial import Sample, Trial
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
@@ -76,6 +77,8 @@ class Session:
         are followed at all: a client may never give a beginning."""
         self._keys_behind = 0
         """How many keys that are."""
+        self._tried_behind: deque[Sample] = deque()
+        """The same for the trial of hints."""
         self._claimed_behind: deque[Sequence[bytes]] = deque()
         """Parts of a chain with hints whose beginning is still to come, the end first."""
         self.watermark: int | None = None
@@ -321,6 +324,9 @@ class Session:
             self._uses_behind = least if start else 0
         if hints is not None and hints.context is not None:
             self._claim(keys, start, hints, now)
+        trial = pool.trial if num_slots else None
+        if trial is not None:
+            self._try(trial, keys, start, looked_up, hints, now)
         if comparison is None or not num_slots:
             return
         comparison.resize(num_slots)
@@ -339,6 +345,27 @@ class Session:
             if change is not None:
                 pool.apply_change(comparison, change)
 
+    def _try(
+        self,
+        trial: Trial,
+        keys: Sequence[bytes],
+        start: int,
+        looked_up: tuple[int, int] | None,
+        hints: Hints | None,
+        now: float,
+    ) -> None:
+        pool = self.pool
+        self._tried_behind.append(trial.sample(keys, self.namespace.tag, start))
+        if start:
+            while sum(len(part.keys) for part in self._tried_behind) > MOST_FOLLOWED:
+                self._tried_behind.popleft()
+            return
+        parts = list(reversed(self._tried_behind))
+        self._tried_behind.clear()
+        k, tag = pool.index.uses.k, self.namespace.tag
+        switch = trial.use(parts, range(*(looked_up or (0, len(keys)))), hints, tag, k, now)
+        pool.follow(trial, switch)
+
     def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> None:
         """Claim the blocks of a chain once its beginning is there."""
         if start:
@@ -352,7 +379,7 @@ class Session:
             return
         pool, step = self.pool, self.pool.slice_slots
         with pool.lock:
-            claims = pool.index.use_claims()
+            claims = pool.use_claims()
             renewal = claims.begin(self.namespace, hints, chain_keys, now)
         for first in range(0, len(chain_keys), step):
             with pool.lock:
