@@ -39,8 +39,13 @@ MOST_OVERDUE = 3
 """So often is an overdue context given as long again as it was idle. Then its claim ends."""
 _MOST_ENTRIES = 4
 """Places in chains for each slot of the pool: contexts may share blocks."""
-_LEARNING = 0.3
-"""The share of the newest value in what is learned of a context."""
+_LEARNING, _LEARNING_OF_ALL, _LEARNING_OF_GAP = 0.3, 0.02, 0.1
+"""The share of the newest value in what is learned of a context's hints, of all contexts, and of a context's gap."""
+_USUAL_GAPS = 4
+"""Of all contexts, so many count in the first estimate for one."""
+_GROSS_ERROR, _WRONG_SHARE = 1.5**2, 0.25
+"""A hint is far from true if the logarithm of the true gap over it has a larger square. If more of them are, or more
+releases are followed by a request, they are taken for names alone."""
 _DUE_AT_ONCE = 256
 
 
@@ -65,8 +70,8 @@ class Returns:
 
     _MEMORY = 512
 
-    def __init__(self) -> None:
-        self._waits, self._used = 16.0, 8.0
+    def __init__(self, share: float = 0.5) -> None:
+        self._waits, self._used = 16.0, 16.0 * share
 
     def count(self, *, used: bool) -> None:
         self._waits += 1
@@ -184,10 +189,6 @@ class Renewal:
         self.filled = 0
 
 
-def _learned(value: float | None, new: float) -> float:
-    return new if value is None else value + _LEARNING * (new - value)
-
-
 class Claims:
     """The contexts of a pool, and what they claim. Used under the pool's lock; each call is O(slots given).
 
@@ -238,8 +239,10 @@ class Claims:
         """What returns to the policy once `settle` comes to it."""
         self._overdue_returns = Returns()
         self._log_gap: float | None = None
-        self._hint_error = self._release_error = 0.0
-        """Of all contexts: what `Context` has, and the share of releases that a request followed."""
+        self._hint_error = 0.0
+        """Of all contexts, what each has."""
+        self._gross, self._releases = Returns(0.0), Returns(0.0)
+        """How often hints were far from true, and releases were followed by a request."""
 
     # -- contexts -------------------------------------------------------------------------------------------
 
@@ -320,16 +323,17 @@ class Claims:
         elif kept:
             self._fade(context, kept)
         if hint == inf:
-            self._release_error = _learned(self._release_error, 1.0)
-            context.hint_error = inf
+            self._releases.count(used=True)
         elif hint is not None:
             error = (gap - log(max(hint, 1e-3))) ** 2
-            context.hint_error = _learned(context.hint_error if context.hint_error < inf else None, error)
-            self._hint_error += 0.02 * (error - self._hint_error)
-        if learned is not None:
-            context.log_gap_error = _learned(context.log_gap_error, (gap - learned) ** 2)
-        context.log_gap = _learned(learned, gap)
-        self._log_gap = _learned(self._log_gap, gap)
+            context.hint_error += (error - context.hint_error) * _LEARNING
+            self._hint_error += (error - self._hint_error) * _LEARNING_OF_ALL
+            self._gross.count(used=error > _GROSS_ERROR)
+        usual = gap if self._log_gap is None else self._log_gap
+        learned = usual if learned is None else learned
+        context.log_gap_error += ((gap - learned) ** 2 - context.log_gap_error) * _LEARNING
+        context.log_gap = learned + (gap - learned) / min(context.requests + _USUAL_GAPS, 1 / _LEARNING_OF_GAP)
+        self._log_gap = usual + (gap - usual) * _LEARNING_OF_ALL
 
     def _fade(self, context: Context, count: int) -> None:
         """So many blocks were kept for nothing."""
@@ -342,10 +346,11 @@ class Claims:
         learned = context.log_gap if context.log_gap is not None else self._log_gap
         hint = context.hint
         if hint == inf:
-            if context.hint_error < inf:
+            if self._releases.share < _WRONG_SHARE:
+                self._releases.count(used=False)
                 return inf
-        elif hint is not None:
-            if learned is None or context.hint_error == inf:
+        elif hint is not None and self._gross.share < _WRONG_SHARE:
+            if learned is None:
                 return now + hint
             weight = (context.log_gap_error + 1e-9) / (context.log_gap_error + context.hint_error + 1e-9)
             return now + exp(weight * log(max(hint, 1e-3)) + (1.0 - weight) * learned)

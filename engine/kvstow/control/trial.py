@@ -119,7 +119,8 @@ class Trial:
 
     def _judge(self) -> Switch | None:
         ratio_with, ratio_without = self._window.ratios().tolist()
-        is_on = ratio_with >= ratio_without if not self._is_on else ratio_without - ratio_with < _LEAD
+        lead = ratio_with - ratio_without
+        is_on = lead > -_LEAD if self._is_on else lead >= _LEAD
         if is_on == self._is_on:
             return None
         self._is_on = is_on
