@@ -82,8 +82,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison namespaces index "
-    "indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces "
+    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
+    "fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -92,11 +93,11 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
-    "engineprocess",
+    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks result driver "
+    "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
-    "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside "
+    "workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
@@ -106,12 +107,12 @@ ORDER = {
     "tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
-    "eventstream texts columns hostreadiness overview sampler readings client.endpoint "
+    "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
     "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "commands failures keeper localserver connection output blocks board get replay "
-    "serve settings top watching",
+    "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
+    "plot replay serve settings top watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}

@@ -45,6 +45,27 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A size, and the shares of blocks that a pool of it would hit: in the order of last use, and in the pool's own."""
+
+    num_slots: int
+    lru: float
+    own: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What the requests of the window would have hit in pools of other sizes, by size. `k`: the pool's own order.
+    `everything`: the share that a pool would hit that never evicts."""
+
+    points: tuple[CurvePoint, ...]
+    everything: float
+    k: float
+    requests: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferStatus:
     """One op in flight, of the engine `session`, which uses `pool`. `queued` (no rank has reported on it), `running`
     (some have), `stuck` (too old), or `quarantined` (an abandoned store whose slots wait for the last ranks).
@@ -215,8 +236,8 @@ class ContextStatus:
 
     `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
     `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
-    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: the client has said that; otherwise
-    it is what the pool has learned of the context.
+    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: whether the client has said that;
+    otherwise it is what the pool has learned of the context.
     """
 
     context: str

@@ -60,8 +60,8 @@ class Switch(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"hints are {'used again' if self.is_on else 'not used any more'}: over the last {self.requests:,} requests,"
-            f" {self.ratio_with:.1%} of the blocks would have hit with them and {self.ratio_without:.1%} without"
+            f"hints are {'used again' if self.is_on else 'not used any more'}: over the last {self.requests:,} "
+            f"requests, {self.ratio_with:.1%} of the blocks would have hit with them, {self.ratio_without:.1%} without"
         )
 
 

@@ -14,7 +14,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.claims import Switch
-from kvstow.control.comparison import Change, Curve
+from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
@@ -29,6 +29,7 @@ from kvstow.status import (
     ClaimsStatus,
     ContextPage,
     ContextStatus,
+    Curve,
     Readiness,
     TransferState,
     TransferStatus,
