@@ -151,10 +151,12 @@ class Context:
         "length",
         "log_gap",
         "log_gap_error",
+        "name",
         "namespace",
         "number",
         "overdue",
         "requests",
+        "step_at",
         "unproved",
     )
 
@@ -164,7 +166,8 @@ class Context:
         self.number = self.requests = self.hits = self.overdue = 0
         self.kept = self.unproved = self.credit = 0
         self.expected: float | None = None
-        self.due_at = inf
+        self.due_at = self.step_at = inf
+        """When to see to it, and when it is overdue once more."""
         self.ended_at = -inf
         self.hint: float | None = None
         """What its last request has said; `inf` for a release."""
@@ -174,6 +177,8 @@ class Context:
         """Mean squares of the logarithm of the true gap over the hint, and over what was learned."""
         self.length = 0
         self.last_key = b""
+        self.name = ""
+        """What the client calls it, for people."""
 
 
 class Renewal:
@@ -271,7 +276,7 @@ class Claims:
         return context
 
     def _forget(self, context: Context) -> None:
-        self._leave(context)
+        self.leave(context)
         self._renumber(context)
         key = (context.namespace.tag, context.context_id)
         (self._proved if self._proved.get(key) is context else self._new).pop(key, None)
@@ -300,6 +305,7 @@ class Claims:
         context.ended_at, context.overdue, context.kept = now, 0, 0
         context.requests += 1
         context.length, context.last_key = len(keys), keys[-1] if keys else b""
+        context.name = hints.name
         context.hint = inf if hints.release else hints.resume_in
         self._touch(context)
         self._expect(context, self._expected(context, now))
@@ -364,16 +370,19 @@ class Claims:
     def _expect(self, context: Context, expected: float | None) -> None:
         """Its claim has this place from now on."""
         context.expected = expected
-        if expected is None or not self.is_on or expected == inf:
+        context.step_at = inf if expected is None else expected
+        if not self.is_on or context.step_at == inf:
             context.due_at = inf
             return
-        self._latest = _pushed(self._latest, (-expected, context.number, context), len(self), _is_expected)
-        self._see_at(context, min(expected, context.ended_at + self.policy_age))
+        self._latest = _pushed(self._latest, (-context.step_at, context.number, context), len(self), _is_expected)
+        self._see_later(context)
 
-    def _see_at(self, context: Context, moment: float) -> None:
-        context.due_at = moment
-        if moment < inf:
-            self._due = _pushed(self._due, (moment, context.number, context), len(self), _is_due)
+    def _see_later(self, context: Context) -> None:
+        context.due_at = context.step_at
+        if context.chain and not context.kept:
+            context.due_at = min(context.due_at, context.ended_at + self.policy_age)
+        if context.due_at < inf:
+            self._due = _pushed(self._due, (context.due_at, context.number, context), len(self), _is_due)
 
     def extend(self, renewal: Renewal, slots: Sequence[int | None]) -> bool:
         """Claim the next blocks of the chain, which are in these slots; None for absent ones. Returns whether to go
@@ -391,9 +400,11 @@ class Claims:
         if known != present:
             pairs = zip(known, present, strict=False)
             same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(known))
-            self._leave(context, at + same)
+            self.leave(context, at + same)
             fresh = present[same:]
-            granted = self._without_lost(fresh, context.number)[: max(0, _MOST_ENTRIES * self._num_slots - self._entries)]
+            granted = self._without_lost(fresh, context.number)[
+                : max(0, _MOST_ENTRIES * self._num_slots - self._entries)
+            ]
             goes_on = goes_on and len(granted) == len(fresh)
             self._add(context, granted)
             at += same + len(granted)
@@ -407,7 +418,7 @@ class Claims:
         context = renewal.context
         if context.number != renewal.number:
             return
-        self._leave(context, renewal.filled)
+        self.leave(context, renewal.filled)
         if context.expected == inf:
             self._release(context)
 
@@ -417,7 +428,7 @@ class Claims:
         uses, most, chain = self._uses, min(context.requests, MOST_USES - 1), context.chain
         low = bisect_left(range(len(chain)), True, key=lambda at: uses.of(chain[at]) <= most)
         self._cool(context, low)
-        self._leave(context)
+        self.leave(context)
 
     def _without_lost(self, slots: list[int], number: int) -> list[int]:
         """Those before the first that the chain has already, and that has lost what it held since."""
@@ -449,7 +460,7 @@ class Claims:
         self._unproved += unproved - context.unproved
         context.kept, context.unproved = count, unproved
 
-    def _leave(self, context: Context, start: int = 0) -> None:
+    def leave(self, context: Context, start: int = 0) -> None:
         """Its claim ends from this place on: the blocks return to the policy."""
         self._split(context, start, self._leaving)
 
@@ -506,28 +517,26 @@ class Claims:
 
     def _see_to(self, context: Context, now: float) -> None:
         idle = now - context.ended_at
-        assert context.expected is not None
         if context.chain and not context.kept and idle >= self.policy_age:
-            room = max(0, context.credit + max(0, int(UNPROVED_SHARE * self._num_slots + self.credit - self._unproved)))
-            room = min(room, int(LARGEST_SHARE * self._num_slots) - self.kept, len(context.chain))
-            self._cool(context, room)
-            self._keep(context, room)
-        if now >= context.expected:
+            shared = max(0, self.allowed - self._unproved)
+            left = int(LARGEST_SHARE * self._num_slots) - self.kept
+            count = max(0, min(context.credit + shared, left, len(context.chain)))
+            self._cool(context, count)
+            self._keep(context, count)
+        if now >= context.step_at:
             if context.overdue:
                 self._overdue_returns.count(used=False)
             else:
-                self._overdue = _pushed(
-                    self._overdue, (context.ended_at, context.number, context), len(self), _is_overdue
-                )
+                entry = (context.ended_at, context.number, context)
+                self._overdue = _pushed(self._overdue, entry, len(self), _is_overdue)
             context.overdue += 1
+            context.step_at = now + max(idle, 1e-3)
             if context.overdue > MOST_OVERDUE:
                 if context.kept:
                     self._cool(context)
                 context.due_at = inf
                 return
-            context.expected = now + max(idle, 1e-3)
-        still_young = not context.kept and context.chain
-        self._see_at(context, min(context.expected, context.ended_at + self.policy_age) if still_young else context.expected)
+        self._see_later(context)
 
     # -- eviction -------------------------------------------------------------------------------------------
 
@@ -563,19 +572,31 @@ class Claims:
         other request has used; and their namespace. None without claims."""
         if self._cold:
             part = self._take_from(self._cold, count)
-        else:
-            context = self._next()[1]
-            if context is None:
-                return None, []
-            part = Part(context.namespace, context.chain[-count:], context.number, context.ended_at)
-            self._set_chain(context, context.chain[:-count])
+            return part.namespace, self._unclaim(part)
+        context = self._next()[1]
+        if context is None:
+            return None, []
+        part = Part(context.namespace, context.chain[-count:], context.number, context.ended_at)
+        self._set_chain(context, context.chain[:-count])
+        return context.namespace, self._unclaim(part)
+
+    def _unclaim(self, part: Part) -> list[int]:
         free = self.claimed.decrement(self._own(part.slots, part.number))
         used_at, ended_at = self._uses.times.used_times, part.ended_at
         used = [slot for slot in free if used_at[slot] > ended_at]  # by another request
         if used:
             self._attach(part.namespace, used)
             free = [slot for slot in free if used_at[slot] <= ended_at]
-        return part.namespace, free
+        return free
+
+    def blocks_of(self, context: Context, start: int, stop: int, *, alone: bool) -> list[int]:
+        """The slots that it claims, from a place of its chain to another. `alone`: those that no other context claims
+        and no other request has used."""
+        slots = self._own(context.chain[start:stop], context.number)
+        if alone:
+            used_at, claimed = self._uses.times.used_times, self.claimed
+            slots = [slot for slot in slots if claimed.count(slot) == 1 and used_at[slot] <= context.ended_at]
+        return slots
 
     def __iter__(self) -> Iterator[int]:
         """The claimed slots, about in the order of eviction, some of them repeatedly. Nothing must change meanwhile."""
@@ -591,6 +612,11 @@ class Claims:
         """A request has used these blocks."""
         self.now = max(self.now, now)
         self.evicted.note_uses(keys, now)
+
+    @property
+    def allowed(self) -> int:
+        """So many blocks may be kept longer than the policy would, by contexts without credit of their own."""
+        return int(UNPROVED_SHARE * self._num_slots + self.credit)
 
     def unclaimed(self, slots: list[int]) -> list[int]:
         """Those of the slots that are not claimed, in the order given."""
@@ -627,14 +653,14 @@ class Claims:
         self.is_on = is_on
         if not is_on:
             for context in self.contexts():
-                self._leave(context)
+                self.leave(context)
                 context.due_at = inf
             self._leaving += self._cold
             self._cold.clear()
             self._latest, self._overdue, self._due = [], [], []
 
     def expect(self, context: Context, resume_in: float | None, now: float) -> None:
-        """Someone else says when the next request comes; None: none does."""
+        """An operator says when the next request comes; None: none does."""
         self.now = max(self.now, now)
         self._keep(context, 0)
         context.overdue, context.hint = 0, None

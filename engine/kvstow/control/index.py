@@ -17,7 +17,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Literal
 
-from kvstow.control.claims import Claims
+from kvstow.control.claims import Claims, Context
 from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
 from kvstow.control.policy import EvictionOrder, Links
 from kvstow.control.slots import Protections, RefCounts, SlotTimes
@@ -188,9 +188,9 @@ class Index:
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(slots))
-        return self._unused(slots)
+        return self.unused(slots)
 
-    def _unused(self, slots: list[int]) -> list[int]:
+    def unused(self, slots: list[int]) -> list[int]:
         """Those of the slots that are neither held nor protected, in the order given."""
         return self._protections.unprotected(self._held.free_of(slots))
 
@@ -273,7 +273,7 @@ class Index:
                         continue
                     break
                 most -= missing
-                slots = self._unused(slots)
+                slots = self.unused(slots)
                 claims.num_evictable -= len(slots)
                 some = namespace.keys.take(slots)
                 self.uses.evict(some, slots, namespace.tag)
@@ -307,7 +307,7 @@ class Index:
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
         order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
         if self.claims is not None:
-            order = chain(order, (one for one in self.claims if self._unused([one])))
+            order = chain(order, (one for one in self.claims if self.unused([one])))
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
         for namespace, some in self.namespaces.grouped(found):
             keys = [key for one in some if (key := self.slot_keys.key_of[one]) is not None]
@@ -386,7 +386,7 @@ class Index:
         """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
         until = self.times.stored_until if what == "stored" else self.times.used_until
         visible = [slot for slot in until(moment, low, high) if self.slot_keys.key_of[slot] is not None]
-        return self._unused(visible)
+        return self.unused(visible)
 
     # -- claims ---------------------------------------------------------------------------------------------
 
@@ -397,17 +397,24 @@ class Index:
             self.claims.set_num_slots(self._num_slots)
         return self.claims
 
+    def find_contexts(self, context_id: bytes) -> list[Context]:
+        """In all namespaces."""
+        if self.claims is None:
+            return []
+        found = [self.claims.find(namespace, context_id) for namespace in self.namespaces]
+        return [context for context in found if context is not None]
+
     def _claim(self, namespace: Namespace, slots: list[int]) -> None:
         """These slots have got their first claim."""
         assert self.claims is not None
-        slots = self._unused(slots)
+        slots = self.unused(slots)
         namespace.order.detach(slots)
         self.claims.num_evictable += len(slots)
 
     def _unclaim(self, namespace: Namespace, slots: list[int]) -> None:
         """These slots have lost their last claim."""
         assert self.claims is not None
-        slots = self._unused(slots)
+        slots = self.unused(slots)
         self.claims.num_evictable -= len(slots)
         namespace.order.attach(slots)
 
@@ -435,7 +442,7 @@ class Index:
 
     def _cached(self) -> list[int]:
         slots = [slot for namespace in self.namespaces for slot in namespace.order]
-        return slots if self.claims is None else [*slots, *self._unused(list(self.claims.claimed.slots()))]
+        return slots if self.claims is None else [*slots, *self.unused(list(self.claims.claimed.slots()))]
 
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""

@@ -319,6 +319,8 @@ class Pool:
         num_slots = self.slots.limit
         if num_slots and (self.trial is None or not num_slots / 2 <= self.trial.num_slots <= num_slots * 2):
             self.trial = Trial(num_slots, self.index.uses.k)
+            if self.index.claims is not None:
+                self.index.claims.set_on(True)
         return self.index.use_claims()
 
     def follow(self, trial: Trial, switch: Switch | None) -> None:
