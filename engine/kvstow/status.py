@@ -231,13 +231,13 @@ class ProtectionResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStatus:
     """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
-    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it. `blocks`: those that its claim covers now; null
-    tokens if the host does not know how many a block has.
+    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it. `blocks`: those
+    that it claims now; null tokens if the host does not know how many a block has.
 
     `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
     `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
-    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: whether the client has said that;
-    otherwise it is what the pool has learned of the context.
+    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: the client has said so; otherwise
+    it is what the pool has learned.
     """
 
     context: str

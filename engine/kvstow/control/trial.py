@@ -22,6 +22,9 @@ from kvstow.hints import Hints
 MOST_SLOTS = 2048
 """Of each small pool."""
 _LEAD = 0.005
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 512
+"""Moves of the window for which hints stay off. A pause is twice as long as the last one, unless hints were used for
+longer than that meanwhile."""
 
 
 class Sample(NamedTuple):
@@ -87,6 +90,9 @@ class Trial:
         self._without = _SmallPool(size, k, has_claims=False)
         self._window = Window(num_slots)
         self._is_on = True
+        self._moves = 0
+        """Of the window since the last switch."""
+        self._pause = _SHORTEST_PAUSE
 
     def sample(self, keys: Sequence[bytes], tag: int, start: int) -> Sample:
         """What is followed of a part of a chain; see `Comparison.choose`. Without the lock."""
@@ -118,13 +124,18 @@ class Trial:
             return self._judge()
 
     def _judge(self) -> Switch | None:
+        """The window has moved."""
+        self._moves += 1
         ratio_with, ratio_without = self._window.ratios().tolist()
         lead = ratio_with - ratio_without
-        is_on = lead > -_LEAD if self._is_on else lead >= _LEAD
-        if is_on == self._is_on:
+        if self._is_on:
+            if lead > -_LEAD:
+                return None
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE) if self._moves < 2 * self._pause else _SHORTEST_PAUSE
+        elif lead < _LEAD or self._moves < self._pause:
             return None
-        self._is_on = is_on
-        return Switch(is_on, ratio_with, ratio_without, self._window.requests)
+        self._is_on, self._moves = not self._is_on, 0
+        return Switch(self._is_on, ratio_with, ratio_without, self._window.requests)
 
     @property
     def policy_age(self) -> float:
