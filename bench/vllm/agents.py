@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import exp, log
@@ -65,13 +66,13 @@ class Traffic:
     seed: int = 0
 
     @property
-    def most_turns(self) -> int:
-        return 4 * self.turns
+    def longest(self) -> int:
+        """A conversation ends with the turn that makes it longer than so many tokens."""
+        return self.system + self.first + 2 * self.turns * self.grows
 
     @property
     def max_tokens(self) -> int:
-        longest = self.system + self.first + self.most_turns * (2 * self.grows + self.answer)
-        return max(longest, self.one_shot_tokens) + self.answer + 1
+        return max(self.longest + 2 * self.grows + self.answer, self.one_shot_tokens) + self.answer + 1
 
     def working_set(self) -> int:
         """Tokens of all conversations at one time, on the average of the agents' turns."""
@@ -96,7 +97,7 @@ class _Agent:
         traffic, chance = self._traffic, self._chance
         self.name = f"agent {self._number}, conversation {next(self._conversations)}"
         self.turn = 0
-        self.turns = min(traffic.most_turns, max(3, round(chance.lognormvariate(log(traffic.turns), 0.5))))
+        self._turns = max(3, round(chance.lognormvariate(log(traffic.turns), 0.5)))
         self.known = 0
         """Tokens of the last turn: they may be cached."""
         self._history = self._system + self._tokens(traffic.first)
@@ -110,7 +111,7 @@ class _Agent:
 
     @property
     def is_last(self) -> bool:
-        return self.turn == self.turns - 1
+        return self.turn == self._turns - 1 or len(self._history) > self._traffic.longest
 
     def prompt(self) -> list[int]:
         return self._history
@@ -376,7 +377,7 @@ def _measure(options: argparse.Namespace, model: Path, results: Results) -> None
             "kvstow",
             pool_bytes=_pool_bytes(traffic, shape, options.tiny),
             max_tokens=longest,
-            gpu_blocks=max(working_set // 8, 2 * longest) // block_tokens() + 64,
+            gpu_blocks=max(working_set // 8, longest) // block_tokens() + 16,
             batch_tokens=2048 if options.tiny else 16384,
             graphs=options.graphs,
             attention=options.attention,
@@ -386,7 +387,7 @@ def _measure(options: argparse.Namespace, model: Path, results: Results) -> None
         for mode in options.modes:
             timeout = _PATIENCE + 2 * traffic.seconds
             args = (setup, traffic, mode, shape.vocabulary, options.tiny)
-            one = results.attempt("agents", lambda args=args, timeout=timeout: run(timeout, measure, *args))
+            one = results.attempt("agents", partial(run, timeout, measure, *args))
             if one is not None:
                 found.append(one)
     if found:

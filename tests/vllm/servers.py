@@ -74,7 +74,7 @@ class Server:
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False),
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.text(max_size=300) | st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=4,
 )
@@ -93,7 +93,7 @@ _HINTS = st.fixed_dictionaries(
 def ask_with_all_kinds_of_hints(server: Server, tokens: Prompt, expected: Answer, engines: int = 1) -> None:
     """No hint changes an answer, or is an error."""
 
-    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(hints=_HINTS | _JSON, session=st.none() | st.text(max_size=300), engine=st.integers(0, engines - 1))
     def ask(hints: Any, session: str | None, engine: int) -> None:
         fields = {"kv_transfer_params": {"kvstow": hints}, "session_id": session}

@@ -478,6 +478,7 @@ def find_hints(evidence: Evidence) -> Iterator[ConditionView]:
         saved_ratio=claims.saved_ratio,
         never_used_ratio=unused,
         claimed_slots=claims.claimed_slots,
+        kept_slots=claims.kept_slots,
         allowed_slots=claims.allowed_slots,
         contexts=claims.contexts,
         requests=claims.window_requests,

@@ -69,7 +69,12 @@ async def test_one_context_is_shown_changed_and_released(
 ) -> None:
     done: list[Any] = []
     monkeypatch.setattr(type(engine.admin), "set_context", lambda self, *given: done.append(given))
-    monkeypatch.setattr(type(engine.admin), "release_context", lambda self, context: done.append(context) or 9)
+
+    def release(self: object, context: bytes) -> int:
+        done.append(context)
+        return 9
+
+    monkeypatch.setattr(type(engine.admin), "release_context", release)
     url = f"/v1/contexts/{TRIP.hex()}"
     assert (await client.get(url)).json()["items"][0]["hits"] == 8
     changed = await client.patch(url, json={"resume_in_seconds": 30})
@@ -135,6 +140,7 @@ async def test_the_doctor_says_what_claims_have_saved(
         is_on=True,
         contexts=3,
         claimed_slots=9,
+        kept_slots=6,
         allowed_slots=12,
         used_again=70,
         never_used=30,
