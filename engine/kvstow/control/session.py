@@ -322,10 +322,12 @@ class Session:
             if hints is not None and not start:
                 for reason in hints.ignored:
                     pool.counters.hints_ignored[reason] += 1
+            if hints is not None and hints.context is None:  # the others are about a context, or the host's
+                hints = None
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             least = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = least if start else 0
-        if hints is not None and hints.context is not None:
+        if hints is not None:
             self._claim(keys, start, hints, now)
         trial = pool.trial if num_slots else None
         if trial is not None:
