@@ -138,7 +138,12 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core
 
     def add(
-        self, tokens: Prompt, answer_tokens: int = 24, adapter: Adapter | None = None, image: int | None = None
+        self,
+        tokens: Prompt,
+        answer_tokens: int = 24,
+        adapter: Adapter | None = None,
+        image: int | None = None,
+        hints: Mapping[str, Any] | None = None,
     ) -> str:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -153,6 +158,7 @@ class Engine:
             detokenize=False,
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=None if hints is None else {"kv_transfer_params": {"kvstow": dict(hints)}},
         )
         lora = None if adapter is None else LoRARequest(*adapter[:3], load_inplace=adapter.reload)
         asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}

@@ -74,7 +74,10 @@ class Server:
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False, allow_infinity=False),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.text(max_size=300) | st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=4,
 )
