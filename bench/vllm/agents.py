@@ -1,7 +1,7 @@
 """Agents that pause and come back, with hints and without.
 
-    python3 -m bench.vllm agents [--shape small] [--agents 64] [--turns 12] [--gap 2] [--seconds 90] [--rounds 2]
-        [--modes off exact] [--one-shot 0.5] [--graphs decode] [--attention FLASH_ATTN] [--out DIR]
+    python3 -m bench.vllm agents [--shape 8b] [--agents 64] [--turns 12] [--gap 8] [--seconds 150] [--rounds 1]
+        [--modes off exact] [--one-shot 0.5] [--graphs none] [--attention FLASH_ATTN] [--out DIR]
 
 Each agent has a conversation that grows turn by turn; between two turns it pauses for a time with a heavy tail, and
 after its last turn it begins another one. Beside them come prompts that never repeat. The pool has room for half of the
@@ -53,7 +53,7 @@ class Traffic:
 
     agents: int = 64
     turns: int = 12
-    gap: float = 2.0
+    gap: float = 8.0
     spread: float = 1.5
     longest_gap: float = 120.0
     system: int = 512
@@ -62,7 +62,7 @@ class Traffic:
     answer: int = 8
     one_shot: float = 0.5
     one_shot_tokens: int = 3000
-    seconds: float = 90.0
+    seconds: float = 150.0
     seed: int = 0
 
     @property
@@ -92,6 +92,10 @@ class _Agent:
         self._system = [random.Random(traffic.seed).randrange(10, vocabulary) for _ in range(traffic.system)]
         self._conversations = count()
         self._begin()
+        for _ in range(self._chance.randrange(self._turns)):  # it is in the middle of a conversation
+            if not self.is_last:
+                self.answered(self._tokens(traffic.answer))
+        self.known = 0
 
     def _begin(self) -> None:
         traffic, chance = self._traffic, self._chance
@@ -397,12 +401,11 @@ def _measure(options: argparse.Namespace, model: Path, results: Results) -> None
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("agents", __doc__, shape=True)
-    parser.set_defaults(shape="small")
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--turns", type=int, default=12, help="of a conversation, the median")
-    parser.add_argument("--gap", type=float, default=2.0, help="seconds between two turns, the median")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="of all modes, each with other agents")
+    parser.add_argument("--gap", type=float, default=8.0, help="seconds between two turns, the median")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of each run")
+    parser.add_argument("--rounds", type=int, default=1, help="of all modes, each with other agents")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "exact"])
     parser.add_argument("--one-shot", type=float, default=0.5, help="prompts that never repeat, for each turn")
     parser.add_argument("--attention", default=ATTENTION, help="vLLM's attention backend; default: %(default)s")
