@@ -114,8 +114,8 @@ ORDER = {
     "serve settings top watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
-ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}
-"""Of what is forbidden: identities are plain values."""
+ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}, "engine/kvstow/attach": {"kvstow.devices.base"}}
+"""Of what is forbidden: identities are plain values, and the protocols of devices import nothing."""
 ABOVE_DEVICES = {"copythread", "dataplane", "layeredloads", "opqueues"}
 
 

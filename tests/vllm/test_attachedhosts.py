@@ -13,8 +13,9 @@ from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.hello import SessionTicket
+from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.worker import AttachedWorker
 from kvstow.config import EngineConfig
 from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock
@@ -22,14 +23,12 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import Offload
-from kvstow_service.connectors.engine_core.stepplan import RankSession
 from kvstow_service.connectors.vllm import attachedschedulerhost, tensorhost
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
     JOINING_SECONDS,
     LOOKING_SECONDS,
     AttachedSchedulerHost,
 )
-from kvstow_service.connectors.vllm.rankdataplane import AttachedPlane
 from kvstow_service.connectors.vllm.tensorhost import AttachedWorkerHost
 
 pytestmark = pytest.mark.vllm
@@ -215,7 +214,7 @@ def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
     monkeypatch.setattr(tensorhost, "time", SimpleNamespace(monotonic=clock))
     sessions = iter(RankSession(*each) for each in ((1, 0), (1, 4), (1, 5), (1, 6), (1, 6), (2, 6)))
     worker.register(kv_caches())
-    monkeypatch.setattr(AttachedPlane, "session", property(lambda self: next(sessions)))
+    monkeypatch.setattr(AttachedWorker, "session", property(lambda self: next(sessions)))
     told = []
     for seconds in (0.0, 0.0, 0.1, 0.5, 0.5, 0.0):
         clock.advance(seconds)
@@ -231,8 +230,8 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
     worker.resume()
     worker.follow(KVStowMetadata(ticket=SessionTicket(2, "secret")))
     plane = worker.side.plane
-    assert isinstance(plane, AttachedPlane)
-    assert plane._ticket.number == 2
+    assert isinstance(plane, AttachedWorker)
+    assert plane._newest.number == 2
 
 
 def test_ranks_on_two_nodes_cannot_attach(bench: Bench) -> None:

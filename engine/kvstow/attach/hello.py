@@ -26,6 +26,15 @@ class SessionTicket(NamedTuple):
     token: str
 
 
+class RankSession(NamedTuple):
+    """How far a rank is in a session. `number` is that of the session's ticket; 0 while it is in no session. `slots`:
+    how many slots it can copy to and from. `is_whole`: no more slots will come."""
+
+    number: int = 0
+    slots: int = 0
+    is_whole: bool = False
+
+
 def digest_of(token: str) -> str:
     """Tells tokens apart without letting anybody join."""
     return sha256(token.encode()).hexdigest()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -31,24 +31,29 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Channel, Frame, close_fds
 from kvstow.attach.connection import AttachConnection, Call
-from kvstow.attach.hello import Hello, SessionTicket, Welcome, number_of
+from kvstow.attach.hello import Hello, RankSession, SessionTicket, Welcome, number_of
 from kvstow.attach.wire import Kind
+from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.errors import AttachError, CopyError, KvstowError, PinError
 from kvstow.messageorder import is_news
 from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 
-_T = TypeVar("_T")
 
+class StepLoads(Protocol):
+    """Loads that a computation waits for. `kvstow.layeredloads.LayeredLoads` implements it."""
 
-class Fence(Protocol):
-    """Compute work that was launched. `query()` says, without blocking, whether it has finished."""
-
-    def query(self) -> bool: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def failure(self) -> str | None: ...
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None: ...
 
 
 class ExtentPool(Protocol):
     """Memory that the service's messages change. `kvstow.memory.mappedpool.MappedPool` implements it."""
 
+    @property
+    def pinned_slots(self) -> int: ...
     def begin_session(self) -> None: ...
     def grant(self, slot_stride: int, grants: Sequence[ExtentGrant], fds: Sequence[int]) -> None: ...
     def drop_earlier(self) -> None: ...
@@ -64,8 +69,20 @@ class RankPlane(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def boot_id(self) -> str: ...
+    @property
     def pending_ops(self) -> int: ...
+    @property
+    def is_pinning(self) -> bool: ...
+    @property
+    def applied(self) -> DesiredState: ...
+    @property
+    def layered(self) -> StepLoads | None: ...
     def start(self, *, at_ease: bool = False) -> None: ...
+    def begin_step(self) -> None: ...
+    def launched(self, work: Fence | None = None) -> None: ...
+    def end_step(self) -> None: ...
+    def drive(self) -> None: ...
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
     def take_completions(self) -> list[Completion]: ...
     def apply(self, desired: DesiredState) -> None: ...
@@ -78,17 +95,18 @@ _REFUSED = "the session of this op has ended"
 
 
 class OpGate:
-    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe.
+    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe, and
+    its lock is never held for long. Its `load` is that of the rank's `StepLoads`.
 
     Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be.
     """
 
     def __init__(self, plane: RankPlane, *, stores: bool) -> None:
         """`stores` is False if another rank stores the same bytes for this one."""
-        self._plane = plane
-        self._stores = stores
+        self._plane, self._stores = plane, stores
         self._lock = threading.Lock()
-        self._number = 0
+        self._number = self._starting = 0
+        """The session whose ops are let through, and how many calls of `load` have been let through and go on."""
         self._refused: list[Completion] = []
 
     def open(self, number: int) -> None:
@@ -97,11 +115,11 @@ class OpGate:
             self._number = number
 
     def shut(self) -> None:
-        with self._lock:
-            self._number = 0
+        self.open(0)
 
     def is_quiet(self) -> bool:
-        return self._plane.pending_ops == 0
+        with self._lock:
+            return not self._starting and self._plane.pending_ops == 0
 
     def submit(self, plan: StepPlan, after: Fence | None) -> None:
         """Never blocks or raises: see `DataPlane.submit`."""
@@ -112,13 +130,28 @@ class OpGate:
             if ops:  # under the lock: no op may enter after `shut`
                 self._plane.submit(StepPlan(ops), after)
 
-    def pass_through(self, ops: Sequence[Op], start: Callable[[], _T]) -> _T:
-        """Call `start`, which starts ops that cannot be refused any more: a computation waits for them. Raises
-        `CopyError` if they are of another session all the same, and calls nothing."""
-        with self._lock:  # no op may enter after `shut`
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
+        """Start loads that cannot be refused any more: a computation waits for them. Raises `CopyError` if they are of
+        another session all the same. Takes long if they go another way than by layer, so the lock is not held: until
+        they have started, the gate is not quiet."""
+        assert self._plane.layered is not None
+        with self._lock:
             if any(number_of(op.op_id) != self._number for op in ops):
                 raise CopyError(_REFUSED)
-            return start()
+            self._starting += 1
+        try:
+            return self._plane.layered.load(ops, after)
+        finally:
+            with self._lock:
+                self._starting -= 1
+
+    @property
+    def num_parts(self) -> int:
+        return 0 if self._plane.layered is None else self._plane.layered.num_parts
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._plane.layered is None else self._plane.layered.failure
 
     def take_completions(self) -> list[Completion]:
         with self._lock:
@@ -256,9 +289,7 @@ _NO_TICKET = SessionTicket(0, "")
 class AttachedWorker:
     """Owns a rank's data plane and its connection to the node service. Runs on a thread of its own.
 
-    The host starts the worker, gives it each ticket of its `AttachedEngine` (`join`), submits the ops of each step, and
-    takes their completions. The host made the data plane and calls it directly for everything else (`begin_step`,
-    `launched`, `drive`).
+    The host uses the worker like the data plane, and gives it each ticket of its `AttachedEngine` (`join`).
 
     A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
     after that and after the host's last step, or with the next ticket, the worker refuses ops of the old session, waits
@@ -287,6 +318,10 @@ class AttachedWorker:
         self._plane, self._pool = plane, pool
         self._engine, self._numa_node = engine, numa_node
         self._gate = OpGate(plane, stores=not replicated or plane.rank == 0)
+        self.layered: StepLoads | None = None if plane.layered is None else self._gate
+        self.boot_id = plane.boot_id
+        self.launched, self.drive, self.report = plane.launched, plane.drive, plane.report
+        self.add_listener = plane.add_listener
         self._connection = AttachConnection(
             path,
             self._make_hello,
@@ -331,16 +366,12 @@ class AttachedWorker:
             self._wake_up()
 
     def begin_step(self) -> None:
-        """The host has begun a step."""
         self._in_step = True
+        self._plane.begin_step()
 
     def end_step(self) -> None:
-        """The step has ended."""
+        self._plane.end_step()
         self._in_step, self._stepped_at = False, self._clock()
-
-    def load_now(self, ops: Sequence[Op], start: Callable[[], _T]) -> _T:
-        """Call `start`, which starts the loads of a step that computes with them. See `OpGate.pass_through`."""
-        return self._gate.pass_through(ops, start)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Like `DataPlane.submit`. Ops of a session that this rank is not in fail. Stores that rank 0 makes for all
@@ -351,9 +382,26 @@ class AttachedWorker:
         """All completions since the last call, for `AttachedEngine.complete`. Also works after `close`."""
         return self._gate.take_completions()
 
+    def apply(self, desired: DesiredState) -> None:
+        """Does nothing: the service's desired state is applied when it arrives."""
+
+    @property
+    def is_pinning(self) -> bool:
+        return self._plane.is_pinning
+
+    @property
+    def applied(self) -> DesiredState:
+        return self._plane.applied
+
     @property
     def is_attached(self) -> bool:
         return self._connection.state == "attached"
+
+    @property
+    def session(self) -> RankSession:
+        if not self.is_attached:
+            return RankSession()
+        return RankSession(self._ticket.number, self._pool.pinned_slots, not self._plane.is_pinning)
 
     @property
     def problem(self) -> str | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
+from kvstow.attach.hello import unique_id
 from kvstow.attach.wire import MOST_LISTED, Kind
-from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
+from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, OpGate, WorkerCalls
 from kvstow.errors import AttachError, PinError
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState, Op, RankReport
 from kvstow.testing.fakes import FakeClock
 
 
@@ -213,3 +216,26 @@ def test_grants_of_a_session_that_has_ended_change_nothing(calls: WorkerCalls, r
     calls.end_session()
     calls.take(ALL)
     assert rank.said == []
+
+
+def test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile() -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def load(ops: Sequence[Op], after: object) -> None:
+        has_begun.set()
+        assert may_end.wait(30)
+
+    plane: Any = SimpleNamespace(pending_ops=0, layered=SimpleNamespace(load=load), take_completions=list)
+    gate = OpGate(plane, stores=True)
+    gate.open(1)
+    loading = threading.Thread(target=gate.load, args=((Op(unique_id(1, 1), "load", (1,), (1,)),), None))
+    shutting = threading.Thread(target=gate.shut)
+    loading.start()
+    assert has_begun.wait(30)
+    shutting.start()
+    shutting.join(10)
+    was_shut, was_quiet = not shutting.is_alive(), gate._lock.locked() or gate.is_quiet()
+    may_end.set()
+    loading.join()
+    shutting.join()
+    assert (was_shut, was_quiet, gate.is_quiet()) == (True, False, True)

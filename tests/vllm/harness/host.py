@@ -25,7 +25,6 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.admin.agent import AgentStats
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
-from kvstow_service.connectors.vllm.rankdataplane import AttachedPlane
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 SHARED = "kvstow_service.connectors.engine_core"
@@ -82,11 +81,11 @@ class Host:
         def connected(path: Path, **options: Any) -> AttachedEngine:
             return self.service.connect(make(path, **options))
 
-        def build(rank: int, socket: Path, options: Any, kv: Any, **_: Any) -> AttachedPlane:
+        def build(rank: int, socket: Path, options: Any, kv: Any, **_: Any) -> SteppedAttachment:
             num_bytes = setup.slots * kv.layout.slot_bytes
             plane = rankdataplane.build_plane(rank, num_bytes, num_bytes, options, kv)
             self._attached.append(SteppedAttachment(plane, self.service))
-            return AttachedPlane(plane, self._attached[-1])  # type: ignore[arg-type]
+            return self._attached[-1]
 
         patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedEngine", connected)
         patch.setattr(f"{CONNECTOR}.tensorhost.build_attached_plane", build)

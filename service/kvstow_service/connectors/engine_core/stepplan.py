@@ -113,12 +113,3 @@ class BootCompletions(NamedTuple):
 
     boot_id: str
     completions: tuple[Completion, ...]
-
-
-class RankSession(NamedTuple):
-    """How far a rank is in a session with the node service. `number` is that of the session's ticket; 0 while it is in
-    no session. `slots`: how many slots it can copy to and from. `is_whole`: no more slots will come."""
-
-    number: int = 0
-    slots: int = 0
-    is_whole: bool = False

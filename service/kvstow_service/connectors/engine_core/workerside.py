@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
@@ -17,7 +17,7 @@ from kvstow.memory.limits import limits_of
 from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import Completion, DesiredState, Op, RankReport, RankState, StepPlan
+from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
 from kvstow_service.connectors.engine_core.stepplan import (
     BootCompletions,
@@ -26,6 +26,9 @@ from kvstow_service.connectors.engine_core.stepplan import (
     PlannedStep,
 )
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+
+if TYPE_CHECKING:
+    from kvstow.attach.worker import StepLoads
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
@@ -60,18 +63,8 @@ def wait_until_pinned(pool: SlotPool) -> None:
         changed.clear()
 
 
-class StepLoads(Protocol):
-    """`LayeredLoads`, or those of an attached rank."""
-
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def failure(self) -> str | None: ...
-    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None: ...
-
-
 class RankDataPlane(Protocol):
-    """What a `WorkerSide` needs: a `DataPlane`, vLLM's `AttachedPlane` or a `NoDataPlane`."""
+    """What a `WorkerSide` needs: a `DataPlane`, an `AttachedWorker` or a `NoDataPlane`."""
 
     @property
     def boot_id(self) -> str: ...

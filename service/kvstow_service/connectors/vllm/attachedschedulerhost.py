@@ -10,7 +10,7 @@ from typing import Any
 
 import kvstow
 from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.hello import SessionTicket
+from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
@@ -21,7 +21,6 @@ from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
-from kvstow_service.connectors.engine_core.stepplan import RankSession
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
