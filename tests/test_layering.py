@@ -95,7 +95,7 @@ ORDER = {
     "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
     "engineprocess",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
+    "stepplan trackedrequests controlplane offloadmetrics kvevents loads stores storefinders schedulerside workerside "
     "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",

@@ -12,7 +12,6 @@ from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
 
-from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.worker import AttachedWorker
@@ -24,6 +23,7 @@ from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankH
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import Offload
 from kvstow_service.connectors.vllm import attachedschedulerhost, tensorhost
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
     JOINING_SECONDS,
     LOOKING_SECONDS,
@@ -44,14 +44,13 @@ class Bench:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=PAGE, capacity_slots=8)
         self.service = SlowService(config, 8, clock=self.clock, delay=lambda: 1)
-        make = AttachedEngine
         self.options: dict[str, Any] = {}
 
-        def connected(path: Path, **options: Any) -> AttachedEngine:
+        def connected(*arguments: Any, **options: Any) -> AttachedControl:
             self.options = options
-            return self.service.connect(make(path, **options))
+            return self.service.connect(AttachedControl(*arguments, **options))
 
-        patch.setattr(attachedschedulerhost, "AttachedEngine", connected)
+        patch.setattr(attachedschedulerhost, "AttachedControl", connected)
         self.host = AttachedSchedulerHost(
             ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0),
             make_process(),
@@ -132,7 +131,6 @@ def test_another_session_is_joined_too(bench: Bench) -> None:
 def test_what_the_engine_asks_the_service_for(bench: Bench) -> None:
     bench.step()
     assert (bench.options["wanted_bytes"], bench.options["require_sharing"]) == (0, False)
-    assert bench.options["step_wait"] == 0.0003
     assert bench.options["engine_version"] == "vllm 1"
 
 

@@ -387,6 +387,13 @@ class Answer(Generic[_T]):
         self._read = read
         self._value = without
 
+    @classmethod
+    def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
+        """An answer without a call: nothing was asked."""
+        answer = cls(Call(), lambda call: value, value)
+        answer._call, answer.error = None, error
+        return answer
+
     @property
     def done(self) -> bool:
         return self._call is None

@@ -43,7 +43,7 @@ from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
-from kvstow.errors import AttachError, DisconnectedError, ProtocolError
+from kvstow.errors import AttachError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -100,7 +100,7 @@ class AttachedEngine:
         *,
         engine: str,
         pool: PoolIdentity,
-        namespace: NamespaceIdentity,
+        namespace: NamespaceIdentity | Callable[[], NamespaceIdentity],
         fleet_weights: FleetWeights = UNNAMED_WEIGHTS,
         engine_version: str = "",
         wanted_bytes: int = 0,
@@ -110,7 +110,9 @@ class AttachedEngine:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`path`: see `socket_path`. `step_wait` is the time, in seconds, that all calls of `wait` in one step may take
-        together. For the other parameters see `Hello`."""
+        together. `namespace` may be a function, which is called before the first hello, as an engine may not know its
+        hash function earlier. For the other parameters see `Hello`."""
+        self._namespace = namespace
         self._hello = Hello(
             role="scheduler",
             engine=engine,
@@ -118,14 +120,13 @@ class AttachedEngine:
             host=socket.gethostname(),
             pid=os.getpid(),
             pool=pool,
-            namespace=namespace,
             fleet_weights=fleet_weights,
             wanted_bytes=wanted_bytes,
             require_sharing=require_sharing,
         )
         self._connection = AttachConnection(
             path,
-            lambda: self._hello,
+            self._make_hello,
             on_attached=self._begin_session,
             on_lost=self._end_session,
             clock=clock,
@@ -134,6 +135,7 @@ class AttachedEngine:
         self._clock = clock
         self._step_wait = self._wait_left = step_wait
         self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
+        self.moved_blocks, self.moved_seconds = self._ops.moved_blocks, self._ops.moved_seconds
         self._answers: deque[Answer[object]] = deque()
         """Answers that are not done, in the order of their calls. The service answers in order, except for pending
         answers."""
@@ -261,7 +263,7 @@ class AttachedEngine:
         is None if the service disconnected, or refused because the lease was broken; nothing is held then.
         `choice`: one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
-            return _failed("the session of the lease has ended")
+            return Answer.given(None, "the session of the lease has ended")
         call = BeginLoad(count_of(lease.lease_id), first, len(blocks), plain(request_id), choice)
         return self._ask(call, partial(self._read_load, tuple(blocks), request_id), None)
 
@@ -294,9 +296,9 @@ class AttachedEngine:
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
         Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
-        assert self._hello.namespace is not None
-        namespace = replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS))
-        self._hello = replace(self._hello, namespace=namespace)
+        namespace = self._make_hello().namespace
+        assert namespace is not None
+        self._hello = replace(self._hello, namespace=replace(namespace, epoch=1 + randbits(_EPOCH_BITS)))
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
@@ -337,10 +339,6 @@ class AttachedEngine:
         """The `open_transfers` whose result has not arrived yet. O(1)."""
         return self._ops.num_awaited
 
-    def is_awaited(self, op_id: int) -> bool:
-        """Whether the op is one of the `awaited_transfers`. O(1)."""
-        return self._ops.is_awaited(op_id)
-
     def open_blocks(self, direction: Direction) -> int:
         """Blocks of the `open_transfers` in this direction. O(open transfers)."""
         return self._ops.num_blocks(direction)
@@ -351,6 +349,12 @@ class AttachedEngine:
         return self._ops.stale_completions
 
     # -- the wire -------------------------------------------------------------------------------------------
+
+    def _make_hello(self) -> Hello:
+        if self._hello.namespace is None:
+            namespace = self._namespace() if callable(self._namespace) else self._namespace
+            self._hello = replace(self._hello, namespace=namespace)
+        return self._hello
 
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
@@ -457,16 +461,3 @@ class AttachedEngine:
             moved = tuple([blocks[number] for number in begun.accepted])
             op = self._ops.start("store", moved, begun.slots, begun.op_id, request_id)
         return StoreGrant(op, begun.accepted, dict(begun.outcomes), begun.unplaced)
-
-
-def _failed(problem: str) -> Answer[Op | None]:
-    call = Call()
-    call.fail(DisconnectedError(problem))
-
-    def read(failed: Call) -> Op | None:
-        failed.answer(LoadBegun)
-        return None
-
-    answer = Answer(call, read, None)
-    answer.resolve()
-    return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ _GONE = "the node service disconnected before the store was complete"
 @dataclass(slots=True)
 class _OpenOp:
     """`service_id` is the op's id in the service. `pending`: ranks that have not finished. `reading`: ranks that may
-    still read the blocks of a store. `is_final`: the host has the result."""
+    still read the blocks of a store. `seconds`: of the slowest rank. `is_final`: the host has the result."""
 
     op: Op
     service_id: int
@@ -25,6 +25,7 @@ class _OpenOp:
     pending: set[int]
     reading: set[int]
     error: str | None = None
+    seconds: float = 0.0
     is_final: bool = False
 
 
@@ -51,6 +52,10 @@ class OpenOps:
         """Results that the host has not taken."""
         self.stale_completions = 0
         """Completions of ops that had ended, or that the rank had finished already."""
+        self.moved_blocks: Counter[Direction] = Counter()
+        """Blocks of ops that are done, by direction."""
+        self.moved_seconds: defaultdict[Direction, float] = defaultdict(float)
+        """Seconds of the same ops, each on its slowest rank."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -59,11 +64,6 @@ class OpenOps:
     def num_awaited(self) -> int:
         """How many ops the host is still waiting for."""
         return len(self._open) - self._num_final
-
-    def is_awaited(self, op_id: int) -> bool:
-        """Whether the host has not got the op's result."""
-        entry = self._open.get(op_id)
-        return entry is not None and not entry.is_final
 
     def num_blocks(self, direction: Direction) -> int:
         return sum(len(entry.op.blocks) for entry in self._open.values() if entry.op.direction == direction)
@@ -93,6 +93,7 @@ class OpenOps:
         entry.reading.discard(rank)
         if completion.mark != "source_free":
             entry.pending.discard(rank)
+            entry.seconds = max(entry.seconds, completion.seconds)
         if completion.mark == "failed":
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
         if entry.is_final:
@@ -148,4 +149,7 @@ class OpenOps:
     def _settle(self, entry: _OpenOp, mark: Mark) -> None:
         op = entry.op
         error = entry.error if mark == "failed" else None
+        if mark == "done":
+            self.moved_blocks[op.direction] += len(op.blocks)
+            self.moved_seconds[op.direction] += entry.seconds
         self.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, error))

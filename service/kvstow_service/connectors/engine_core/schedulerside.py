@@ -13,7 +13,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads, SharedLoads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepPlanner
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepDraft
 from kvstow_service.connectors.engine_core.storefinders import EagerStores, LazyStores, RecurrentStates, StoreFinder
 from kvstow_service.connectors.engine_core.stores import (
     BlockPool,
@@ -67,13 +67,13 @@ class SchedulerSide:
             self._gpu.known_hashes = KnownHashes(self._requests, 2 * len(pool.blocks))
             if events is not None:
                 self._gpu.known_hashes.note = events.name
-        self._planner = StepPlanner(control)
+        self._draft = StepDraft()
         null_block = pool.null_block.block_id
-        self._shared_loads = SharedLoads(self._planner, groups, clock, drafts=drafts)
+        self._shared_loads = SharedLoads(self._draft, groups, clock, drafts=drafts)
         self.policy = policy
-        self._loads = Loads(control, self._planner, groups, null_block, observe, self._shared_loads, policy)
+        self._loads = Loads(control, self._draft, groups, null_block, observe, self._shared_loads, policy)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
-        self._stores = Stores(control, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
+        self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
         if lazy_blocks is None:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
@@ -123,17 +123,15 @@ class SchedulerSide:
         as used, and blocks that it has lost are stored again.
         """
         tracked = self._tracked(request)
-        tracked.give_tables(tables, self._planner.number)
+        tracked.give_tables(tables, self._draft.number)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
-            if tracked.choice is not None and tracked.choice.by_layer:  # no other call follows
-                tracked.loading = tracked.load_failed = tracked.withheld = False
-                self._loads.plan_layered(tracked, load_tokens)
-                self._finder.admitted(tracked)
-                return
-            tracked.loading, tracked.withheld = True, False
+            by_layer = tracked.choice is not None and tracked.choice.by_layer
+            tracked.loading, tracked.withheld = not by_layer, False
             self._loads.plan_load(tracked, load_tokens)
+            if by_layer:  # no other call follows
+                self._finder.admitted(tracked)
             return
         self._loads.release_hit(tracked)
         self._shared_loads.ended(tracked)
@@ -153,7 +151,7 @@ class SchedulerSide:
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""
         tracked = self._tracked(request)
-        tracked.give_tables(tables, self._planner.number)
+        tracked.give_tables(tables, self._draft.number)
         tracked.hit = None
         self._loads.lose_load(tracked, load_tokens)
 
@@ -199,7 +197,7 @@ class SchedulerSide:
         self.settle()
         room = self._stores.next_step()
         states = self._states.blocks_computed(step) if self._states is not None else ()
-        number, scheduled = self._planner.number, step.num_scheduled_tokens
+        number, scheduled = self._draft.number, step.num_scheduled_tokens
         written = WrittenBlocks(number, scheduled, self._requests, self._groups.in_tables, states)
         offered = self._finder.offer_due(step, number, written, room)
         if self._states is not None:
@@ -209,12 +207,12 @@ class SchedulerSide:
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
         self.policy.planned(scheduled)
-        return self._planner.take_step()
+        return self._draft.take()
 
     def take_planned(self) -> PlannedStep:
         """The step with what was planned for it so far."""
         self._loads.take_begun()
-        return self._planner.take_step()
+        return self._draft.take()
 
     def measure(self, completions: Iterable[Completion]) -> None:
         """Ops have ended on some rank: how fast loads are decides which way the next ones go."""

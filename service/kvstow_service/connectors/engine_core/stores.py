@@ -16,7 +16,7 @@ from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.kvevents import EventFeed, Origins
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.stepplan import StepPlanner
+from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 _GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
@@ -295,14 +295,14 @@ class Stores:
     def __init__(
         self,
         control: ControlPlane,
-        planner: StepPlanner,
+        draft: StepDraft,
         gpu: GPUBlocks,
         events: EventFeed | None,
         *,
         to_front: bool,
     ) -> None:
         """`to_front`: blocks come from the head of the GPU's free queue, and return there."""
-        self._control, self._planner, self._gpu = control, planner, gpu
+        self._control, self._draft, self._gpu = control, draft, gpu
         self._events, self._to_front = events, to_front
         self.offer_again: Callable[[Sequence[int]], None] = lambda block_ids: None
         """Takes the blocks of a store for which there were no slots."""
@@ -342,7 +342,7 @@ class Stores:
         slots for them. `offer_again` gets the other blocks."""
         if not offer.keys:
             return
-        answer = self._planner.begin_store(offer.keys, offer.blocks, request_id)
+        answer = self._control.begin_store(offer.keys, offer.blocks, request_id=request_id)
         self._last += 1
         if not answer.done:
             self._gpu.hold_sources(-self._last, offer.blocks)
@@ -358,7 +358,7 @@ class Stores:
             if self._events is not None:
                 self._events.granted([offer.keys[index] for index in grant.accepted], origins)
             if grant.op is not None:
-                self._planner.add_store(grant.op)
+                self._draft.stores.append(grant.op)
                 self._gpu.hold_sources(grant.op.op_id, grant.op.blocks)
                 self._under_way[grant.op.op_id] = number
             self._gpu.free_sources(-number, to_front=self._to_front)

@@ -77,7 +77,7 @@ class AttachedBlocks:
     def look_up(self, keys: Sequence[bytes]) -> _Presence | None:
         if not self._control.finds_hits or not self._has_all_memory():
             return None
-        return _Presence(len(keys), self._control.find(keys, Hold.NOTHING))
+        return _Presence(len(keys), self._control.find(keys, hold=Hold.NOTHING, count=False))
 
     def _begin_life(self) -> None:
         self._life = self._control.life
@@ -145,7 +145,7 @@ class AttachedFigures:
         values["cpu_cache_usage_perc"] = (writing + reading) / usable
         values["cpu_cache_write_usage_perc"] = writing / usable
         values["cpu_cache_read_usage_perc"] = reading / usable
-        values[SESSIONS_LOST] = control.sessions_lost
+        values[SESSIONS_LOST] = control.num_sessions - control.is_attached
         values[ATTACHED] = float(control.problem is None)
         state = control.state
         if state.state == "attached" and not self._slots:

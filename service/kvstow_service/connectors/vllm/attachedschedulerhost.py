@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import kvstow
-from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.bytesize import format_size
@@ -23,7 +21,7 @@ from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.connectors.vllm.attachedfeeds import LEAST_TOKENS, AttachedBlocks, AttachedFigures, PrefillMeter
 
 LOOKING_SECONDS = 2.0
@@ -86,7 +84,7 @@ class AttachedSchedulerHost(SchedulerHost):
             return True
         if self._clock() >= self._looking_until:
             return False
-        return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
+        return self.ticket is None or not self._control.is_attached or not self._have_ranks_joined()
 
     def time_step(self, step: Any) -> int:
         """Steps are timed while the service has a tier: it has to know how fast prefill is."""
@@ -132,7 +130,18 @@ class AttachedSchedulerHost(SchedulerHost):
             raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
         identity = self._pool_identity(hellos)
         slot_bytes = sum(identity.slot_bytes)
-        control = AttachedControl(partial(self._make_engine, identity), max(identity.slot_bytes))
+        assert self._options.attach is not None
+        control = AttachedControl(
+            self._options.attach,
+            max(identity.slot_bytes),
+            engine=self._process.engine_id,
+            engine_version=f"vllm {self._version}",
+            pool=identity,
+            namespace=self._find_namespace,
+            fleet_weights=self._fleet_weights,
+            wanted_bytes=self._options.cpu_bytes_to_use,
+            require_sharing=self._options.attach_require_sharing,
+        )
         figures = AttachedFigures(control, slot_bytes, self._slot_tokens, replicated=identity.replicated)
         stats = StatsFeed(figures, self._clock)
         self._control, self._figures = control, figures
@@ -148,22 +157,11 @@ class AttachedSchedulerHost(SchedulerHost):
         self._blocks = blocks if events is not None else None
         return Offload(control, self._make_side(control, pool, stats, events), stats, events)
 
-    def _make_engine(self, identity: PoolIdentity) -> AttachedEngine:
-        assert self._options.attach is not None
+    def _find_namespace(self) -> NamespaceIdentity:
         namespace = self._namespace_identity()
         if namespace.unshared:
             logger.warning("this engine shares no blocks with others: %s", namespace.unshared)
-        return AttachedEngine(
-            self._options.attach,
-            engine=self._process.engine_id,
-            engine_version=f"vllm {self._version}",
-            pool=identity,
-            namespace=namespace,
-            fleet_weights=self._fleet_weights,
-            wanted_bytes=self._options.cpu_bytes_to_use,
-            require_sharing=self._options.attach_require_sharing,
-            step_wait=STEP_WAIT_SECONDS,
-        )
+        return namespace
 
     def _follow_session(self) -> None:
         """Notice a new session, which the ranks have to join."""
@@ -172,7 +170,7 @@ class AttachedSchedulerHost(SchedulerHost):
             assert self._control is not None
             self._number = ticket.number
             self._looking_until = self._clock() + JOINING_SECONDS
-            for reason in self._control.engine.sharing_off:
+            for reason in self._control.sharing_off:
                 logger.warning("this engine shares no blocks with others: %s", reason)
 
     def _have_ranks_joined(self) -> bool:

@@ -16,7 +16,6 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import kvevents
 from kvstow_service.connectors.engine_core.kvevents import EventFeed, GroupKind, Vocabulary
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.connectors.vllm.attachedfeeds import PERIOD_SECONDS, AttachedBlocks
 
 SLOTS = 16
@@ -42,7 +41,7 @@ class Bench:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=64, capacity_slots=SLOTS, event_buffer=event_buffer)
         self.service = SlowService(config, SLOTS, clock=self.clock, delay=lambda: 1)
-        self.control = AttachedControl(lambda: self.service.engine(clock=self.clock), 64, self.clock)
+        self.control = self.service.control()
         self.has_memory = True
         self.source = AttachedBlocks(self.control, lambda: self.has_memory, self.clock)
         vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
