@@ -21,7 +21,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.schedulerhost import Offload
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import attachedschedulerhost, tensorhost
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
@@ -66,20 +66,16 @@ class Bench:
         self.host.bind(FakeBlockPool(8))
 
     def step(self) -> None:
-        assert self.host.offload is not None
-        self.host.offload.control.step()
+        assert self.host.side is not None
+        self.host.side.control.step()
 
     def join(self, slots: int, number: int = 1) -> None:
         self.host.receive(0, RankUpdate(session=RankSession(number, slots, True)))
 
     def figures(self) -> dict[str, Any]:
         self.clock.advance(1.0)
-        changes = self.host.ask("statistics", _take_stats, None)
+        changes = self.host.ask("statistics", lambda _: self.host.stats.take_stats(), None)
         return {} if changes is None else changes.data
-
-
-def _take_stats(offload: Offload) -> Any:
-    return offload.stats.take_stats()
 
 
 @pytest.fixture
@@ -166,7 +162,7 @@ def test_an_engine_with_a_rank_without_data_plane_does_not_attach(
     monkeypatch: pytest.MonkeyPatch, own_log: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(monkeypatch, regions=())
-    assert bench.host.offload is None
+    assert bench.host.side is None
     assert not bench.host.wants_steps
     assert "rank 0 has no data plane" in caplog.text
 
@@ -174,7 +170,7 @@ def test_an_engine_with_a_rank_without_data_plane_does_not_attach(
 def test_a_failed_host_has_no_session_and_no_hits(bench: Bench) -> None:
     bench.step()
 
-    def fail(offload: Offload) -> None:
+    def fail(side: SchedulerSide) -> None:
         raise MemoryError("injected")
 
     bench.host.ask("lookup", fail, None)
@@ -235,7 +231,7 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
 def test_ranks_on_two_nodes_cannot_attach(bench: Bench) -> None:
     hellos = [RankHello(rank, PAGE, 0, f"node-{rank}", 0, (RegionIdentity("0", PAGE),)) for rank in range(2)]
     with pytest.raises(ConfigError, match="attach"):
-        bench.host._make_offload(FakeBlockPool(8), hellos)
+        bench.host._make_side(FakeBlockPool(8), hellos)
 
 
 def test_an_identity_that_cannot_be_found_leaves_vllm_alone(
@@ -250,12 +246,12 @@ def test_an_identity_that_cannot_be_found_leaves_vllm_alone(
 
     bench.host._namespace_identity = fail
     host = bench.host
-    assert not host.ask("plan", lambda offload: offload.control.step(), None)
+    assert not host.ask("plan", lambda side: side.control.step(), None)
     for _ in range(2):
-        host.ask("statistics", _take_stats, None)
-        host.ask("settled", lambda offload: offload.side.settle(), None)
-        host.ask("stores", lambda offload: offload.side.has_pending_stores, otherwise=False)
-        assert host.ask("reset", lambda offload: offload.side.reset(), otherwise=False)
+        host.ask("statistics", lambda _: host.stats.take_stats(), None)
+        host.ask("settled", lambda side: side.settle(), None)
+        host.ask("stores", lambda side: side.has_pending_stores, otherwise=False)
+        assert host.ask("reset", lambda side: side.reset(), otherwise=False)
         host.receive(0, RankUpdate())
         assert host.ticket is None
     assert len(asked) == 1

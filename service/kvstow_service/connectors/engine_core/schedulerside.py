@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
@@ -59,7 +60,8 @@ class SchedulerSide:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
         most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter."""
-        self._control, self._groups, self._adapters = control, groups, adapters
+        self.control, self.events = control, events
+        self._groups, self._adapters = groups, adapters
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
         self._gpu = GPUBlocks(pool)
@@ -115,7 +117,7 @@ class SchedulerSide:
         choice = self._tracked(request).choice
         return choice is not None and choice.by_layer
 
-    def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
+    def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> Literal[True]:
         """The request has its GPU blocks. `load_tokens` of what `find_hit` found are to be loaded into them.
 
         Called again, with none to load, when a load has ended, and when a streamed request has got more input. Its
@@ -132,7 +134,7 @@ class SchedulerSide:
             self._loads.plan_load(tracked, load_tokens)
             if by_layer:  # no other call follows
                 self._finder.admitted(tracked)
-            return
+            return True
         self._loads.release_hit(tracked)
         self._shared_loads.ended(tracked)
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
@@ -143,6 +145,7 @@ class SchedulerSide:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
+        return True
 
     def fetched_tokens(self, request: Request) -> int:
         """How many of the tokens that the request loads in this admission came from the fleet tier."""
@@ -193,7 +196,7 @@ class SchedulerSide:
             self._adapters.move_on()
         self._loads.take_begun(wait=True)
         self._loads.drop_unused()
-        self._control.step()
+        self.control.step()
         self.settle()
         room = self._stores.next_step()
         states = self._states.blocks_computed(step) if self._states is not None else ()
@@ -224,9 +227,9 @@ class SchedulerSide:
 
     def settle(self) -> None:
         """Act on results that have become final: release GPU blocks that every rank has read."""
-        for settled in self._control.take_settled():
+        for settled in self.control.take_settled():
             if settled.mark == "done":
-                self._observe(f"{settled.direction}_size", len(settled.blocks) * self._control.slot_bytes)
+                self._observe(f"{settled.direction}_size", len(settled.blocks) * self.control.slot_bytes)
             if settled.direction == "load":
                 self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")
             elif not_stored := self._stores.store_settled(settled):
@@ -238,7 +241,7 @@ class SchedulerSide:
         has room by now. Abandoned stores need none."""
         self.settle()
         return (
-            self._control.awaited_transfers > 0
+            self.control.awaited_transfers > 0
             or self._stores.are_awaited
             or self._loads.are_awaited
             or (self._states is not None and self._states.are_waiting)
@@ -271,5 +274,5 @@ class SchedulerSide:
             self._states.forget_states()
         self._stores.forget_stores()
         self._ended.forget_ended()
-        self._control.reset()
+        self.control.reset()
         return True

@@ -110,7 +110,7 @@ class TPUOffloadConnector(OffloadConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         metadata = super().build_connector_meta(scheduler_output)
-        if self._order is None and self._host.offload is not None:
+        if self._order is None and self._host.side is not None:
             self._order = LaunchOrder(self._host.num_ranks)
         if metadata.plan is not None:
             self._ended.expect(metadata.plan)
@@ -136,6 +136,6 @@ class TPUOffloadConnector(OffloadConnector):
             if self._fails_requests:
                 nothing, all_ended = set[str](), ended
                 ended = self._host.ask(
-                    "loads that have ended", lambda offload: offload.side.failed_loads.continuing(all_ended), nothing
+                    "loads that have ended", lambda side: side.failed_loads.continuing(all_ended), nothing
                 )
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *ended}

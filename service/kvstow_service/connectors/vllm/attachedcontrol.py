@@ -57,9 +57,6 @@ class AttachState(NamedTuple):
     refusal: str = ""
     sharing: str = ""
 
-    def labels(self) -> dict[str, str]:
-        return self._asdict()
-
 
 def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
     """`sharing_off`: sentences of the welcome. The word is `differs` if the engine shares only with engines of its own
