@@ -9,17 +9,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     Desired,
     Detach,
-    ExtentGrant,
     ExtentSlots,
     GrantedExtents,
     PopulatedExtents,
@@ -33,62 +32,14 @@ from kvstow.attach.channel import Channel, Frame, close_fds
 from kvstow.attach.connection import AttachConnection, Call
 from kvstow.attach.hello import Hello, RankSession, SessionTicket, Welcome, number_of
 from kvstow.attach.wire import Kind
-from kvstow.devices.base import Fence, LayeredLoad
 from kvstow.errors import AttachError, CopyError, KvstowError, PinError
 from kvstow.messageorder import is_news
 from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 
-
-class StepLoads(Protocol):
-    """Loads that a computation waits for. `kvstow.layeredloads.LayeredLoads` implements it."""
-
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def failure(self) -> str | None: ...
-    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None: ...
-
-
-class ExtentPool(Protocol):
-    """Memory that the service's messages change. `kvstow.memory.mappedpool.MappedPool` implements it."""
-
-    @property
-    def pinned_slots(self) -> int: ...
-    def begin_session(self) -> None: ...
-    def grant(self, slot_stride: int, grants: Sequence[ExtentGrant], fds: Sequence[int]) -> None: ...
-    def drop_earlier(self) -> None: ...
-    def set_populated(self, extents: Iterable[tuple[int, int]]) -> None: ...
-    def revoke(self, extent_ids: Iterable[int]) -> None: ...
-    def registered_slots(self) -> Sequence[tuple[int, int]]: ...
-    def take_released(self) -> list[int]: ...
-
-
-class RankPlane(Protocol):
-    """The rank's data plane over that pool. `kvstow.dataplane.DataPlane` implements it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def boot_id(self) -> str: ...
-    @property
-    def pending_ops(self) -> int: ...
-    @property
-    def is_pinning(self) -> bool: ...
-    @property
-    def applied(self) -> DesiredState: ...
-    @property
-    def layered(self) -> StepLoads | None: ...
-    def start(self, *, at_ease: bool = False) -> None: ...
-    def begin_step(self) -> None: ...
-    def launched(self, work: Fence | None = None) -> None: ...
-    def end_step(self) -> None: ...
-    def drive(self) -> None: ...
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
-    def take_completions(self) -> list[Completion]: ...
-    def apply(self, desired: DesiredState) -> None: ...
-    def report(self) -> RankReport: ...
-    def add_listener(self, callback: Callable[[], None]) -> None: ...
-    def close(self, timeout: float = 5.0) -> bool: ...
+if TYPE_CHECKING:
+    from kvstow.dataplane import DataPlane
+    from kvstow.devices.base import Fence, LayeredLoad
+    from kvstow.memory.mappedpool import MappedPool
 
 
 _REFUSED = "the session of this op has ended"
@@ -96,12 +47,12 @@ _REFUSED = "the session of this op has ended"
 
 class OpGate:
     """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe, and
-    its lock is never held for long. Its `load` is that of the rank's `StepLoads`.
+    its lock is never held for long. Its `load` is that of the rank's `LayeredLoads`.
 
     Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be.
     """
 
-    def __init__(self, plane: RankPlane, *, stores: bool) -> None:
+    def __init__(self, plane: DataPlane, *, stores: bool) -> None:
         """`stores` is False if another rank stores the same bytes for this one."""
         self._plane, self._stores = plane, stores
         self._lock = threading.Lock()
@@ -175,7 +126,7 @@ class WorkerCalls:
     """
 
     def __init__(
-        self, connection: AttachConnection, plane: RankPlane, pool: ExtentPool, clock: Callable[[], float]
+        self, connection: AttachConnection, plane: DataPlane, pool: MappedPool, clock: Callable[[], float]
     ) -> None:
         self.is_changed = False
         """The pool or the rank has changed since the last check."""
@@ -304,8 +255,8 @@ class AttachedWorker:
     def __init__(
         self,
         path: Path,
-        plane: RankPlane,
-        pool: ExtentPool,
+        plane: DataPlane,
+        pool: MappedPool,
         *,
         engine: str,
         replicated: bool = False,
@@ -318,7 +269,7 @@ class AttachedWorker:
         self._plane, self._pool = plane, pool
         self._engine, self._numa_node = engine, numa_node
         self._gate = OpGate(plane, stores=not replicated or plane.rank == 0)
-        self.layered: StepLoads | None = None if plane.layered is None else self._gate
+        self.layered = None if plane.layered is None else self._gate
         self.boot_id = plane.boot_id
         self.launched, self.drive, self.report = plane.launched, plane.drive, plane.report
         self.add_listener = plane.add_listener

@@ -28,7 +28,8 @@ from kvstow_service.connectors.engine_core.stepplan import (
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 
 if TYPE_CHECKING:
-    from kvstow.attach.worker import StepLoads
+    from kvstow.attach.worker import OpGate
+    from kvstow.layeredloads import LayeredLoads
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
@@ -73,7 +74,7 @@ class RankDataPlane(Protocol):
     @property
     def applied(self) -> DesiredState: ...
     @property
-    def layered(self) -> StepLoads | None: ...
+    def layered(self) -> LayeredLoads | OpGate | None: ...
     def start(self, *, at_ease: bool = False) -> None: ...
     def begin_step(self) -> None: ...
     def launched(self, work: Fence | None = None) -> None: ...
@@ -94,7 +95,7 @@ class NoDataPlane:
     """
 
     is_pinning = False
-    layered: StepLoads | None = None
+    layered: None = None
 
     def __init__(
         self,
