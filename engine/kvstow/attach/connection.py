@@ -376,52 +376,37 @@ class Answer(Generic[_T]):
     value is its answer. If the service refused the request or disconnected, the value promises nothing (no hits, no
     op), and `error` says why."""
 
-    __slots__ = ("_call", "_read", "_value", "error", "is_unwanted")
+    __slots__ = ("_read", "call", "error", "is_unwanted", "value")
 
-    def __init__(self, call: Call, read: Callable[[Call], _T], without: _T) -> None:
-        """`read` makes the value from a call that is done. If it raises, the value is `without`."""
-        self.error: str | None = None
+    def __init__(self, call: Call | None, read: Callable[[Call], _T], without: _T, error: str | None = None) -> None:
+        """`read` makes the value from a call that is done. If it raises, the value is `without`. An answer without a
+        call is done: nothing was asked."""
+        self.call, self.value, self.error = call, without, error
         self.is_unwanted = False
         """Set once the host no longer needs the value."""
-        self._call: Call | None = call
         self._read = read
-        self._value = without
 
     @classmethod
     def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
-        """An answer without a call: nothing was asked."""
-        answer = cls(Call(), lambda call: value, value)
-        answer._call, answer.error = None, error
-        return answer
+        """An answer to what was not asked."""
+        return cls(None, lambda call: value, value, error)
 
     @property
     def done(self) -> bool:
-        return self._call is None
-
-    @property
-    def value(self) -> _T:
-        """Raises `AttachError` until the answer is `done`."""
-        if self._call is not None:
-            raise AttachError("the node service has not answered yet")
-        return self._value
+        return self.call is None
 
     @property
     def is_pending(self) -> bool:
         """Whether the answer is not done yet and the service has said that it needs time."""
-        return self._call is not None and self._call.is_pending
-
-    @property
-    def call(self) -> Call | None:
-        """The call, until the answer is `done`."""
-        return self._call
+        return self.call is not None and self.call.is_pending
 
     def resolve(self) -> None:
         """Read the value from the call, which must be done. Raises `ProtocolError` if the service sent a wrong answer;
         the value is then the one for no answer."""
-        call, self._call = self._call, None
+        call, self.call = self.call, None
         assert call is not None
         try:
-            self._value = self._read(call)
+            self.value = self._read(call)
         except (CallFailedError, DisconnectedError) as error:
             self.error = str(error)
         except AttachError as error:
