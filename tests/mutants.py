@@ -567,7 +567,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
-        "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
+        "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",

@@ -50,7 +50,7 @@ from kvstow.plaintext import plain
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 PROBE_SECONDS = 0.5
-"""How long to wait before another store is tried after the service has said that it has no room."""
+"""How long to wait before another store is tried after the service has reported no room."""
 PROBE_BLOCKS = 64
 _EPOCH_BITS = 61
 
@@ -143,7 +143,7 @@ class AttachedEngine:
         self._pending: list[Answer[object]] = []
         self.has_tier = False
         """The service of this session has asked for time for a lookup, as a service with a fleet tier does."""
-        self._spoken: dict[tuple[int, str], list[Completion]] = {}
+        self._unsent: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot."""
         self._room = 0
         self._probe_at = float("-inf")
@@ -182,7 +182,7 @@ class AttachedEngine:
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the service said about the current session: its id, and the names of its pool and namespace."""
+        """What the service has sent about the current session: its id, and the names of its pool and namespace."""
         return self._connection.welcome
 
     @property
@@ -217,7 +217,7 @@ class AttachedEngine:
     def close(self) -> None:
         """End the session for good. Its leases and unfinished stores end when the workers have released the memory.
         Idempotent."""
-        self._connection.close(*self._take_spoken(), Detach("the engine has stopped"))
+        self._connection.close(*self._take_unsent(), Detach("the engine has stopped"))
         self._resolve_answers()
 
     # -- lookup and load ------------------------------------------------------------------------------------
@@ -244,12 +244,12 @@ class AttachedEngine:
 
     def count_lookup(self, queried: int, hits: int) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
-        self._tell(CountLookup(queried, hits))
+        self._send(CountLookup(queried, hits))
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, even after a load has used the lease."""
         if lease.lease_id and self._is_of_session(lease.lease_id):
-            self._tell(Release((count_of(lease.lease_id),)))
+            self._send(Release((count_of(lease.lease_id),)))
 
     def begin_load(
         self,
@@ -281,8 +281,8 @@ class AttachedEngine:
         return self._ask(call, partial(self._read_store, tuple(blocks), request_id), without)
 
     def store_room(self) -> int:
-        """How many blocks the next store would find a slot for, as the service last said. 0 without a session. If the
-        service last said 0, or has not said yet, it returns a few blocks twice a second: only a store that is tried
+        """How many blocks the next store would find a slot for, as the service last reported. 0 without a session. If
+        that was 0, or nothing was reported yet, it returns a few blocks twice a second: only a store that is tried
         learns of new room."""
         if self.ticket is None:
             return 0
@@ -299,7 +299,7 @@ class AttachedEngine:
         hints: Hints | None = None,
     ) -> None:
         """See `Session.use`."""
-        self._tell(Use(keys, start, looked_up or (0, len(keys)), hints))
+        self._send(Use(keys, start, looked_up or (0, len(keys)), hints))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
@@ -312,7 +312,7 @@ class AttachedEngine:
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Report how many prompt tokens the model has computed in how many seconds. The service compares fetches from
         the fleet tier with this rate."""
-        self._tell(Prefill(tokens, seconds))
+        self._send(Prefill(tokens, seconds))
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -327,9 +327,9 @@ class AttachedEngine:
         """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent together,
         before the next call and in the next `step`."""
         for completion in completions:
-            said = self._ops.complete(rank, completion)
-            if said is not None:
-                self._spoken.setdefault((rank, boot_id), []).append(said)
+            sent = self._ops.complete(rank, completion)
+            if sent is not None:
+                self._unsent.setdefault((rank, boot_id), []).append(sent)
 
     def take_settled(self) -> list[Settled]:
         """All results that became final since the last call, in order."""
@@ -372,7 +372,7 @@ class AttachedEngine:
 
     def _end_session(self) -> None:
         self.ticket = None
-        self._spoken.clear()
+        self._unsent.clear()
         self._resolve_answers()
         self.has_tier = False
         self._ops.end_session()
@@ -388,21 +388,21 @@ class AttachedEngine:
             self._resolve_answers()
         return answer
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         self._flush()
-        self._connection.tell(message)
+        self._connection.send(message)
 
     def _flush(self) -> None:
         """Completions are sent before the calls that depend on them: a key that failed to load must not be found
         again."""
-        for message in self._take_spoken():
-            self._connection.tell(message)
+        for message in self._take_unsent():
+            self._connection.send(message)
 
-    def _take_spoken(self) -> list[Completions]:
-        if not self._spoken:
+    def _take_unsent(self) -> list[Completions]:
+        if not self._unsent:
             return []
-        spoken, self._spoken = self._spoken, {}
-        return [Completions(*sender, piece) for sender, said in spoken.items() for piece in listed(said)]
+        unsent, self._unsent = self._unsent, {}
+        return [Completions(*sender, piece) for sender, done in unsent.items() for piece in listed(done)]
 
     def _take(self, frames: list[Frame]) -> None:
         self._resolve_answers()  # first: a result may be of an op that an earlier answer has begun
@@ -410,12 +410,12 @@ class AttachedEngine:
             if frame.kind != Kind.SETTLED or self.ticket is None:
                 continue
             try:
-                word = SettledOps.unpack(frame.payload)
+                results = SettledOps.unpack(frame.payload)
             except AttachError as error:
                 self._connection.disconnect(str(error))
                 return
-            self._room = word.room
-            self._ops.take_word(word.ops)
+            self._room = results.room
+            self._ops.take_results(results.ops)
 
     def _resolve_answers(self) -> None:
         if any(answer.call is not None and answer.call.done for answer in self._pending):

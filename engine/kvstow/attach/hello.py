@@ -68,7 +68,7 @@ _read_any = msgspec.json.Decoder(_AnyHello).decode
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """What a process says about itself. `pid` and `host` are for display only: the kernel says who the process is.
+    """How a process introduces itself. `pid` and `host` are for display only: the kernel knows which process it is.
 
     The scheduler half sends both identities and receives a token, which each worker sends. `fleet_weights` names its
     weights to other nodes, if they have a name there. `wanted_bytes` is the memory that the engine
@@ -102,7 +102,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     @property
     def is_farewell(self) -> bool:
-        """Whether the process only says that its copies have ended."""
+        """Whether the process only reports that its copies have ended."""
         return self.role == "worker" and self.token in self.settled_tokens
 
     @classmethod

@@ -32,8 +32,8 @@ class _OpenOp:
 class OpenOps:
     """Settles ops as early as is safe. One thread uses it. Each op costs O(1), except in `end_session`.
 
-    A load ends when all ranks have finished it, whatever the service says or does: its bytes and slots are fixed. A
-    store returns its blocks when all ranks have read them. Only the service can say that it is stored; without a
+    A load ends when all ranks have finished it, whatever the service does: its bytes and slots are fixed. A
+    store returns its blocks when all ranks have read them. Only the service can report that it is stored; without a
     service, the store has failed. Ids that the host sees are never reused, even in later sessions, so a late completion
     of an old session is never reported in a new one.
     """
@@ -82,8 +82,8 @@ class OpenOps:
         return op
 
     def complete(self, rank: int, completion: Completion) -> Completion | None:
-        """Take a completion of `rank`. Returns it with the op's id in the service, or None if the service must not hear
-        of it: it is late, repeated, or of an earlier session."""
+        """Take a completion of `rank`. Returns it with the op's id in the service, or None if it must not be sent
+        to the service: it is late, repeated, or of an earlier session."""
         entry = self._open.get(completion.op_id)
         if entry is None or rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             self.stale_completions += 1
@@ -104,22 +104,22 @@ class OpenOps:
             self._settle(entry, "source_free")
         return replace(completion, op_id=entry.service_id) if is_known else None
 
-    def take_word(self, words: Sequence[SettledOp]) -> None:
-        """Take what the service says about ops of the current session."""
-        for word in words:
-            entry = self._of_service.get(word.op_id)
+    def take_results(self, results: Sequence[SettledOp]) -> None:
+        """Take the results of ops of the current session that the service has sent."""
+        for result in results:
+            entry = self._of_service.get(result.op_id)
             if entry is None or entry.is_final:
                 continue
-            if word.mark == "source_free":
+            if result.mark == "source_free":
                 if entry.reading:
                     entry.reading.clear()
                     self._settle(entry, "source_free")
                 continue
-            entry.error = word.error or entry.error
-            self._end(entry, word.mark)
+            entry.error = result.error or entry.error
+            self._end(entry, result.mark)
 
     def end_session(self) -> None:
-        """Settle the ops of a session that has ended: the service will say no more about them. O(open ops)."""
+        """Settle the ops of a session that has ended: the service will send no more about them. O(open ops)."""
         self._of_service.clear()
         for entry in list(self._open.values()):
             if entry.op.direction == "store":

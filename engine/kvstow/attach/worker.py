@@ -151,7 +151,7 @@ class WorkerCalls:
         """The connection has ended. Messages received in it may still arrive."""
         self._has_ended = True
 
-    # -- hearing --------------------------------------------------------------------------------------------
+    # -- receiving ------------------------------------------------------------------------------------------
 
     def take(self, frame: Frame) -> None:
         """Handle a frame, and own its descriptors. Raises `ProtocolError`."""
@@ -193,9 +193,9 @@ class WorkerCalls:
         if granted.is_all:  # last: what was granted again stays mapped
             self._pool.drop_earlier()
 
-    # -- speaking -------------------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------------------
 
-    def speak(self) -> float:
+    def report_due(self) -> float:
         """Report what has changed and what is due. Returns the seconds until there may be more to report."""
         now = self._clock()
         if now >= (self._next_look if self.is_changed else self._next_report):
@@ -209,13 +209,13 @@ class WorkerCalls:
         news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
         self._registered = registered
         for piece in listed(news):
-            self._connection.tell(RegisteredExtents(piece))
+            self._connection.send(RegisteredExtents(piece))
         report = self._plane.report()
         if released or now >= self._next_report or is_news(report, self._reported):
             self._next_report, self._reported = now + REPORT_SECONDS, report
             self._reports.append(self._connection.call(Report(report)))
         if released:
-            self._connection.tell(ReleasedExtents(tuple(released)))
+            self._connection.send(ReleasedExtents(tuple(released)))
 
 
 DETACHED_SECONDS = 0.1
@@ -244,9 +244,9 @@ class AttachedWorker:
 
     A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
     after that and after the host's last step, or with the next ticket, the worker refuses ops of the old session, waits
-    for its copies to end, and says so to the service. For that it needs no ticket: an engine that has no requests takes
-    no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if the
-    service grants the same again, as after a restart with a keeper. It releases the rest.
+    for its copies to end, and reports that to the service. For that it needs no ticket: an engine that has no requests
+    takes no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if
+    the service grants the same again, as after a restart with a keeper. It releases the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.
@@ -289,7 +289,7 @@ class AttachedWorker:
         self._in_step, self._stepped_at = False, float("-inf")
         self._ended_at = 0.0
         self._settle_at = 0.0
-        """When to say next that all copies of the session that is over have ended."""
+        """When to report next that all copies of the session that is over have ended."""
         self._settled: tuple[str, ...] = ()
         """Tokens of the newest sessions whose copies have ended here. They are sent in each session, because a service
         that has received them may be killed before it records them."""
@@ -360,9 +360,9 @@ class AttachedWorker:
         return self._connection.problem or self._calls.problem
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the session. Lets copies under way finish for `timeout` seconds, then gives the memory back and tells the
-        service. Returns False if a copy hangs: the memory then stays mapped, and the service waits for this process to
-        end. Idempotent."""
+        """End the session. Lets copies under way finish for `timeout` seconds, then releases the memory and reports
+        that to the service. Returns False if a copy hangs: the memory then stays mapped, and the service waits for this
+        process to end. Idempotent."""
         with self._closing:
             if self._ended is None:
                 self._ended = self._close(timeout)
@@ -377,14 +377,14 @@ class AttachedWorker:
         ended = self._plane.close(timeout)
         self._connection.close(*([Detach("the worker has stopped")] if ended else []))
         if ended and self._was_attached:
-            self._say_settled()
+            self._report_settled()
         with self._waking:
             os.close(self._wake)
             self._wake = -1
         return ended
 
-    def _say_settled(self) -> None:
-        """Tell the service on a second connection that nothing is under way here, without waiting for an answer. The
+    def _report_settled(self) -> None:
+        """Report on a second connection that nothing is under way here, without waiting for an answer. The
         `Detach` on the first connection is lost if the engine or another worker has already ended the session. See
         `Hello.is_farewell`."""
         hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
@@ -422,7 +422,7 @@ class AttachedWorker:
             if not self.is_attached:
                 return DETACHED_SECONDS
             self._calls.advance()
-            seconds = self._calls.speak()
+            seconds = self._calls.report_due()
             return seconds if self.is_attached else 0.0
         except KvstowError as error:
             self._connection.disconnect(str(error))
@@ -476,7 +476,7 @@ class AttachedWorker:
         return True
 
     def _settle(self) -> float:
-        """The session is over, and there is no ticket yet: say that its copies have ended. Again and again, because
+        """The session is over, and there is no ticket yet: report that its copies have ended. Again and again, because
         nobody answers, and the service that has to know may come later. Returns the seconds until the next time."""
         now = self._clock()
         last_step = now if self._in_step else self._stepped_at
@@ -487,7 +487,7 @@ class AttachedWorker:
         self._gate.shut()
         if not self._gate.is_quiet():
             return DETACHED_SECONDS
-        self._say_settled()
+        self._report_settled()
         self._settle_at = self._clock() + FAREWELL_SECONDS
         return FAREWELL_SECONDS
 

@@ -33,7 +33,7 @@ class Wire:
         self.said: list[Any] = []
         self.calls: list[Call] = []
 
-    def tell(self, message: Any) -> bool:
+    def send(self, message: Any) -> bool:
         self.said.append(message)
         return True
 
@@ -113,37 +113,37 @@ def calls(rank: Rank, wire: Wire, clock: FakeClock) -> WorkerCalls:
 def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
     calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
-    assert calls.speak() == REPORT_SECONDS
+    assert calls.report_due() == REPORT_SECONDS
     assert [type(message) for message in wire.taken()] == [Report]
     rank.registered = {1: 10}
     calls.is_changed = True
-    calls.speak()
+    calls.report_due()
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 10),))]
     rank.registered = {1: 30, 2: 5}
     calls.is_changed = True
-    assert calls.speak() == pytest.approx(GAP_SECONDS)
+    assert calls.report_due() == pytest.approx(GAP_SECONDS)
     assert wire.taken() == []
     clock.advance(GAP_SECONDS)
-    assert calls.speak() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
+    assert calls.report_due() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 30), ExtentSlots(2, 5)))]
 
 
 def test_many_extents_are_told_in_several_messages(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
     rank.registered = dict.fromkeys(range(MOST_LISTED + 1), 1)
-    calls.speak()
+    calls.report_due()
     told = [message.extents for message in wire.taken() if isinstance(message, RegisteredExtents)]
     assert [len(extents) for extents in told] == [MOST_LISTED, 1]
     assert [extent for extents in told for extent, _ in extents] == list(range(MOST_LISTED + 1))
 
 
 def test_it_reports_every_second(calls: WorkerCalls, wire: Wire, clock: FakeClock) -> None:
-    calls.speak()
+    calls.report_due()
     wire.taken()
     clock.advance(REPORT_SECONDS / 2)
-    assert calls.speak() == REPORT_SECONDS / 2
+    assert calls.report_due() == REPORT_SECONDS / 2
     assert wire.taken() == []
     clock.advance(REPORT_SECONDS / 2)
-    calls.speak()
+    calls.report_due()
     assert [type(message) for message in wire.taken()] == [Report]
 
 
@@ -151,22 +151,22 @@ def test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go(
     calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
     rank.registered = {1: 10, 2: 10}
-    calls.speak()
+    calls.report_due()
     wire.taken()
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 10}, [2]
     calls.is_changed = True
-    calls.speak()
+    calls.report_due()
     assert [type(message) for message in wire.taken()] == [Report, ReleasedExtents]
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 0}, [7]
     calls.is_changed = True
-    calls.speak()
+    calls.report_due()
     assert [type(message) for message in wire.taken()] == [RegisteredExtents, Report, ReleasedExtents]
 
 
 def test_the_answer_to_a_report_is_applied(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
-    calls.speak()
+    calls.report_due()
     desired = Desired(DesiredState("engine", 5, number=3))
     calls.advance()
     assert rank.applied == []
@@ -179,7 +179,7 @@ def test_the_answer_to_a_report_is_applied(calls: WorkerCalls, rank: Rank, wire:
 
 
 def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wire) -> None:
-    calls.speak()
+    calls.report_due()
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
     with pytest.raises(AttachError):
         calls.advance()

@@ -107,8 +107,8 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
 
 def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:
     done = [Completion(number, "done") for number in range(MOST_LISTED + 1)]
-    engine._spoken[0, BOOT] = done
-    sent = [message.completions for message in engine._take_spoken()]
+    engine._unsent[0, BOOT] = done
+    sent = [message.completions for message in engine._take_unsent()]
     assert sent == [tuple(done[:-1]), (done[-1],)]
 
 

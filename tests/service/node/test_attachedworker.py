@@ -244,7 +244,7 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
     wait_until(lambda: rank.ended(load) == "done")
 
 
-@pytest.mark.parametrize("when", ["poll", "speak"])
+@pytest.mark.parametrize("when", ["poll", "report_due"])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
     rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -256,7 +256,7 @@ def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_
         if connection.state == "attached" and not sent:
             waits.set()
             assert has_closed.wait(DEADLINE_SECONDS)
-            sent.append(connection.tell(RegisteredExtents(())))
+            sent.append(connection.send(RegisteredExtents(())))
         return go_on()
 
     monkeypatch.setattr(late, when, send_first)
@@ -395,7 +395,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
 ) -> None:
     load = rank.submit(unique_id(1, 1))
     asked, said = list[bool](), list[str]()
-    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._say_settled
+    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._report_settled
 
     def note_question() -> bool:
         asked.append(is_quiet())
@@ -406,7 +406,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
         say()
 
     monkeypatch.setattr(rank.worker._gate, "is_quiet", note_question)
-    monkeypatch.setattr(rank.worker, "_say_settled", note_word)
+    monkeypatch.setattr(rank.worker, "_report_settled", note_word)
     engine.close()
     wait_until(lambda: len(asked) > 1 or said)
     assert said == [], "a copy is under way"

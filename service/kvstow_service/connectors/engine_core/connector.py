@@ -31,8 +31,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     in where the KV cache is and how they learn that loads have ended.
 
     Importing and creating it starts no thread and opens nothing. The worker's half starts with its KV cache. The
-    scheduler's half starts when all ranks have said hello. Raises `ConfigError` for options or a model that KVStow does
-    not support.
+    scheduler's half starts when all ranks have sent their hello. Raises `ConfigError` for options or a model that
+    KVStow does not support.
     """
 
     _half: SchedulerHost | WorkerHost[Any]
@@ -57,7 +57,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # vLLM understands bad blocks only of plain models
         self._has_sent_hello = False
-        self._told_by_layer: str | None = None  # the request of which vLLM was told that its load goes by layer
+        self._promised_by_layer: str | None = None  # the request whose load by layer was promised to vLLM
         self._num_layered = 0  # loads by layer that the step being planned has to have
         self._lost: str | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -164,19 +164,19 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         nothing: int | None = 0
         found = self._host.ask("lookup", lambda side: side.find_hit(request, num_computed_tokens), nothing)
         by_layer = bool(found) and self._host.ask("way of a load", lambda side: side.loads_by_layer(request), False)
-        self._told_by_layer = request.request_id if by_layer else None
+        self._promised_by_layer = request.request_id if by_layer else None
         return found, bool(found) and not by_layer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         admission = request, blocks.get_block_ids(), num_external_tokens
         is_admitted = self._host.ask("admission", lambda side: side.admit(*admission), False)
-        if num_external_tokens and self._told_by_layer == request.request_id:
+        if num_external_tokens and self._promised_by_layer == request.request_id:
             self._num_layered += 1
             if not is_admitted:  # vLLM computes with these blocks in this step, and takes back no part of it
                 self._lost = f"request {request.request_id}: its load by layer could not be planned"
         elif num_external_tokens and not is_admitted:
             self._host.ask("load", lambda side: side.fail_admission(*admission), None)
-        self._told_by_layer = None
+        self._promised_by_layer = None
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -200,7 +200,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         host = self._host
-        ticket = host.ticket  # first: planning may begin a session, and ranks leave the old one when they are told
+        ticket = (
+            host.ticket
+        )  # first: planning may begin a session, and ranks leave the old one when they get its ticket
         plan = host.ask("plan of a step", lambda side: side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda side: side.take_planned(), None)

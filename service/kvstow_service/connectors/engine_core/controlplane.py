@@ -92,7 +92,7 @@ class ControlPlane(Protocol):
     @property
     def begins_loads_at_once(self) -> bool:
         """Whether `begin_load` answers before it returns. Otherwise the slots of a load by layer are asked for before
-        vLLM is told of it: its step cannot wait for them."""
+        vLLM learns of it: its step cannot wait for them."""
 
     def wait_for_slots(self, answer: Awaited[object]) -> bool:
         """Like `wait`, for such a load."""

@@ -168,7 +168,7 @@ class Loads:
         self._layered: set[int] = set()
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
-        self._told: list[TrackedRequest] = []  # those whose load vLLM was told of in this step
+        self._promised: list[TrackedRequest] = []  # those whose load was promised to vLLM in this step
         self._unwanted: list[Awaited[Op | None]] = []
         self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
@@ -248,7 +248,7 @@ class Loads:
             self._drop_begun(tracked)
             return 0
         tracked.choice = begun.choice
-        self._told.append(tracked)
+        self._promised.append(tracked)
         return begun.hit.end - begun.start
 
     def _take_begun(self, tracked: TrackedRequest) -> BegunLoad | None:
@@ -265,11 +265,11 @@ class Loads:
     def drop_unused(self) -> None:
         """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up, and so is one
         whose request vLLM has not asked for in this step: if it stayed, its slots would, too."""
-        for tracked in self._told:
+        for tracked in self._promised:
             if tracked.begun is not None:
                 tracked.had_no_room = True
                 self._drop_begun(tracked)
-        self._told.clear()
+        self._promised.clear()
         for tracked, is_asked_for in [*self._begun.items()]:
             self._begun[tracked] = False
             if not is_asked_for:

@@ -51,7 +51,7 @@ class SchedulerHost(ABC):
         self._has_failed = False
         self._by_layer = by_layer
         self.num_ranks = process.num_ranks
-        """How many ranks there are, if vLLM's configuration does not say. 0 until a rank has said it."""
+        """How many ranks there are, if vLLM's configuration does not have it. 0 until a rank has reported it."""
 
     # What hosts differ in.
 

@@ -228,7 +228,7 @@ class SchedulerSide:
         if self._states is not None:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
-        self._ended.tell_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
+        self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
         self.policy.planned(scheduled)

@@ -288,7 +288,7 @@ _MOST_LEAVING = 64  # requests that wait for the backlog
 
 
 class _AskedStore(NamedTuple):
-    """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events will say."""
+    """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events are made of."""
 
     number: int
     offer: Offer
@@ -410,7 +410,7 @@ class _EndedRequest(NamedTuple):
 
 
 class EndedRequests:
-    """Tells the pool which blocks the requests that have ended had used. Used by the scheduler's thread.
+    """Reports to the pool which blocks the requests that have ended had used. Used by the scheduler's thread.
 
     That is once for each request, for its whole chain: what was found on the GPU, loaded, and computed. The chain was
     stored step by step, so the beginning of it would be evicted first. Once the last store is done, all its blocks are
@@ -433,8 +433,8 @@ class EndedRequests:
                 end = min(end, tracked.computed_from)
             self._leaving.append(_EndedRequest(0, tracked, end // alignment * alignment, self._clock()))
 
-    def tell_uses(self, most: int, *, backlog_moves: bool) -> None:
-        """Tell of at most `most` blocks, starting at the ends of requests; one request may take several steps.
+    def report_uses(self, most: int, *, backlog_moves: bool) -> None:
+        """Report at most `most` blocks, starting at the ends of requests; one request may take several steps.
         `backlog_moves`: the backlog is about to be stored, and requests that have just ended wait for it."""
         if not backlog_moves or len(self._leaving) > _MOST_LEAVING:
             last = self._stores.newest

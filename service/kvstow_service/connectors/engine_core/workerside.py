@@ -160,9 +160,9 @@ class LayerWaits:
     that the layer reads last.
 
     vLLM calls a hook before a layer attends, on the thread that launches it: in data-parallel micro-batches that is
-    more than one, each with a stream of its own. So each wait is made again, whoever has made it before. Layers whose
-    hook was never called (as those in CUDA graphs that hold them, or those that do not attend) are waited for before
-    the computation begins.
+    more than one, each with a stream of its own. So each wait is made again, also if another thread has made it before.
+    Layers whose hook was never called (as those in CUDA graphs that hold them, or those that do not attend) are waited
+    for before the computation begins.
     """
 
     def __init__(self) -> None:
@@ -312,8 +312,8 @@ class WorkerSide:
 
     def close_plane(self) -> bool:
         """Close the data plane: ops under way fail, and it touches no memory after that. Returns False while a copy
-        hangs in the device. Call `replace_plane` only after it has returned True, because a new boot says that the old
-        one has ended."""
+        hangs in the device. Call `replace_plane` only after it has returned True, because a new boot is the report that
+        the old one has ended."""
         ended = self.plane.close()
         self._collect()
         return ended

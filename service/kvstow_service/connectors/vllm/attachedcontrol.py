@@ -76,7 +76,7 @@ MOST_AHEAD = 64
 PATIENCE_SECONDS = 0.25
 """A lookup that has no answer after this time is a miss."""
 LONGEST_PATIENCE_SECONDS = 5.0
-"""The same limit if the service has said that it waits: for the fleet tier up to 2 s, for memory to be registered 1
+"""The same limit if the service has sent `Pending`: for the fleet tier up to 2 s, for memory to be registered 1
 s."""
 _MOST_KEYS = 100_000  # of one lookup; a frame has room for more
 

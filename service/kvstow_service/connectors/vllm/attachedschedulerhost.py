@@ -129,7 +129,7 @@ class AttachedSchedulerHost(SchedulerHost):
 
     def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide | None:
         for hello in hellos:
-            if not hello.regions:  # it has said why
+            if not hello.regions:  # it has logged why
                 logger.error("rank %d has no data plane, so this engine does not attach", hello.rank)
                 self._has_failed = True
                 return None

@@ -176,5 +176,5 @@ def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
         tracked = TrackedRequest(FakeRequest(f"r{count}", PROMPT), 1)
         tracked.request.num_computed_tokens = 4
         ended.add_ended(tracked)
-        ended.tell_uses(1024, backlog_moves=True)
+        ended.report_uses(1024, backlog_moves=True)
     assert used == [2] * 65

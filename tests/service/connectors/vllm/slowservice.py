@@ -134,7 +134,7 @@ class SlowConnection:
         self._answers.append((due, call, _frame(answer)))
         return call
 
-    def tell(self, message: Message, fds: object = ()) -> bool:
+    def send(self, message: Message, fds: object = ()) -> bool:
         if self.state != "attached":
             return False
         message = type(message).unpack(message.pack())
@@ -180,7 +180,7 @@ class SlowConnection:
 
     def close(self, *last_words: Message) -> None:
         for message in last_words:
-            self.tell(message)
+            self.send(message)
         self.disconnect("closed")
         self.state = "closed"
 
