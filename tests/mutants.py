@@ -501,6 +501,22 @@ MUTANTS = [
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
     ),
     Mutant(
+        "a_session_is_settled_while_a_load_by_layer_starts",
+        "engine/kvstow/attach/worker.py",
+        "return not self._starting and self._plane.pending_ops == 0",
+        "return self._plane.pending_ops == 0",
+        "tests/engine/attach/test_workercalls.py"
+        "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
+    ),
+    Mutant(
+        "a_load_by_layer_holds_no_memory",
+        "engine/kvstow/layeredloads.py",
+        "holds = [self._hold(_end([op])) for op in ops]",
+        "holds = [self._hold(0) for _ in ops]",
+        "tests/service/node/test_attachedworker.py"
+        "::test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read",
+    ),
+    Mutant(
         "a_session_is_settled_while_a_step_needs_it",
         "engine/kvstow/attach/worker.py",
         "        left = max(self._settle_at, grace) - now\n",
@@ -609,7 +625,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
-        "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
+        "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",

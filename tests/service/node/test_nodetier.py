@@ -496,7 +496,7 @@ def test_the_speed_of_prefill_comes_from_the_engines(
     node = make_node()
     engine = engines(node)
     engine.wait_for(lambda: tier_of(node).fleet is not None)
-    engine.scheduler.tell(Prefill(1000, 0.5))
+    engine.scheduler.send(Prefill(1000, 0.5))
     fleet = tier_of(node).fleet
     assert fleet is not None
     engine.wait_for(lambda: fleet.break_even.prefill_rate == 2000)

@@ -138,13 +138,13 @@ class Spy:
 
     def __init__(self, host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hints: list[tuple[int, Hints | None]] = []
-        use = host.engine.use
+        use = host.control.use
 
         def noted(keys: Any, *, start: int, looked_up: Any, hints: Hints | None) -> None:
             self.hints.append((start, hints))
             use(keys, start=start, looked_up=looked_up, hints=hints)
 
-        monkeypatch.setattr(host.engine, "use", noted)
+        monkeypatch.setattr(host.control, "use", noted)
 
 
 def test_hints_come_with_each_part_of_a_use_and_count_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_it_loads_and_others_store_what_they_share() -> None:
 def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     host = VllmHost()
     used: list[list[bytes]] = []
-    monkeypatch.setattr(host.engine, "use", lambda keys, **_: used.append(list(keys)))
+    monkeypatch.setattr(host.control, "use", lambda keys, **_: used.append(list(keys)))
     host.store(*keys_of(PROMPT[:4]))
     request = unstored()
     host.ask(request)
