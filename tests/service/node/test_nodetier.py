@@ -643,7 +643,7 @@ TRIP = context_id("trip")
 def use(engine: RawEngine, keys: list[bytes], hints: Hints) -> None:
     """A request has used these keys; in two parts, the end first."""
     for start, some in ((4, keys[4:]), (0, keys[:4])):
-        engine.scheduler.tell(Use(some, start, (0, len(keys)), hints))
+        engine.scheduler.send(Use(some, start, (0, len(keys)), hints))
     engine.lookup(keys[:1], Hold.NOTHING)  # the service has read them by then
 
 
