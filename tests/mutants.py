@@ -526,7 +526,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_is_shown_before_it_is_populated",
-        "engine/kvstow/memory/mappedextent.py",
+        "engine/kvstow/memory/mappedpool.py",
         "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
         "slots = self.place.num_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
@@ -779,7 +779,7 @@ MUTANTS = [
     Mutant(
         "memory_whose_seals_are_sealed_is_free_at_once",
         "engine/kvstow/memory/nodememory.py",
-        "return not self.budget.closed()[number].had",
+        "return not self.budget.closed[number].had",
         "return True",
         f"{NODE_MEMORY}::test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended",
     ),

@@ -84,7 +84,7 @@ FORBIDDEN = {
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison namespaces index "
     "indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
-    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
+    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "

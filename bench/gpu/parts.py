@@ -182,7 +182,7 @@ def _work(name: str, memory: Memory, registrar: Registrar) -> Callable[[], int]:
     address, following = memory.region.address, memory.next
 
     def protect() -> int:
-        region._libc.mprotect(address + following(), _CHUNK, 3)
+        region.libc.mprotect(address + following(), _CHUNK, 3)
         return _CHUNK
 
     def commit(plenty: bool) -> int:

@@ -246,7 +246,7 @@ class HostBench:
         """What the thread of the memory would do."""
         if self.starts_populated:
             for number in range(1, 10_000):
-                extent = self.memory.memory.extent(number)
+                extent = self.memory.memory.extents.get(number)
                 if extent is not None:
                     extent.populated_bytes = extent.num_bytes
         self.memory.run_pending()

@@ -224,7 +224,7 @@ class Schedule:
 
     def memory_of(self, extent_id: int) -> mmap.mmap:
         if extent_id not in self.maps:
-            extent = self.bench.memory.memory.extent(extent_id)
+            extent = self.bench.memory.memory.extents.get(extent_id)
             assert extent is not None
             self.maps[extent_id] = mmap.mmap(extent.fd, extent.num_bytes)
         return self.maps[extent_id]

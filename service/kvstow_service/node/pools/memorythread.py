@@ -277,7 +277,7 @@ class PoolMemories:
                 clients = self._budget.mappers(extent)
                 if found.holder not in clients:  # the pool itself has let go
                     sessions = {client.rpartition("/")[0] for client in clients}
-                    held.update(dict.fromkeys(sessions, self._budget.extent_size(extent)))
+                    held.update(dict.fromkeys(sessions, self._budget.find(extent).num_bytes))
         for pool, share in due.items():
             if self._budget.granted_bytes(pool) < share:
                 yield from ((pool, session, num_bytes) for session, num_bytes in held.items())
@@ -285,7 +285,7 @@ class PoolMemories:
     def _kept(self) -> Mapping[tuple[str, ...], int]:
         """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
         by_sessions: Counter[tuple[str, ...]] = Counter()
-        for extent in self._budget.closed().values():
+        for extent in self._budget.closed.values():
             sessions = sorted({client.rpartition("/")[0] for client in extent.had})
             by_sessions[tuple(sessions)] += extent.num_bytes
         return by_sessions

@@ -161,7 +161,7 @@ class PoolMemory:
         layout = self._budget.layout(self.pool.name)
         least = row.num_slots
         for number, rank in zip(row.extents, layout.ranks, strict=True):
-            extent = self._memory.extent(number)
+            extent = self._memory.extents.get(number)
             least = min(least, 0 if extent is None else extent.populated_bytes // rank.slot_stride)
         return least
 
@@ -171,7 +171,7 @@ class PoolMemory:
             news = []
             for number in range(first, len(self.pool.extents)):
                 extent_id = rows[number].extents[place]
-                extent = self._memory.extent(extent_id)
+                extent = self._memory.extents.get(extent_id)
                 if extent is not None and self._told.get(extent_id, 0) < extent.populated_bytes:
                     self._told[extent_id] = extent.populated_bytes
                     news.append((number, ExtentBytes(extent_id, extent.populated_bytes)))
@@ -189,7 +189,7 @@ class PoolMemory:
         True if there is any."""
         for number in range(self._num_full, len(self.pool.extents)):
             for extent_id in () if rows[number].recalled else rows[number].extents:
-                extent = self._memory.extent(extent_id)
+                extent = self._memory.extents.get(extent_id)
                 if extent is not None and not extent.is_sound:
                     self._give_up(extent_id)
                     return True
@@ -213,7 +213,7 @@ class PoolMemory:
                 continue
             row = rows[number]
             extent_id = row.extents[worker.place]
-            extent = self._memory.extent(extent_id)
+            extent = self._memory.extents.get(extent_id)
             if extent is not None and not extent.is_sound:
                 self._give_up(extent_id)
                 given_up = True

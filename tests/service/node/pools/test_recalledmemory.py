@@ -198,7 +198,7 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
         bench.run()
         liar.register()
     assert len(liar.kept) == 4
-    assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents().values())
+    assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents.values())
     honest = bench.attach(ONE_RANK_OTHER, uid=2000)
     honest.join()
     bench.run()
@@ -206,7 +206,7 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
     bench.run()
     (found,) = bench.memory.figures.kept
     assert (found.sessions, found.num_bytes) == ((liar.session_id,), EXTENT)
-    assert (honest.grants, len(bench.memory.memory.extents())) == ({}, 3), "nothing takes its place"
+    assert (honest.grants, len(bench.memory.memory.extents)) == ({}, 3), "nothing takes its place"
     liar.release_revoked()
     bench.run()
     assert honest.grants == {}, "it keeps that, too"
