@@ -100,10 +100,10 @@ ORDER = {
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
-    "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients attach.clientcalls "
+    "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients "
     "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
-    "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
-    "tier.nodetier nodehost node settings nodeprocess",
+    "pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread pools.nodesession tier.pooltier "
+    "tier.namespacetier tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
     "eventstream texts columns hostreadiness overview sampler readings client.endpoint "

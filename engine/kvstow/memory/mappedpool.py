@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -321,12 +321,13 @@ class MappedPool(SlotPool):
                     known[extent_id].raise_populated(num_bytes)
             self._extents_changed()
 
-    def revoke(self, extent_ids: Collection[int]) -> None:
+    def revoke(self, extent_ids: Iterable[int]) -> None:
         """Begin no copy in these extents from now on, and give them back when those under way have ended:
         `take_released` returns them then. Retries what has failed."""
+        revoked = set(extent_ids)
         with self._state:
             for extent in self._granted():
-                if extent.extent_id in extent_ids:
+                if extent.extent_id in revoked:
                     extent.is_revoked = extent.is_awaited = True
             self._failure = None
             self._extents_changed()

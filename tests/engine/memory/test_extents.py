@@ -13,6 +13,7 @@ from tests.engine.memory.oldkernel import OldKernel
 from kvstow.errors import ConfigError, ForeignMemoryError, PinError
 from kvstow.memfd import create_memfd
 from kvstow.memory import extents as extents_module
+from kvstow.memory import region as region_module
 from kvstow.memory.extents import STEP_BYTES, Extent, Window
 from kvstow.memory.limits import HugePageLimits
 
@@ -161,7 +162,7 @@ class Refusing:
     """A C library whose `madvise` fails for one kind of advice from the call with a number on."""
 
     def __init__(self, advice: int, code: int, *, first: int = 0) -> None:
-        self._libc = extents_module.libc
+        self._libc = region_module.libc
         self._advice, self._code, self._calls_left = advice, code, first
 
     def __getattr__(self, name: str) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
+from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import (
     ExtentBytes,
     ExtentGrant,
+    ExtentSlots,
     GrantedExtents,
     PopulatedExtents,
     RegisteredExtents,
@@ -40,6 +42,27 @@ SLOT = 4096
 EXTENT_SLOTS = 2 * MIB // SLOT
 
 
+class RecordingSession(FakeSession):
+    """Records what the worker reports of its memory."""
+
+    def __init__(self, service: Service, *given: Any) -> None:
+        super().__init__(*given)
+        self.service = service
+
+    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self.service.words.append("registered")
+        super().registered(rank, extents)
+
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        self.service.words.append("released")
+        super().released(rank, extent_ids)
+
+    def take_report(self, report: RankReport) -> DesiredState:
+        self.service.words.append("take_report")
+        self.service.reports.append(report)
+        return DesiredState("engine-1", EXTENT_SLOTS * len(self.service.fds), number=1)
+
+
 class Service:
     """What the fake control plane does for workers: it grants its extents to each rank that joins."""
 
@@ -54,21 +77,7 @@ class Service:
         self.first_id = 1
         node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
         self.host.on_join = self._join
-        takers: dict[str, Callable[..., Any]] = {
-            name: getattr(self.host, name) for name in ("extents_registered", "extents_released")
-        }
-        for name, take in takers.items():
-            setattr(self.host, name, partial(self._record, name, take))
-        self.host.take_report = self._report  # type: ignore[method-assign]
-
-    def _record(self, name: str, take: Callable[..., Any], *values: Any) -> Any:
-        self.words.append(name)
-        return take(*values)
-
-    def _report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
-        self.words.append("take_report")
-        self.reports.append(report)
-        return DesiredState("engine-1", EXTENT_SLOTS * len(self.fds), number=1)
+        self.host.session_type = partial(RecordingSession, self)
 
     def _join(self, link: SessionLink, rank: int) -> None:
         self.links.append(link)
@@ -195,12 +204,12 @@ def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_s
     wait_until(lambda: rank.ended(late))
     assert str(rank.ended(late)).startswith("failed CopyError")
     wait_until(lambda: rank.pool._next_step() is None)
-    assert "extents_released" not in service.words
+    assert "released" not in service.words
     assert rank.registrar.locked_bytes > 2 * MIB
     ticket.finish()
-    wait_until(lambda: "extents_released" in service.words)
-    assert service.words.index("extents_registered") < service.words.index("extents_released")
-    assert service.words[service.words.index("extents_released") - 1] == "take_report"
+    wait_until(lambda: "released" in service.words)
+    assert service.words.index("registered") < service.words.index("released")
+    assert service.words[service.words.index("released") - 1] == "take_report"
     assert service.reports[-1].pinned_slots == EXTENT_SLOTS
     assert rank.registrar.locked_bytes == 2 * MIB
     wait_until(lambda: rank.ended(op) == "done")
@@ -276,7 +285,7 @@ def test_memory_of_which_the_next_service_has_nothing_goes(
     rank.worker.join(next_session(engine, node))
     wait_until(lambda: rank.registrar.locked_bytes == 0)
     wait_until(lambda: rank.pool.status().resident_bytes == 0)
-    assert "extents_released" not in service.words, "the next service waits for nothing"
+    assert "released" not in service.words, "the next service waits for nothing"
     assert rank.worker.is_attached
 
 

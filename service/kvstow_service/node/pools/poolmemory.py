@@ -14,8 +14,8 @@ from kvstow.errors import ConflictError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import Row
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
-from kvstow_service.node.pools.nodesession import MemoryHolder
 
 MAX_FDS = 250
 """How many extents one frame carries."""

@@ -202,7 +202,7 @@ class NodeTier:
             name.value,
             off_reason=name.reason,
             name=self._store.name,
-            most_slots=self._memory.total_bytes // pool.config.total_slot_bytes,
+            most_slots=self._memory.budget.total_bytes // pool.config.total_slot_bytes,
             block_tokens=None if groups is None else groups.alignment,
             clock=self._clock,
             on_news=self._wake.set,

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstow.attach.calls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
 from kvstow.attach.calls import RevokedExtents as Revoked
-from kvstow.attach.channel import close_fds
+from kvstow.attach.channel import close_fds, duplicates_of
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
@@ -39,10 +39,9 @@ from kvstow.tier.store import (
     TransferClient,
     names_of_rank,
 )
-from kvstow_service.node.attach.sessionhost import duplicates_of
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.nodesession import MemoryHolder
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -333,7 +332,7 @@ class PoolTier(MemoryHolder):
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
         self.released(rank, extent_ids)
-        self._memory.do(self._memory.pools.release, self.client(rank), extent_ids)
+        self._memory.do(self._memory.release, self.client(rank), extent_ids)
 
     # -- transfers: the tier's thread -----------------------------------------------------------------------
 
@@ -363,7 +362,7 @@ class PoolTier(MemoryHolder):
         """Take no memory any more, end all transfers, and release everything; then call `then`, on the thread that
         may wait."""
         try:
-            self._memory.do(self._memory.pools.lose_session, self)
+            self._memory.do(self._memory.lose_session, self)
         finally:
             self._do_later(partial(self._close, then))
 
@@ -399,4 +398,4 @@ class PoolTier(MemoryHolder):
         for rank in self.storing_ranks:
             client = self.client(rank)
             self.pool.process_died(client)
-            self._memory.do(self._memory.pools.end_client, client)
+            self._memory.do(self._memory.end_client, client)

@@ -89,7 +89,7 @@ class Recorder(NodeRecords):
 
 
 def test_nothing_is_handed_out_before_it_is_recorded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = bench.memory.pools.records = Recorder()
+    recorder = bench.memory.records = Recorder()
     push, sent = Engine.push, list[int]()
 
     def checked(engine: Engine, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
@@ -235,7 +235,7 @@ def test_a_rank_that_registers_less_than_before_sees_less(bench: HostBench) -> N
     engine.store(*range(10))
     lease = engine.find(9, hold=Hold.PRESENT)
     (extent,) = engine.grants[0]
-    bench.host.extents_registered(engine.session_id, 0, [ExtentSlots(extent, 4)])
+    engine.session.registered(0, [ExtentSlots(extent, 4)])
     assert engine.has(*range(10)) == 4
     with pytest.raises(LeaseError, match="broken"):
         engine.begin_load(lease.lease_id)
