@@ -26,7 +26,7 @@ import torch
 
 from bench.report import Table
 from kvstow.config import PoolConfig
-from kvstow.memory import region
+from kvstow.memory import chunks, region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PopulateOnly, Registrar
