@@ -102,8 +102,8 @@ ORDER = {
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients "
     "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
-    "pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread pools.nodesession tier.pooltier "
-    "tier.namespacetier tier.nodetier nodehost node settings nodeprocess",
+    "pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread tier.pooltier "
+    "tier.namespacetier tier.nodetier pools.nodesession nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
     "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "

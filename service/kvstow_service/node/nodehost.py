@@ -206,7 +206,7 @@ class NodeHost:
             self.switches.apply_to(pool.facade.admin)
         self._memory.do(self._memory.add_session, session)
         if self.tier is not None:
-            self.tier.enter(session)
+            session.tier = self.tier.enter(session, session.hello.fleet_weights)
         return session, SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons)
 
     def _require_ranks(self, uid: int, num_ranks: int) -> None:
@@ -248,13 +248,12 @@ class NodeHost:
 
     def reset(self, session_id: str) -> ResetDone:
         session = self._sessions[session_id]
-        if self.tier is not None:
-            self.tier.leave(session)
+        session.control.on_stored = session.tier = None  # the keys no longer mean the same blocks
         name = session.control.reset()
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
         if self.tier is not None:
-            self.tier.enter(session)
+            session.tier = self.tier.enter(session, session.hello.fleet_weights)
         return ResetDone(name)
 
     def next_deadline(self) -> float | None:

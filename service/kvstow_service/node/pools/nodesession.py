@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -39,6 +39,7 @@ from kvstow_service.node.attach.sessionhost import Later, SessionLink
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.tier.namespacetier import NamespaceTier
 
 MOST_SECONDS = 1.0
 TOKENS_PER_SECOND = 16_000
@@ -119,24 +120,11 @@ _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
 
 
-class SessionTier(Protocol):
-    """The fleet tier of a session's namespace: see `NamespaceTier`."""
-
-    @property
-    def may_have_more(self) -> bool: ...
-
-    def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
-
-    def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
-
-    def note_prefill(self, tokens: int, seconds: float) -> None: ...
-
-
 class NodeSession(MemoryHolder):
     """One attached engine. Used only by the attach server's thread, except `view` and what never changes."""
 
-    tier: SessionTier | None = None
-    """The fleet tier for its namespace."""
+    tier: NamespaceTier | None = None
+    """The fleet tier of its namespace."""
 
     def __init__(
         self,

@@ -14,16 +14,15 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Final
 
-from kvstow.attach.hello import Hello
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.store import ClientHealth, ClientStats, LookupClient, ObjectName
 from kvstow.tier.tierstatus import TierClient
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
 from kvstow_service.node.tier.pooltier import PoolTier, SharedTransfers
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
@@ -90,7 +89,7 @@ class NodeTier:
     """Has a `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps
     the tiers, another one maps and unmaps memory, which can take as long as a network card needs.
 
-    `enter`, `leave`, `follow_pool` and `drop_pool` are for the attach server's thread, and wait for nothing. Until
+    `enter`, `follow_pool` and `drop_pool` are for the attach server's thread, and wait for nothing. Until
     `close`, this process and each process of the store's transfers hold the other end of `_end`: it becomes readable,
     also for the next service, when nothing touches memory for the transfers any more.
     """
@@ -139,16 +138,19 @@ class NodeTier:
 
     # -- engines --------------------------------------------------------------------------------------------
 
-    def enter(self, session: NodeSession) -> None:
-        """An engine is in its namespace from now on. Raises `ConflictError` if the pool was closed."""
+    def enter(self, session: MemoryHolder, weights: FleetWeights) -> NamespaceTier | None:
+        """The engine of this session is in its namespace from now on. Returns the tier of that namespace, or None after
+        `close`. Raises `ConflictError` if the pool was closed."""
         with self._lock:
-            if not self._is_closed:
-                self._enter(session)
-
-    def leave(self, session: NodeSession) -> None:
-        """Take the session off the tier, because its keys no longer mean the same blocks."""
-        session.control.on_stored = None
-        session.tier = None
+            if self._is_closed:
+                return None
+            namespace = session.control.namespace
+            self._found = {key: one for key, one in self._found.items() if not one.is_closed}
+            found = self._found.get(id(namespace))
+            if found is None or found.control.namespace is not namespace:
+                found = self._found[id(namespace)] = self._add(session, weights)
+            session.control.on_stored = found.note_stored
+            return found
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller."""
@@ -166,16 +168,7 @@ class NodeTier:
                 return
         then()
 
-    def _enter(self, session: NodeSession) -> None:
-        namespace = session.control.namespace
-        self._found = {key: one for key, one in self._found.items() if not one.is_closed}
-        found = self._found.get(id(namespace))
-        if found is None or found.control.namespace is not namespace:
-            found = self._found[id(namespace)] = self._add(session)
-        session.tier = found
-        session.control.on_stored = found.note_stored
-
-    def _add(self, session: NodeSession) -> NamespaceTier:
+    def _add(self, session: MemoryHolder, weights: FleetWeights) -> NamespaceTier:
         pool, namespace = session.pool, session.namespace
         control = pool.attach_tier(session.control.namespace)
         pool_tier = self._pools.get(pool.name)
@@ -187,12 +180,12 @@ class NodeTier:
             pool_tier.join(self._end)
         pool_tier.add(control)
         tier = NamespaceTier(pool_tier, namespace, control, self.do, self._wake.set, self._post)
-        self.do(partial(self._begin, tier, session.hello))
+        self.do(partial(self._begin, tier, weights))
         return tier
 
-    def _begin(self, tier: NamespaceTier, hello: Hello) -> None:
+    def _begin(self, tier: NamespaceTier, weights: FleetWeights) -> None:
         pool, identity = tier.pool_tier.pool, tier.namespace.identity
-        name = _fingerprint_of(pool, tier.namespace, hello.fleet_weights)
+        name = _fingerprint_of(pool, tier.namespace, weights)
         groups = groups_of(pool.identity)
         lookups = SharedLookups(self._lookups, self._turn)
         fleet = FleetTier(

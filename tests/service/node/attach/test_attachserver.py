@@ -94,19 +94,6 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
     assert (session.session_id, session.state, session.hello.engine) == (welcome.session_id, "attached", "test")
 
 
-def test_a_block_that_one_engine_has_stored_is_found_and_loaded_by_another(node: Node) -> None:
-    first, second = node.attach(), node.attach()
-    begun = store(first, KEYS[:3])
-    settled = SettledOps.unpack(next_push(first).payload)
-    assert [(op.op_id, op.mark) for op in settled.ops] == [(begun.op_id, "done")]
-    assert settled.room == 7
-    found = ask(second, Lookup(KEYS, Hold.PRESENT), Found)
-    assert found.runs == ((0, 3),)
-    loading = ask(second, BeginLoad(found.lease_id, 1, 2), LoadBegun)
-    assert loading.slots == begun.slots[1:]
-    assert second.poll() == []  # the other session's op settled nothing here
-
-
 def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
