@@ -260,11 +260,11 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     assert rank.ended(late) == "failed the session of this op has ended"
     ticket.finish()
     wait_until(lambda: rank.ended(under_way) == "done")
-    assert (len(node.events("joined")), node.events("let go")) == (1, [])
+    assert (len(node.events("joined")), node.events("ended")) == (1, [])
     last.finish()
     wait_until(lambda: len(node.events("joined")) == 2)
     wait_until(lambda: rank.ended(before_the_ticket) == "done")
-    assert len(node.events("let go")) == len(node.events("over")) == 1, "the process lives, and has said it"
+    assert len(node.events("ended")) == len(node.events("over")) == 1, "the process lives, and has said it"
 
 
 def test_memory_that_the_next_service_grants_again_stays_registered(
@@ -350,7 +350,7 @@ def test_a_word_of_the_service_that_cannot_be_right_ends_the_session_and_is_told
 def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node: Node) -> None:
     assert rank.worker.close()
     assert rank.worker.close()
-    wait_until(lambda: node.events("let go"))
+    wait_until(lambda: node.events("ended"))
     assert (rank.registrar.locked_bytes, rank.worker.is_attached) == (0, False)
     assert str(rank.ended(rank.submit(unique_id(1, 9)))).startswith("failed")
 
@@ -436,7 +436,7 @@ def test_a_worker_closed_after_its_session_has_ended_says_so_too(
     engine.close()
     wait_until(lambda: node.events("lost"))
     wait_until(lambda: not rank.worker.is_attached)
-    assert node.events("let go") == []
+    assert node.events("ended") == []
     rank.worker.close()
     wait_until(lambda: node.events("over"))
 
@@ -468,7 +468,7 @@ def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
     assert not rank.worker.close()
     assert not rank.worker.close()
     wait_until(lambda: node.events("lost"))
-    assert node.events("let go") == []
+    assert node.events("ended") == []
     monkeypatch.undo()
     close()
 

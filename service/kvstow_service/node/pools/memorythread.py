@@ -377,7 +377,7 @@ class MemoryThread:
             rows = self.budget.rows(found.pool.name).values()
             for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
                 clients = self.budget.mappers(extent)
-                if found.holder not in clients:  # the pool itself has let go
+                if found.holder not in clients:  # the pool itself has released it
                     sessions = {client.rpartition("/")[0] for client in clients}
                     held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
         for pool, share in due.items():
