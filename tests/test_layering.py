@@ -83,7 +83,8 @@ FORBIDDEN = {
 }
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces "
-    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
+    "fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
