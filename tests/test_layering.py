@@ -75,9 +75,10 @@ FORBIDDEN = {
             "process": "admin node connectors replay cli demo",
             "admin": "node connectors replay cli demo",
             "connectors": "node replay cli demo",
-            "node/attach": "node.node node.nodehost node.pools node.survival connectors replay cli demo",
+            "node/attach": "node.node connectors replay cli demo",
             "node/survival": "node.node node.nodehost node.pools node.attach connectors replay cli demo",
-            "node/pools": "node.node node.nodehost connectors replay cli demo",
+            "node/pools": "node.node node.nodehost node.attach connectors replay cli demo",
+            "node/tier": "node.node node.nodehost node.attach replay cli demo",
         }.items()
     },
 }
@@ -101,10 +102,10 @@ ORDER = {
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
-    "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients "
-    "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
-    "pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread tier.pooltier "
-    "tier.namespacetier tier.nodetier pools.nodesession nodehost node settings nodeprocess",
+    "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
+    "pools.sessionlink pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
+    "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
+    "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
     "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -18,10 +19,10 @@ from kvstow.attach.peer import Peer
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.status import NamespaceStatus, SessionStatus
-from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
 from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.sessionlink import SessionLink
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodetier import NodeTier
 
@@ -35,12 +36,24 @@ at each start, each start has a namespace of its own."""
 logger = logging.getLogger("kvstow.node")
 
 
+class SessionGrant(NamedTuple):
+    """What a new session receives: see `Welcome`."""
+
+    engine_id: str
+    pool: str
+    namespace: str
+    sharing_off: tuple[str, ...] = ()
+
+
 class NodeHost:
-    """The `SessionHost` of the attach server, over `SharedPool`s in the node's memory.
+    """The pools and sessions of a node.
 
     The attach server's thread opens and ends sessions and makes the engines' calls, and none of them waits. What a pool
     does is O(blocks given) under the pool's lock, and everything about memory is left to the `MemoryThread`. All other
     methods may be called from any thread.
+
+    The calls for a session come in this order: `open_session`; the engine's calls; `NodeSession.lose` once;
+    `session_over` once. No call mentions the session after that. Its id is never reused.
 
     A pool begins with its first session, and ends in `_close_pool` alone. It is in use while it has sessions.
 
@@ -171,6 +184,8 @@ class NodeHost:
     def open_session(
         self, session_id: str, hello: Hello, peer: Peer, link: SessionLink
     ) -> tuple[NodeSession, SessionGrant]:
+        """A scheduler half attaches. `hello` is what it claims; `peer.uid` comes from the kernel, and is part of the
+        pool's identity. Raises `AttachRefusedError`."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
         identity = replace(hello.pool, uid=peer.uid)  # the user that the kernel reports
@@ -257,14 +272,14 @@ class NodeHost:
         return ResetDone(name)
 
     def next_deadline(self) -> float | None:
-        """O(sessions whose lookups wait)."""
+        """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait)."""
         if not self._waiting:
             return None
         deadlines = [session.waits.next_deadline for session in self._waiting]
         return min([deadline for deadline in deadlines if deadline is not None], default=None)
 
     def expire(self) -> None:
-        """O(sessions whose lookups wait)."""
+        """Answer the lookups that have waited long enough. O(sessions whose lookups wait)."""
         for session in list(self._waiting):
             session.waits.expire()
             if session.waits.next_deadline is None:
@@ -285,6 +300,7 @@ class NodeHost:
             session.send_settled()
 
     def session_over(self, session_id: str) -> None:
+        """All workers that received memory have released it, so nothing of the session can reach memory."""
         session = self._sessions[session_id]
         for rank in range(len(session.ranks)):  # also those that were never sent descriptors
             session.end_worker(rank)

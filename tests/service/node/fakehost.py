@@ -33,7 +33,8 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
+from kvstow_service.node.nodehost import SessionGrant
+from kvstow_service.node.pools.sessionlink import Later, SessionLink
 
 
 @dataclass

@@ -35,7 +35,7 @@ from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.pools.sessionlink import SessionLink
 
 MIB = 1 << 20
 SLOT = 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import cast
 
 import pytest
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.hello import digest_of
 from kvstow.attach.peer import Peer
+from kvstow_service.node.pools.nodesession import NodeSession
 
 TOKEN = "a token of the service before"
 
@@ -35,7 +37,8 @@ def restore(node: Node, *peers: Peer) -> None:
     """A session with these workers; starts the server."""
     workers = [(replace(WORKER, rank=rank), peer) for rank, peer in enumerate(peers)]
     session = node.server.restore_session("before", digest_of(TOKEN), workers)
-    session.hosted = node.host.sessions["before"] = FakeSession(node.host, "before", session, 1000, len(peers))
+    node.host.sessions["before"] = FakeSession(node.host, "before", session, 1000, len(peers))
+    session.hosted = cast(NodeSession, node.host.sessions["before"])
     node.server.start()
 
 

@@ -39,8 +39,9 @@ from kvstow.attach.wire import Kind, Message, refusal_of
 from kvstow.errors import AttachRefusedError, DisconnectedError, InvalidRequestError, KvstowError, ProtocolError
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
-from kvstow_service.node.attach.sessionhost import Later, SessionHost
 from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
+from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.pools.sessionlink import Later
 from kvstow_service.process.switchinterval import short_switch_interval
 
 FOLDER_MODE = 0o750
@@ -77,8 +78,8 @@ _CALLS: Final[dict[int, type[Message]]] = {
 }
 
 
-def answer_to(host: SessionHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
-    """Make the call and return its answer, if its kind has one. `later`: see `HostedSession.lookup`.
+def answer_to(host: NodeHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
+    """Make the call and return its answer, if its kind has one. `later`: see `NodeSession.lookup`.
 
     Raises what the call raises. Raises `ProtocolError` for a payload that is not a message of its kind.
     """
@@ -140,7 +141,7 @@ _FAILED = "the service has failed in this call; its log says how"
 
 
 class AttachServer:
-    """Accepts engines on a listening Unix socket and answers their calls with their sessions of a `SessionHost`.
+    """Accepts engines on a listening Unix socket and answers their calls with their sessions of a `NodeHost`.
 
     `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, and calls
     nothing: the host settles what the sessions hold. Any thread may use `tally`, `detach` and `WireSession.push`; they
@@ -154,7 +155,7 @@ class AttachServer:
 
     def __init__(
         self,
-        host: SessionHost,
+        host: NodeHost,
         listener: socket.socket,
         *,
         limit: int | None = None,

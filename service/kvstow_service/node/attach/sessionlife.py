@@ -18,7 +18,8 @@ from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.errors import AttachRefusedError
-from kvstow_service.node.attach.sessionhost import HostedSession, SessionHost
+from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.pools.nodesession import NodeSession
 
 logger = logging.getLogger("kvstow.attach")
 
@@ -57,7 +58,7 @@ class Member:
 class WireSession:
     """One engine incarnation: the connection of its scheduler half and one for the worker of each rank."""
 
-    hosted: HostedSession
+    hosted: NodeSession
     """The session in the control plane. Set once, before the session can be found."""
 
     def __init__(self, session_id: str, token: str, hello: Hello, uid: int, send: Send) -> None:
@@ -95,7 +96,7 @@ class SessionLife:
 
     def __init__(
         self,
-        host: SessionHost,
+        host: NodeHost,
         epoll: select.epoll,
         disconnect: Callable[[Member], object],
         send: Send,

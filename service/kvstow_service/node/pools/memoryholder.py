@@ -10,8 +10,8 @@ from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import InvalidRequestError
-from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.sessionlink import SessionLink
 from kvstow_service.node.survival.roster import WorkerRecord
 
 _MAX_TEXT = 200  # of an engine's own description, in a record

@@ -35,10 +35,10 @@ from kvstow.control.namespaces import runs_without
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import SessionStatus
-from kvstow_service.node.attach.sessionhost import Later, SessionLink
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.sessionlink import Later, SessionLink
 from kvstow_service.node.tier.namespacetier import NamespaceTier
 
 MOST_SECONDS = 1.0
@@ -121,7 +121,12 @@ _KEYS_PER_PAGE = 2048
 
 
 class NodeSession(MemoryHolder):
-    """One attached engine. Used only by the attach server's thread, except `view` and what never changes."""
+    """One attached engine. The attach server calls all methods on its one thread, except `status`. All engines wait for
+    that thread, so no method may wait.
+
+    A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. The client may
+    have made up the ops, leases and extents in a call, so the session refuses those that are not its own.
+    """
 
     tier: NamespaceTier | None = None
     """The fleet tier of its namespace."""
@@ -152,6 +157,8 @@ class NodeSession(MemoryHolder):
         self._began = pool.clock()
 
     def join_worker(self, hello: Hello, peer: Peer) -> None:
+        """The worker of `hello.rank` attaches. It has the session's token and uid, and no other worker has the rank.
+        Raises `AttachRefusedError`."""
         try:
             self._memory.add_worker(self, hello, peer)
         except OSError as error:
@@ -164,6 +171,8 @@ class NodeSession(MemoryHolder):
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
     def lookup(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Found | Pending:
+        """If this call returns `Pending`, the session calls `later` with the answer. It is None for a client that needs
+        the answer at once."""
         if isinstance(call, LookupPrompt):
             answer = self._look_up(Lookup(call.keys, Hold.NOTHING, counted=False), later, is_prompt=True)
         else:
@@ -328,10 +337,14 @@ class NodeSession(MemoryHolder):
     # -- the end --------------------------------------------------------------------------------------------
 
     def lose(self, reason: str) -> None:
+        """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
+        makes no more calls. Its processes may still read and write their slots."""
         self.control.lose(reason)
         self._memory.do(self._memory.lose_session, self)
 
     def end_worker(self, rank: int) -> None:
+        """The worker's process has ended, or has reported that it has nothing mapped and no copy under way. The attach
+        server calls it after `lose`, for workers that received descriptors."""
         client = self.client(rank)
         self.pool.process_died(client)
         self._memory.do(self._memory.end_client, client)

@@ -18,8 +18,8 @@ from kvstow.attach.connection import AttachConnection
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach import attachserver
-from kvstow_service.node.attach.sessionhost import SessionLink
 from kvstow_service.node.attach.sessionlife import SessionLife
+from kvstow_service.node.pools.sessionlink import SessionLink
 
 GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 
