@@ -33,6 +33,7 @@ from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
 from kvstow.errors import AttachRefusedError, LeaseError
+from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder
@@ -120,6 +121,26 @@ _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
 
 
+HINTS_PER_SECOND = 1000
+"""Of one session, as many at once, too. No engine ends so many requests."""
+
+
+class Rate:
+    """Admits so many a second, and as many at once after a second without."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second = self._left = per_second
+        self._at = 0.0
+
+    def admits(self, now: float) -> bool:
+        self._left = min(self._per_second, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 class NodeSession(MemoryHolder):
     """One attached engine. The attach server calls all methods on its one thread, except `status`. All engines wait for
     that thread, so no method may wait.
@@ -154,6 +175,7 @@ class NodeSession(MemoryHolder):
         """The hellos of the workers that have attached, by rank."""
         self.waits = MemoryWaits(pool.clock)
         self._memory, self._waiting = memory, waiting
+        self._hint_rate = Rate(HINTS_PER_SECOND)
         self._began = pool.clock()
 
     def join_worker(self, hello: Hello, peer: Peer) -> None:
@@ -271,7 +293,10 @@ class NodeSession(MemoryHolder):
         return StoreBegun(grant.op.op_id, grant.accepted, grant.op.slots, tuple(grant.unplaced), grant.outcomes, room)
 
     def use(self, call: Use) -> None:
-        self.control.use(call.keys, start=call.start, looked_up=call.looked_up)
+        hints = call.hints
+        if hints is not None and not self._hint_rate.admits(self.pool.clock()):
+            hints = Hints(ignored=("rate",))
+        self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints)
 
     def count_lookup(self, call: CountLookup) -> None:
         self.control.count_lookup(call.queried, call.hits)
