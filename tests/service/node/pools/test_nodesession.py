@@ -192,7 +192,7 @@ def test_more_hints_than_an_engine_can_send_are_ignored(bench: HostBench) -> Non
 
     def send(count: int) -> dict[str, int]:
         for _ in range(count):
-            bench.host.use(engine.session_id, use)
+            engine.session.use(use)
         return {reason: num for reason, num in engine.pool.counters.hints_ignored.items() if num}
 
     assert send(HINTS_PER_SECOND + 2) == {"unknown": HINTS_PER_SECOND, "rate": 2}
