@@ -75,9 +75,10 @@ FORBIDDEN = {
             "process": "admin node connectors replay cli demo",
             "admin": "node connectors replay cli demo",
             "connectors": "node replay cli demo",
-            "node/attach": "node.node node.nodehost node.pools node.survival connectors replay cli demo",
+            "node/attach": "node.node connectors replay cli demo",
             "node/survival": "node.node node.nodehost node.pools node.attach connectors replay cli demo",
-            "node/pools": "node.node node.nodehost connectors replay cli demo",
+            "node/pools": "node.node node.nodehost node.attach connectors replay cli demo",
+            "node/tier": "node.node node.nodehost node.attach replay cli demo",
         }.items()
     },
 }
@@ -85,7 +86,7 @@ ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces "
     "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
     "fleettier",
-    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
+    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
@@ -101,10 +102,10 @@ ORDER = {
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
-    "service/kvstow_service/node": "attach.sessionhost attach.sessionlife attach.clients attach.clientcalls "
-    "attach.attachserver survival.keeper survival.keeperclient survival.orphanedmemory survival.roster pools.nodepool "
-    "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
-    "tier.nodetier nodehost node settings nodeprocess",
+    "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
+    "pools.sessionlink pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
+    "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
+    "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
     "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "

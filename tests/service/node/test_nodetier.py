@@ -305,7 +305,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
     assert [one.sessions for one in node.host.namespaces()] == [0]
     eventually(lambda: node.memory.memory.budget.fair_shares() == {}, "the end of what was asked for")
     node.host.delete_pool(pool.name)
-    eventually(lambda: node.memory.figures.spare_bytes == node.memory.total_bytes, "the pool's memory")
+    eventually(lambda: node.memory.figures.spare_bytes == node.memory.budget.total_bytes, "the pool's memory")
     assert node.memory.faults == 0
     eventually(lambda: not node.host._closing, "the pool's name")
 
