@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Literal
 
 from kvstow.config import parse_policy
+from kvstow.control.claims import Context
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
@@ -206,6 +207,8 @@ class Administrator:
         were last used `idle_seconds` ago or earlier, or those that only this context has claimed. Blocks in use or
         protected stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, context=context)
+        if context is not None:
+            return self._sweep_context("evict", "operator", context, dry_run, alone=True)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
             return scan(self._pool, "evict", "operator", dry_run, wanted)
@@ -250,6 +253,8 @@ class Administrator:
             return purge_matching(self._pool, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
             return purge_keys(self._pool, keys, dry_run)
+        if context is not None:
+            return self._sweep_context("purge", "purge", context, dry_run, alone=False)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
             return scan(self._pool, "purge", "purge", dry_run, wanted)
@@ -382,11 +387,58 @@ class Administrator:
     def release_context(self, context: bytes) -> int:
         """No further request of this context is expected, in any namespace: its claims end, and blocks that nothing
         else has used are the first to be evicted. Returns how many blocks it had claimed. Raises `NotFoundError`."""
-        raise NotFoundError(f"there is no context {context.hex()}")
+        return self._expect(context, None)
 
     def set_context(self, context: bytes, resume_in: float) -> None:
         """The next request of this context is expected in so many seconds. Raises `NotFoundError`."""
-        raise NotFoundError(f"there is no context {context.hex()}")
+        if not 0 <= resume_in < inf:
+            raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")
+        self._expect(context, resume_in)
+
+    def _expect(self, context: bytes, resume_in: float | None) -> int:
+        pool = self._pool
+        with pool.lock:
+            contexts = self._find_contexts(context)
+            blocks = sum(len(each.chain) for each in contexts)
+            for each in contexts:
+                pool.use_claims().expect(each, resume_in, pool.clock())
+        return blocks
+
+    def _find_contexts(self, context: bytes) -> list[Context]:
+        """The caller holds the lock."""
+        found = self._pool.index.find_contexts(context)
+        if not found:
+            raise NotFoundError(f"there is no context {context.hex()}")
+        return found
+
+    def _sweep_context(self, kind: str, reason: str, context: bytes, dry_run: bool, *, alone: bool) -> Sweep:
+        """Remove the blocks that a context claims. `alone`: those that nobody else uses, if they are evictable."""
+        pool = self._pool
+        with pool.lock:
+            contexts = self._find_contexts(context)
+            claims = pool.use_claims()
+            total = sum(len(each.chain) for each in contexts)
+
+        def work(sweep: Sweep) -> Iterator[None]:
+            for each in contexts:
+                end = len(each.chain)
+                while end > 0 and end <= len(each.chain):
+                    start = max(0, end - pool.slice_slots)
+                    with pool.lock:
+                        found = claims.blocks_of(each, start, end, alone=alone)
+                        if alone:
+                            found = pool.index.unused(found)
+                        if dry_run:
+                            sweep.evicted_slots += len(found)
+                        else:
+                            sweep.evicted_slots += pool.remove_blocks(found, reason)
+                            claims.leave(each, start)
+                    sweep.done += end - start
+                    end = start
+                    yield
+            sweep.done = sweep.total
+
+        return Sweep(kind, total, pool.config.slot_bytes, work)
 
     # -- protections ----------------------------------------------------------------------------------------
 
