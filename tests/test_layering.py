@@ -82,8 +82,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison namespaces index "
-    "indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording "
+    "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
+    "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -92,8 +93,8 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
-    "engineprocess",
+    "service/kvstow_service/replay": "trace kv remoteranks offload ranks hittable result driver launcher summary "
+    "rankprocess engineprocess",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
     "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
     "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
@@ -105,8 +106,8 @@ ORDER = {
     "pools.nodesession pools.poolmemory pools.noderecords pools.memorythread tier.pooltier tier.namespacetier "
     "tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
-    "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
-    "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
+    "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
+    "streamlimit eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
     "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",

@@ -304,6 +304,9 @@ class Session:
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             least = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = least if start else 0
+            recording = pool.recording
+        if recording is not None:
+            recording.add(id(self), keys, self.namespace.tag, start, looked_up, now)
         if comparison is None or not num_slots:
             return
         comparison.resize(num_slots)
