@@ -82,7 +82,7 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording "
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
     "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
     "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
@@ -93,11 +93,11 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv remoteranks offload ranks hittable result driver launcher summary "
-    "rankprocess engineprocess",
+    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks hittable result driver "
+    "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
-    "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside "
+    "workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",

