@@ -83,9 +83,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison claims namespaces "
-    "index indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
-    "fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
+    "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
+    "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -94,7 +94,7 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks result driver "
+    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks hittable result driver "
     "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
     "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside "
@@ -107,8 +107,8 @@ ORDER = {
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
-    "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
-    "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
+    "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
+    "streamlimit eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
     "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",

@@ -23,6 +23,7 @@ from kvstow.control.comparison import Change, Comparison
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
+from kvstow.control.recording import Recording
 from kvstow.control.slots import AgeSampler, SlotMap
 from kvstow.control.trial import Trial
 from kvstow.errors import InvalidRequestError
@@ -252,6 +253,8 @@ class Pool:
         self.policy = ""
         self.comparison: Comparison | None = None
         """None where `k` is fixed and no curve is wanted."""
+        self.recording: Recording | None = None
+        """Takes every use; None while nobody records."""
         self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
         """What was chosen lately, the newest last."""
         self.num_changes = 0
