@@ -27,7 +27,7 @@ class PendingOp:
     source_free: bool = False
 
     def drop_memory(self) -> None:
-        """Let go of the memory of the op's slots, which the device no longer accesses."""
+        """Release the memory of the op's slots, which the device no longer accesses."""
         if self.hold is not None:
             self.hold.release()
 

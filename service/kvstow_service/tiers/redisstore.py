@@ -127,7 +127,7 @@ _TLS_FILES = {"ca_file": "ssl_ca_certs", "certificate_file": "ssl_certfile", "ke
 
 
 class RedisRefusal(NamedTuple):
-    """What the server said instead of an answer."""
+    """The error that the server sent instead of an answer."""
 
     text: str
     is_full: bool
