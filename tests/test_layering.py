@@ -96,8 +96,8 @@ ORDER = {
     "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks result driver "
     "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
-    "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside "
+    "workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from kvstow.errors import LeaseError
+from kvstow.hints import Hints
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, longest_end
@@ -123,7 +124,7 @@ class ControlPlane(Protocol):
 
     def store_room(self) -> int: ...
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None: ...
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], hints: Hints | None) -> None: ...
 
     def count_lookup(self, queried: int, hits: int) -> None: ...
 
@@ -189,8 +190,8 @@ class EmbeddedControl:
     def store_room(self) -> int:
         return self._engine.store_room()
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
-        self._engine.use(keys, start=start, looked_up=looked_up)
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], hints: Hints | None) -> None:
+        self._engine.use(keys, start=start, looked_up=looked_up, hints=hints)
 
     def count_lookup(self, queried: int, hits: int) -> None:
         self._engine.count_lookup(queried, hits)

@@ -128,7 +128,7 @@ def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.Mon
     told: list[tuple[int, int, tuple[int, int] | None]] = []
     use = host.engine.use
 
-    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
+    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int], hints: object) -> None:
         told.append((start, len(keys), looked_up))
         use(keys, start=start, looked_up=looked_up)
 
@@ -168,7 +168,7 @@ def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
 
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
     used: list[int] = []
-    engine: Any = SimpleNamespace(use=lambda keys, start, looked_up: used.append(len(keys)))
+    engine: Any = SimpleNamespace(use=lambda keys, start, looked_up, hints: used.append(len(keys)))
     stores: Any = SimpleNamespace(newest=0, oldest=1)
     ended = EndedRequests(engine, ONE_GROUP, stores)
     for count in range(65):

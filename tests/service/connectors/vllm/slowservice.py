@@ -143,7 +143,9 @@ class SlowConnection:
             case Release():
                 self._session.release(message.lease_ids)
             case Use():
-                self._session.control.use(message.keys, start=message.start, looked_up=message.looked_up)
+                self._session.control.use(
+                    message.keys, start=message.start, looked_up=message.looked_up, hints=message.hints
+                )
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits)
             case Prefill():
