@@ -19,7 +19,7 @@ from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool, SlotJournal
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
-from kvstow.status import NamespaceStatus, SessionStatus
+from kvstow.status import NamespaceStatus
 
 if TYPE_CHECKING:
     from kvstow.control.indexjournal import RecoveredIndex
@@ -87,12 +87,6 @@ class SharedPool(Pool):
                 if session.session_id == session_id:
                     return session
         raise NotFoundError(f"there is no session {session_id}")
-
-    def session_statuses(self) -> list[SessionStatus]:
-        """All sessions of engines, oldest first, including lost ones."""
-        with self.lock:
-            engines = [session for session in self.attached() if session.is_engine]
-            return [session.snapshot() for session in engines if session.session_id != ANY_SESSION]
 
     def process_died(self, process: Hashable) -> None:
         """A process has ended, or has reported that all its copies have: it can neither read nor write the memory any

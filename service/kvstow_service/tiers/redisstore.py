@@ -171,9 +171,6 @@ class RedisLane:
                 self._drop(str(error))
                 raise
 
-    def is_in_use(self) -> bool:
-        return self._lock.locked()
-
     def close(self) -> None:
         """Ends the call under way, and waits until it has ended. Idempotent."""
         self._is_closed = True
@@ -309,10 +306,6 @@ class _Client:
             timeouts=sum(lane.timeouts for lane in self._lanes),
             restarts=sum(max(0, lane.connects - 1) for lane in self._lanes),
         )
-
-    def is_in_use(self) -> bool:
-        """Whether a call is under way."""
-        return any(lane.is_in_use() for lane in self._lanes)
 
     def close(self) -> None:
         self._is_closed = True

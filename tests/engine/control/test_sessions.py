@@ -90,7 +90,8 @@ def test_sessions_are_found_until_nothing_of_them_is_left(host: Host) -> None:
     first, second = host.attach(), host.attach()
     first.begin_store([A])
     first.session.lose("closed")
-    assert [(one.id, one.state, one.processes) for one in host.pool.session_statuses()] == [
+    statuses = [session.status() for session in host.pool.attached()]
+    assert [(one.id, one.state, one.processes) for one in statuses] == [
         ("1", "lost", 1),
         ("2", "attached", 1),
     ]
