@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvstow.config import ALLOWED_POLICIES, parse_policy
+from kvstow.control.recording import MOST_BYTES, MOST_SECONDS
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE
 from kvstow.keys import BlockKey, parse_key
@@ -181,6 +182,13 @@ class ContextPatch(Body):
     """When the next request of a context is expected, from now."""
 
     resume_in_seconds: Annotated[float, Field(ge=0, le=LONGEST_PAUSE)]
+
+
+class RecordBody(Body):
+    """Record for so many seconds, and at most so many bytes of the trace."""
+
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 600.0
+    max_bytes: Annotated[int, Field(ge=1, le=MOST_BYTES)] = 64 << 20
 
 
 class LookupBody(Body):

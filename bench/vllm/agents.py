@@ -214,11 +214,11 @@ class _Run:
         started = start_llm(setup)
         wait_until_usable(started, setup, _PINNING)
         self._core = started.engine.llm_engine
-        self._offload = self._core.engine_core.engine_core.scheduler.connector._host.offload
-        self._pool_engine = self._offload.control._engine
+        self._side = self._core.engine_core.engine_core.scheduler.connector._host.side
+        self._pool_engine = self._side.control._engine
         self.clock = _VirtualClock() if is_virtual else _Clock()
         if is_virtual:
-            self._pool_engine.pool.clock = self._offload.side._ended._clock = self.clock
+            self._pool_engine.pool.clock = self._side._ended._clock = self.clock
         self._is_virtual = is_virtual
         self._traffic, self._mode, self._vocabulary = traffic, mode, vocabulary
         self._names = count()
@@ -244,7 +244,7 @@ class _Run:
                 self._ask(at, agent)
             if self._core.has_unfinished_requests():
                 self._step(chance, counted=now >= began + traffic.seconds / 4)
-            elif self._is_virtual and self._offload.side.has_pending_stores:
+            elif self._is_virtual and self._side.has_pending_stores:
                 self._core.step()
             else:
                 clock.wait_until(self._due[0][0] if self._due else now + 1.0)

@@ -32,6 +32,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
     ("POST", "/v1/pools/host/purge", {"all": True}),
     ("POST", "/v1/pools/host/retry", None),
+    ("POST", "/v1/pools/host/trace", {"seconds": 0.001}),
     ("DELETE", "/v1/pools/host/blocks/{key}", None),
     ("DELETE", "/v1/pools/host", None),
     ("PATCH", "/v1/contexts/{context}", {"resume_in_seconds": 5}),

@@ -447,7 +447,7 @@ class Administrator:
         Blocks above the size that a resize is bringing about count as missing."""
         check_ttl(ttl_seconds)
         pool = self._pool
-        expires = inf if ttl_seconds is None else pool.clock() + ttl_seconds
+        expires = _moment(pool.clock, ttl_seconds)
 
         def protect(slots: list[int]) -> int:
             below = [slot for slot in slots if slot < pool.slots.limit]
@@ -498,43 +498,40 @@ class Administrator:
         """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
         The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
         check_deadline(deadline_seconds)
-        pool = self._pool
-        with pool.lock:
-            pool.acceptance.drain_mode = mode
-            pool.acceptance.drain_deadline = inf if deadline_seconds is None else pool.clock() + deadline_seconds
+        with self._pool.lock:
+            self._pool.acceptance.drain(mode, _moment(self._pool.clock, deadline_seconds))
         return self.drain_status
 
     def undrain(self) -> DrainStatus:
         """Accept loads and stores again."""
         with self._pool.lock:
-            self._pool.acceptance.drain_mode = None
-            self._pool.acceptance.drain_deadline = inf
+            self._pool.acceptance.drain(None)
         return self.drain_status
 
     @property
     def drain_status(self) -> DrainStatus:
         pool = self._pool
         with pool.lock:
-            gate = pool.acceptance
             pending = sum(session.open_transfers for session in sessions_of(pool))
-            leases = pool.num_leases
-            left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - pool.clock())
-            active = gate.drain_mode is not None
-            return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
+            return pool.acceptance.drain_status(pool.clock(), pending, pool.num_leases)
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
         """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
         check_ttl(ttl_seconds)
-        pool = self._pool
-        with pool.lock:
-            until = inf if ttl_seconds is None else pool.clock() + ttl_seconds
-            pool.acceptance.set_bypass(load=load, store=store, until=until)
+        with self._pool.lock:
+            until = _moment(self._pool.clock, ttl_seconds)
+            self._pool.acceptance.set_bypass(load=load, store=store, until=until)
         return self.bypass
 
     @property
     def bypass(self) -> BypassStatus:
         with self._pool.lock:
             return self._pool.acceptance.bypass(self._pool.clock())
+
+
+def _moment(clock: Callable[[], float], seconds: float | None) -> float:
+    """In so many seconds; never for None."""
+    return inf if seconds is None else clock() + seconds
 
 
 def check_deadline(seconds: float | None) -> None:
@@ -573,15 +570,15 @@ class HostSwitches:
         """See `Administrator.drain`."""
         check_deadline(deadline_seconds)
         with self._lock:
-            deadline = inf if deadline_seconds is None else self._clock() + deadline_seconds
+            deadline = _moment(self._clock, deadline_seconds)
             for admin in self._admins():
                 admin.drain(mode, deadline_seconds)
-            self._state.drain_mode, self._state.drain_deadline = mode, deadline
+            self._state.drain(mode, deadline)
         return self.drain_status
 
     def undrain(self) -> DrainStatus:
         with self._lock:
-            self._state.drain_mode, self._state.drain_deadline = None, inf
+            self._state.drain(None)
             for admin in self._admins():
                 admin.undrain()
         return self.drain_status
@@ -592,16 +589,13 @@ class HostSwitches:
         pools = [admin.drain_status for admin in self._admins()]
         pending, leases = sum(one.pending_transfers for one in pools), sum(one.leases for one in pools)
         with self._lock:
-            mode, deadline = self._state.drain_mode, self._state.drain_deadline
-            left = None if deadline == inf else max(0.0, deadline - self._clock())
-        active = mode is not None
-        return DrainStatus(active, mode, left, active and not pending and not leases, pending, leases)
+            return self._state.drain_status(self._clock(), pending, leases)
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
         """See `Administrator.set_bypass`."""
         check_ttl(ttl_seconds)
         with self._lock:
-            until = inf if ttl_seconds is None else self._clock() + ttl_seconds
+            until = _moment(self._clock, ttl_seconds)
             for admin in self._admins():
                 admin.set_bypass(load=load, store=store, ttl_seconds=ttl_seconds)
             self._state.set_bypass(load=load, store=store, until=until)
@@ -616,9 +610,8 @@ class HostSwitches:
         """Switch a new pool as the others."""
         with self._lock:
             now = self._clock()
-            bypass = self._state.bypass(now)
+            bypass, drain = self._state.bypass(now), self._state.drain_status(now, 0, 0)
             if bypass.load or bypass.store:
                 admin.set_bypass(load=bypass.load, store=bypass.store, ttl_seconds=bypass.ttl_seconds_left)
-            if self._state.drain_mode is not None:
-                deadline = self._state.drain_deadline
-                admin.drain(self._state.drain_mode, None if deadline == inf else max(0.0, deadline - now))
+            if drain.mode is not None:
+                admin.drain(drain.mode, drain.deadline_seconds_left)

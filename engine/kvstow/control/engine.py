@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from heapq import merge
 from itertools import chain, islice
@@ -18,8 +19,9 @@ from kvstow.control.claims import Context, Switch
 from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
+from kvstow.control.recording import Recording
 from kvstow.control.session import Session, sessions_of
-from kvstow.errors import IntegrityError
+from kvstow.errors import ConflictError, IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
@@ -99,6 +101,25 @@ class PoolFacade:
         ended. Without the pool's lock."""
         comparison = self._pool.comparison
         return None if comparison is None else comparison.curve()
+
+    @contextmanager
+    def record(self, *, seconds: float, max_bytes: int) -> Iterator[Recording]:
+        """Record the pool's requests while the context is open. Raises `InvalidRequestError` for limits that are too
+        high, and `ConflictError` while another recording goes on."""
+        pool = self._pool
+        with pool.lock:
+            if pool.recording is not None and not pool.recording.is_over:
+                raise ConflictError(f"pool {pool.name} is being recorded already; it ends with its reader")
+            tokens = pool.config.block_tokens
+            recording = Recording(pool.clock(), seconds=seconds, max_bytes=max_bytes, block_tokens=tokens)
+            pool.recording = recording
+        try:
+            yield recording
+        finally:
+            recording.stop()
+            with pool.lock:
+                if pool.recording is recording:
+                    pool.recording = None
 
     def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
         """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of

@@ -23,13 +23,14 @@ from kvstow.control.comparison import Change, Comparison
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
+from kvstow.control.recording import Recording
 from kvstow.control.slots import AgeSampler, SlotMap
 from kvstow.control.trial import Trial
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.results import Lease
 from kvstow.stats import Counters
-from kvstow.status import HOST_NAME, BypassStatus, DrainMode, Refusal
+from kvstow.status import HOST_NAME, BypassStatus, DrainMode, DrainStatus, Refusal
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
@@ -50,6 +51,15 @@ class PoolAcceptance:
         """Blocks that a rank has lost are still being removed; nothing is served meanwhile."""
         self.bypass_load = self.bypass_store = False
         self.bypass_until = inf
+
+    def drain(self, mode: DrainMode | None, deadline: float = inf) -> None:
+        self.drain_mode, self.drain_deadline = mode, deadline
+
+    def drain_status(self, now: float, pending: int, leases: int) -> DrainStatus:
+        """`pending`, `leases`: what is in flight and leased."""
+        left = None if self.drain_deadline == inf else max(0.0, self.drain_deadline - now)
+        active = self.drain_mode is not None
+        return DrainStatus(active, self.drain_mode, left, active and not pending and not leases, pending, leases)
 
     def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
         self.bypass_load, self.bypass_store, self.bypass_until = load, store, until
@@ -252,6 +262,8 @@ class Pool:
         self.policy = ""
         self.comparison: Comparison | None = None
         """None where `k` is fixed and no curve is wanted."""
+        self.recording: Recording | None = None
+        """Takes every use; None while nobody records."""
         self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
         """What was chosen lately, the newest last."""
         self.num_changes = 0
