@@ -83,17 +83,10 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-<<<<<<< HEAD
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison namespaces claims "
-    "index trial indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic "
-    "fleettier",
-    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
-=======
     "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
-    "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
+    "namespaces index trial indexjournal pool ops placement session administration attachedsession engine sharedpool "
     "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
->>>>>>> claims-ok
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "

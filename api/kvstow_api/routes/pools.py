@@ -31,11 +31,7 @@ from kvstow_api.answers import (
     RemovedView,
 )
 from kvstow_api.appstate import App, AppState
-<<<<<<< HEAD
-from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, PurgeBody
-=======
-from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, RecordBody, UnprotectBody
->>>>>>> claims-ok
+from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, PurgeBody, RecordBody
 from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, Responses, changing, reading
 from kvstow_api.operations import Operation

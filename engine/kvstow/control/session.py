@@ -327,12 +327,8 @@ class Session:
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             least = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = least if start else 0
-<<<<<<< HEAD
-        if hints is not None:
-=======
             recording = pool.recording
-        if hints is not None and hints.context is not None:
->>>>>>> claims-ok
+        if hints is not None:
             self._claim(keys, start, hints, now)
         trial = pool.trial if num_slots else None
         if recording is not None:

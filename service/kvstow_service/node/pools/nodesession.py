@@ -145,28 +145,8 @@ class NodeSession(MemoryHolder):
     """One attached engine. The attach server calls all methods on its one thread, except `status`. All engines wait for
     that thread, so no method may wait.
 
-<<<<<<< HEAD
-    @property
-    def may_have_more(self) -> bool: ...
-
-    def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
-
-    def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
-
-    def note_prefill(self, tokens: int, seconds: float) -> None: ...
-
-    def note_use(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> None: ...
-
-
-class MemoryHolder:
-    """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
-
-    What a worker has registered and released is taken from its messages about each extent, not from its reports. Used
-    only by the attach server's thread, except what never changes.
-=======
     A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. The client may
     have made up the ops, leases and extents in a call, so the session refuses those that are not its own.
->>>>>>> claims-ok
     """
 
     tier: NamespaceTier | None = None

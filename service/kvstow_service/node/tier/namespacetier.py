@@ -291,14 +291,9 @@ class NamespaceTier:
 
     @property
     def next_deadline(self) -> float | None:
-<<<<<<< HEAD
-        """When the first of the waits ends at the latest, or a prefetch is due."""
+        """The time at which the first wait ends at the latest, or a prefetch is due."""
         waits = [one.wait.until for one in self._requests]
         return min([*waits, *(at for at, _ in self._due[:1])], default=None)
-=======
-        """The time at which the first wait ends at the latest."""
-        return min((one.wait.until for one in self._requests), default=None)
->>>>>>> claims-ok
 
     @property
     def is_idle(self) -> bool:
