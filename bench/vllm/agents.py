@@ -41,7 +41,7 @@ from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.process import run
 from bench.vllm.results import Results, add_engine, make_parser, open_results
 
-_PINNING, _PATIENCE = 90.0, 120.0
+_PINNING, _PATIENCE = 90.0, 300.0
 _STEP_SECONDS = 0.02  # of a step, where time is virtual
 MODES = ("off", "names", "exact", "rough")
 
