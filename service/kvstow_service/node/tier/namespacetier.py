@@ -80,12 +80,11 @@ class _Request(NamedTuple):
     then: Callable[[], object]
 
 
-MOST_KEPT_KEYS = 1 << 20
-"""Of all contexts of a namespace: those of the latest ones. 34 MB."""
+MOST_KEPT_BYTES, MOST_KEPT_CONTEXTS = 32 << 20, 8192
+"""Of the keys of the latest contexts of a namespace."""
+_MOST_KEYS = 1 << 20  # of a chain whose beginning is still to come
 MOST_PREFETCHES = 64
 """That wait."""
-MOST_DUE = 8192
-"""Contexts whose time is to come."""
 LEAST_LEAD_SECONDS = 2.0
 """A prefetch begins so long before the next request is expected, or twice as long as it takes."""
 
@@ -100,7 +99,7 @@ class ContextKeys:
         self._lock = Lock()
         self._kept: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         """By context: the keys in one piece, and their width."""
-        self._num_kept = 0
+        self._num_bytes = 0
         self._parts: dict[bytes, list[Sequence[bytes]]] = {}
         """Of chains whose beginning is still to come."""
 
@@ -108,7 +107,7 @@ class ContextKeys:
         """A request of the context has used these keys. Whether its whole chain is known now."""
         with self._lock:
             parts = self._parts.setdefault(context, [])
-            if sum(map(len, parts)) + len(keys) > MOST_KEPT_KEYS or len(self._parts) > MOST_PREFETCHES:
+            if sum(map(len, parts)) + len(keys) > _MOST_KEYS or len(self._parts) > MOST_PREFETCHES:
                 self._parts.pop(next(iter(self._parts)))
                 return False
             parts.append(keys)
@@ -120,8 +119,8 @@ class ContextKeys:
             if release or not chain or any(len(key) != width for key in chain):
                 return False
             self._kept[context] = b"".join(chain), width
-            self._num_kept += len(chain)
-            while self._num_kept > MOST_KEPT_KEYS:
+            self._num_bytes += len(chain) * width
+            while self._num_bytes > MOST_KEPT_BYTES or len(self._kept) > MOST_KEPT_CONTEXTS:
                 self._forget(next(iter(self._kept)))
             return True
 
@@ -132,15 +131,15 @@ class ContextKeys:
         return [data[at : at + width] for at in range(0, len(data), width)]
 
     def _forget(self, context: bytes) -> None:
-        data, width = self._kept.pop(context, (b"", 1))
-        self._num_kept -= len(data) // width
+        data, _ = self._kept.pop(context, (b"", 1))
+        self._num_bytes -= len(data)
 
 
 class NamespaceTier:
     """The transfers belong to the node, in a session of its own, so they go on whether engines are attached or not.
 
-    `may_have_more`, `ask`, `ask_prompt`, `note_prefill` and `note_stored` may be called from any thread, and do not
-    wait. The rest is for the tier's thread, which alone uses the `FleetTier`.
+    `may_have_more`, `ask`, `ask_prompt`, `note_prefill`, `note_use`, `prefetch` and `note_stored` may be called from
+    any thread, and do not wait. The rest is for the tier's thread, which alone uses the `FleetTier`.
     """
 
     def __init__(
@@ -166,8 +165,10 @@ class NamespaceTier:
         """Keys that were stored before `fleet` was made; None from then on. Used with the pool's lock held."""
         self._requests: list[_Request] = []
         self._contexts = ContextKeys()
+        self._due_at: dict[bytes, float] = {}
+        """By context: when to look again whether its next request is near."""
         self._due: list[tuple[float, bytes]] = []
-        """A heap: when to look whether a context's next request is near."""
+        """The same as a heap, with entries that are outdated."""
         self._prefetches: deque[bytes] = deque(maxlen=MOST_PREFETCHES)
         self._prefetch: Prefetch | None = None
 
@@ -260,6 +261,7 @@ class NamespaceTier:
 
     def _schedule(self, context: bytes) -> None:
         """Look again when the next request of the context is near; fetch now if it is."""
+        self._due_at.pop(context, None)
         fleet, pool = self.fleet, self.pool_tier.pool
         name = self.control.namespace.name
         expected = [one for one in pool.facade.context(context) if one.namespace == name]
@@ -270,14 +272,19 @@ class NamespaceTier:
         lead = max(LEAST_LEAD_SECONDS, 2 * num_bytes / per_second if per_second else 0.0)
         if seconds <= lead:
             self._prefetches.append(context)
-        elif len(self._due) < MOST_DUE:
-            heappush(self._due, (pool.clock() + seconds - lead, context))
+        elif len(self._due_at) < MOST_KEPT_CONTEXTS:
+            self._due_at[context] = at = pool.clock() + seconds - lead
+            heappush(self._due, (at, context))
+            if len(self._due) > 2 * len(self._due_at) + 64:
+                self._due = sorted((at, one) for one, at in self._due_at.items())
 
     def _go_on_prefetching(self, fleet: FleetTier) -> None:
         """One at a time, and none while a request waits for the store."""
         now = self.control.pool.clock()
         while self._due and self._due[0][0] <= now:
-            self._schedule(heappop(self._due)[1])
+            at, context = heappop(self._due)
+            if self._due_at.get(context) == at:
+                self._schedule(context)
         if self._requests:
             return
         if self._prefetch is None and self._prefetches:
