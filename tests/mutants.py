@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "an_engine_may_send_any_number_of_hints",
-        RANK_MEMORY,
+        "service/kvstow_service/node/pools/nodesession.py",
         "if hints is not None and not self._hint_rate.admits(self.pool.clock()):",
         "if False:",
         "tests/service/node/pools/test_nodesession.py::test_more_hints_than_an_engine_can_send_are_ignored",
