@@ -93,7 +93,7 @@ def conversations(trace: Trace) -> list[Request]:
     found = []
     for number, (now, blocks) in enumerate(zip(trace.times, trace.requests, strict=True)):
         context = next((context_of.pop(block) for block in reversed(blocks) if block in context_of), number)
-        context_of[blocks[-1]] = context
+        context_of[blocks[-2] if len(blocks) > 2 else blocks[-1]] = context  # the last one is not full
         found.append(Request(now, blocks, context))
     return with_gaps(found)
 
