@@ -205,10 +205,6 @@ class AttachedEngine:
         """The socket, for a host that waits on several. -1 without a connection."""
         return self._connection.fileno()
 
-    def retry_now(self) -> None:
-        """Let the next `step` connect without a pause."""
-        self._connection.retry_now()
-
     def disconnect(self, problem: str) -> None:
         """End the session for the reason `problem`. A later `step` begins another session after a pause."""
         self._connection.disconnect(problem)

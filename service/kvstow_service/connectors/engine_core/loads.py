@@ -419,15 +419,11 @@ class Loads:
             held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
         if held[first : first + len(places)] == places and self._null_block not in targets:
-            name, choice = tracked.request.request_id, _choice_of(tracked).label
+            assert tracked.choice is not None  # made when the request was looked up
+            name, choice = tracked.request.request_id, tracked.choice.label
             return self._control.begin_load(hit.lease, targets, first=hit.first + first, request_id=name, choice=choice)
         self._control.release_lease(hit.lease)
         return None
-
-
-def _choice_of(tracked: TrackedRequest) -> Choice:
-    assert tracked.choice is not None  # made when the request was looked up
-    return tracked.choice
 
 
 class FailedLoads:
