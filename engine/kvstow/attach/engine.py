@@ -294,8 +294,9 @@ class AttachedEngine:
         looked_up: tuple[int, int] | None = None,
         hints: Hints | None = None,
     ) -> None:
-        """See `Session.use`."""
-        self._send(Use(keys, start, looked_up or (0, len(keys)), hints))
+        """See `Session.use`. Sends nothing if there are neither keys nor hints."""
+        if keys or hints is not None:
+            self._send(Use(keys, start, looked_up or (0, len(keys)), hints))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.

@@ -293,10 +293,10 @@ class Loads:
 
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Stop holding the request's hit."""
-        self._finder.forget(tracked)
         self._release_lease(tracked)
         self._drop_begun(tracked)
         self._end_deferral(tracked)
+        self._finder.forget(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
         if tracked.hit is not None:
