@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
+from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import (
     ExtentBytes,
     ExtentGrant,
+    ExtentSlots,
     GrantedExtents,
     PopulatedExtents,
     RegisteredExtents,
@@ -35,11 +37,32 @@ from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar, FakeTicket
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.pools.sessionlink import SessionLink
 
 MIB = 1 << 20
 SLOT = 4096
 EXTENT_SLOTS = 2 * MIB // SLOT
+
+
+class RecordingSession(FakeSession):
+    """Records what the worker reports of its memory."""
+
+    def __init__(self, service: Service, *given: Any) -> None:
+        super().__init__(*given)
+        self.service = service
+
+    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self.service.words.append("registered")
+        super().registered(rank, extents)
+
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        self.service.words.append("released")
+        super().released(rank, extent_ids)
+
+    def take_report(self, report: RankReport) -> DesiredState:
+        self.service.words.append("take_report")
+        self.service.reports.append(report)
+        return DesiredState("engine-1", EXTENT_SLOTS * len(self.service.fds), number=1)
 
 
 class Service:
@@ -56,21 +79,7 @@ class Service:
         self.first_id = 1
         node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
         self.host.on_join = self._join
-        takers: dict[str, Callable[..., Any]] = {
-            name: getattr(self.host, name) for name in ("extents_registered", "extents_released")
-        }
-        for name, take in takers.items():
-            setattr(self.host, name, partial(self._record, name, take))
-        self.host.take_report = self._report  # type: ignore[method-assign]
-
-    def _record(self, name: str, take: Callable[..., Any], *values: Any) -> Any:
-        self.words.append(name)
-        return take(*values)
-
-    def _report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
-        self.words.append("take_report")
-        self.reports.append(report)
-        return DesiredState("engine-1", EXTENT_SLOTS * len(self.fds), number=1)
+        self.host.session_type = partial(RecordingSession, self)
 
     def _join(self, link: SessionLink, rank: int) -> None:
         self.links.append(link)
@@ -216,12 +225,12 @@ def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_s
     wait_until(lambda: rank.ended(late))
     assert str(rank.ended(late)).startswith("failed CopyError")
     wait_until(lambda: rank.pool._next_step() is None)
-    assert "extents_released" not in service.words
+    assert "released" not in service.words
     assert rank.registrar.locked_bytes > 2 * MIB
     ticket.finish()
-    wait_until(lambda: "extents_released" in service.words)
-    assert service.words.index("extents_registered") < service.words.index("extents_released")
-    assert service.words[service.words.index("extents_released") - 1] == "take_report"
+    wait_until(lambda: "released" in service.words)
+    assert service.words.index("registered") < service.words.index("released")
+    assert service.words[service.words.index("released") - 1] == "take_report"
     assert service.reports[-1].pinned_slots == EXTENT_SLOTS
     assert rank.registrar.locked_bytes == 2 * MIB
     wait_until(lambda: rank.ended(op) == "done")
@@ -289,11 +298,11 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     assert rank.ended(late) == "failed the session of this op has ended"
     ticket.finish()
     wait_until(lambda: rank.ended(under_way) == "done")
-    assert (len(node.events("joined")), node.events("let go")) == (1, [])
+    assert (len(node.events("joined")), node.events("ended")) == (1, [])
     last.finish()
     wait_until(lambda: len(node.events("joined")) == 2)
     wait_until(lambda: rank.ended(before_the_ticket) == "done")
-    assert len(node.events("let go")) == len(node.events("over")) == 1, "the process lives, and has said it"
+    assert len(node.events("ended")) == len(node.events("over")) == 1, "the process lives, and has said it"
 
 
 def test_memory_that_the_next_service_grants_again_stays_registered(
@@ -314,7 +323,7 @@ def test_memory_of_which_the_next_service_has_nothing_goes(
     rank.worker.join(next_session(engine, node))
     wait_until(lambda: rank.registrar.locked_bytes == 0)
     wait_until(lambda: rank.pool.status().resident_bytes == 0)
-    assert "extents_released" not in service.words, "the next service waits for nothing"
+    assert "released" not in service.words, "the next service waits for nothing"
     assert rank.worker.is_attached
 
 
@@ -379,7 +388,7 @@ def test_a_word_of_the_service_that_cannot_be_right_ends_the_session_and_is_told
 def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node: Node) -> None:
     assert rank.worker.close()
     assert rank.worker.close()
-    wait_until(lambda: node.events("let go"))
+    wait_until(lambda: node.events("ended"))
     assert (rank.registrar.locked_bytes, rank.worker.is_attached) == (0, False)
     assert str(rank.ended(rank.submit(unique_id(1, 9)))).startswith("failed")
 
@@ -465,7 +474,7 @@ def test_a_worker_closed_after_its_session_has_ended_says_so_too(
     engine.close()
     wait_until(lambda: node.events("lost"))
     wait_until(lambda: not rank.worker.is_attached)
-    assert node.events("let go") == []
+    assert node.events("ended") == []
     rank.worker.close()
     wait_until(lambda: node.events("over"))
 
@@ -497,7 +506,7 @@ def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
     assert not rank.worker.close()
     assert not rank.worker.close()
     wait_until(lambda: node.events("lost"))
-    assert node.events("let go") == []
+    assert node.events("ended") == []
     monkeypatch.undo()
     close()
 

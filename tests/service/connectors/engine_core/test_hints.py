@@ -277,7 +277,7 @@ def test_what_a_failed_load_left_to_compute_is_its_own() -> None:
     plan = host.step(copy=False)
     (op,) = plan.loads.ops
     for rank in host.ranks:
-        rank.say(op.op_id, "failed")
+        rank.send(op.op_id, "failed")
     host.side.settle()
     host.side.failed_loads.continuing({request.request_id})
     host.resume(request, run=8, computed=0)

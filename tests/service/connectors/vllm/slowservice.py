@@ -142,7 +142,7 @@ class SlowConnection:
             case Completions():
                 self._session.complete(message)
             case Release():
-                self._session.release(message.lease_ids)
+                self._session.control.release_leases(message.lease_ids)
             case Use():
                 self._session.control.use(
                     message.keys, start=message.start, looked_up=message.looked_up, hints=message.hints
@@ -195,6 +195,7 @@ class SlowConnection:
         session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
+        session.pool.grow_above = -1  # all its memory is there
         self.welcome = Welcome(session_id=str(session.control.session_id), service="slow", token="secret")
         self._on_attached(self.welcome)
 
@@ -221,8 +222,6 @@ class SlowConnection:
         raise AssertionError(f"{message} has no answer")
 
     def _find(self, message: Lookup | LookupPrompt) -> Any:
-        if isinstance(message, LookupPrompt):
-            return self._session.lookup_prompt(message)
         return self._session.lookup(message)
 
     def _deliver(self) -> None:
