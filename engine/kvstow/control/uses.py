@@ -43,15 +43,21 @@ def _words_of(width: int) -> np.dtype[np.void]:
     return np.dtype(places)  # type: ignore[call-overload,no-any-return]
 
 
-def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
-    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
+def first_and_last_words(keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
+    """The first and the last 8 bytes of each key. They overlap in shorter keys."""
     data, count = b"".join(keys), len(keys)
     width = len(keys[0]) if count else 0
     if width < _WORD or len(data) != count * width:  # keys of several lengths
         data, width = b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
     words = np.frombuffer(data, _words_of(width))
-    mixed: Hashes = words["head"] * _MIX_HEAD
-    mixed ^= words["tail"]
+    return words["head"], words["tail"]
+
+
+def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
+    head, tail = first_and_last_words(keys)
+    mixed: Hashes = head * _MIX_HEAD
+    mixed ^= tail
     if tag:
         mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
     mixed *= _MIX_TAIL
