@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
-import numpy as np
-
 from kvstow.control.shadows import Floats, Hits, Part, Request, Shadows, spread
 from kvstow.status import Curve, CurvePoint
 

@@ -1,14 +1,15 @@
 """What the pool would hold with other orders of eviction, and of other sizes, simulated with a sample of its keys.
 
 Each request is told once, when it ends: its chain of keys, and which of them were looked up. A shadow is a simulated
-pool that has only keys. Every use admits the keys to all shadows. A shadow evicts what was used least recently, or, if
-uses count, the oldest key of a class, as the pool does (`EvictionOrder`). So what a shadow holds of a class is always an
-end of the list of that class, which all shadows share, and a shadow is little more than the place in each list where
-its own part begins. Where uses do not count, it is the keys that were used last, as many as there is room for.
+pool that has only keys. Every use admits the keys to all shadows. With `k` = 0, a shadow has the keys that were used
+last, as many as there is room for. Other shadows evict the oldest key of a class, as the pool does (`EvictionOrder`).
+So what they hold of a class is always an end of the list of that class, which all of them share, and such a shadow is
+little more than the place in each list where its own part begins.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, first_and_last_words, smoothed
+from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashes, first_and_last_words, smoothed
 
 MOST_FOLLOWED = 16_384
 """Keys that are followed."""
@@ -31,14 +32,17 @@ _GONE = -1
 _SLACK = 0.025
 """By how much of its size a shadow of a sample may be too large, and is too small after it has evicted: it evicts
 several keys at once."""
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 _NEVER = 1 << 64
-"""The level of a key that is not followed unless it is hot. Lower ones are those of `_levels`."""
+"""The level of a key that is not followed unless it is hot. Lower ones are those of `level_of`."""
+_MIX_HEAD, _MIX_ALL, _MIX_BYTE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 151
+_LOW_BITS = 56
+_RANKS = bytes(each * _MIX_BYTE & 255 for each in range(256))
+_UP_TO = tuple(bytes(rank <= most for rank in _RANKS) for most in range(256))
+"""By the upper byte of a level: which last bytes a key may have whose level is at most so much."""
 _THIN_RATE = 1 / 64
-_NEAR, _THIN, _PLACE = 256, 8, 5
-"""At a rate below `_THIN_RATE`, every eighth position after the first 256 is looked at, and every eighth of the others'
-share is followed there. The position of a key is the same in every chain that has it."""
-_THIN_BITS = np.uint64(_THIN.bit_length() - 1)
+_STRETCHES = ((0, 1, 64), (64, 4, 256), (256, 16, 1 << 62))
+"""From where to where in a chain every fourth or sixteenth position is looked at, at a rate up to `_THIN_RATE`, and
+four or sixteen times the share of these keys is followed. A key has the same position in every chain that has it."""
 
 Floats = npt.NDArray[np.float64]
 Hits = dict[int, float]
@@ -130,15 +134,13 @@ class Shadows:
         self._hot = HotKeys()
         self._key_of: dict[int, _Key] = {}
         """By the name."""
-        self._recent: list[int] = []
-        """The orders of all keys."""
-        self._used: dict[int, _Key] = {}
-        """The keys by their order."""
+        self._recent = array("q")
+        """The orders of all keys, ascending."""
         self._lists = [_List() for _ in range(NUM_CLASSES)]
         self._num_entries = 0
         self._holders_of: list[tuple[list[int], list[int]] | None] = [None] * NUM_CLASSES
-        """By class: the cuts of the shadows where uses count, in ascending order, and the shadows that hold a key before
-        the first one, after it, and so on. None if they have changed."""
+        """By class: the cuts of the shadows where uses count, in ascending order, and the shadows that hold a key
+        before the first one, after it, and so on. None if they have changed."""
         self._missed: Hits = {}
         """What was admitted and is not in the sizes yet, by the shadows that had it, and its sum."""
         self._num_missed = 0.0
@@ -159,17 +161,12 @@ class Shadows:
         keys of the chain come before these."""
         if not keys:
             return Part([], [], [], [])
-        near = len(keys) if self.rate > _THIN_RATE else max(0, _NEAR - start)
-        first = near + (_PLACE - start - near) % _THIN
-        if near < len(keys):
-            levels = _levels([*keys[:near], *keys[first::_THIN]])
-            levels[near:] >>= _THIN_BITS
+        if self.rate <= _THIN_RATE:
+            positions, levels = self._choose_few(keys, start)
         else:
-            levels = _levels(keys)
-        places = (levels <= self._threshold).nonzero()[0]
-        chosen, positions = levels[places].tolist(), places.tolist()
-        if positions and positions[-1] >= near:
-            positions = [at if at < near else first + (at - near) * _THIN for at in positions]
+            found = _levels(keys)
+            places = (found <= np.uint64(self._threshold)).nonzero()[0]
+            positions, levels = places.tolist(), found[places].tolist()
         weights = [0.0] * len(positions)
         if not start and self.rate < 1.0:
             hot = self._hot.lead(keys, tag)
@@ -178,9 +175,30 @@ class Shadows:
             if hot:
                 behind = bisect_right(positions, hot[-1])
                 positions[:behind] = hot
-                chosen[:behind] = [_NEVER] * len(hot)
+                levels[:behind] = [_NEVER] * len(hot)
                 weights[:behind] = [*map(sub, hot[1:], hot), 1.0]
-        return Part([hash((tag, keys[at])) for at in positions], chosen, [start + at for at in positions], weights)
+        names = [hash((tag, keys[at])) for at in positions]
+        return Part(names, levels, [start + at for at in positions] if start else positions, weights)
+
+    def _choose_few(self, keys: Sequence[bytes], start: int) -> tuple[list[int], list[int]]:
+        """Positions and levels. Most keys are ruled out by their last byte, without a step of Python for each."""
+        positions, levels = list[int](), list[int]()
+        for low, step, high in _STRETCHES:
+            first = max(0, low - start)
+            first += (step // 2 - start - first) % step
+            some = keys[first : max(0, high - start) : step]
+            if not some:
+                continue
+            threshold = self._threshold * step
+            candidates = _last_bytes(some).translate(_UP_TO[threshold >> _LOW_BITS])
+            at = candidates.find(1)
+            while at >= 0:
+                level = level_of(some[at])
+                if level <= threshold:
+                    positions.append(first + at * step)
+                    levels.append(level // step)
+                at = candidates.find(1, at + 1)
+        return positions, levels
 
     def use(self, parts: Sequence[Part], looked_up: range, now: float) -> Request:
         """A request has ended that has used the chain of these parts, the first one first. `looked_up`: the positions
@@ -235,10 +253,10 @@ class Shadows:
 
     def _admit(self, chain: Mapping[int, _Key], total: float, now: float) -> None:
         """Admit the keys of a chain everywhere. While a shadow makes room, those that it has stay."""
-        recent, used, lists = self._recent, self._used, self._lists
+        recent, lists = self._recent, self._lists
         for key in chain.values():
             if key.order != _GONE:
-                del recent[bisect_left(recent, key.order)], used[key.order]
+                del recent[bisect_left(recent, key.order)]
                 key.order = _GONE
         if self._num_missed > self._room:
             self._make_room(now)
@@ -251,7 +269,6 @@ class Shadows:
             entries = lists[CLASSES[least]]
             entries.keys.append(key)
             entries.orders.append(order)
-            used[order] = key
             if not recent or order > recent[-1]:
                 recent.append(order)
             else:
@@ -306,7 +323,7 @@ class Shadows:
                     count += weight
                 at += 1
             shadow.starts[number] = at
-            shadow.cuts[number] = orders[at] if at < len(keys) else self._next_order()
+            shadow.cuts[number] = orders[at] if at < len(keys) else self._next_order(number)
             self._holders_of[number] = None
             head = self._head(shadow, number, scale)
             if head is not None:
@@ -315,9 +332,9 @@ class Shadows:
         if count:
             shadow.age = smoothed(shadow.age, ages / count, count, shadow.most)
 
-    def _next_order(self) -> int:
-        """What no key has yet, and those that are used from now on have more."""
-        return (self._tick << (_CLASS_BITS + _KEY_BITS)) + self._number + 1
+    def _next_order(self, number: int) -> int:
+        """What the keys of a class that are used from now on have, or more, and no key has yet."""
+        return (self._tick << (_CLASS_BITS + _KEY_BITS)) + (number << _KEY_BITS) + self._number + 1
 
     def _head(self, shadow: _Shadow, number: int, scale: float) -> tuple[float, int] | None:
         """The worth of the oldest key of a class in a shadow."""
@@ -336,11 +353,12 @@ class Shadows:
         """Follow no more keys than allowed, and drop what is outdated from the lists."""
         if len(self._key_of) > self.most:
             count = len(self._key_of) - self.most + self.most // _FORGOTTEN
-            oldest = self._recent[:count]
-            for order in oldest:
-                key = self._used[order]
-                self._weigh(key, 0.0)
-                self._remove(key)
+            newest = self._recent[count - 1]
+            for entries in self._lists:
+                for key in entries.keys[: bisect_right(entries.orders, newest)]:
+                    if _GONE < key.order <= newest:
+                        self._weigh(key, 0.0)
+                        self._remove(key)
             del self._recent[:count]
         if self._num_entries > 2 * len(self._key_of) + 1024:
             for entries in enumerate(self._lists):
@@ -354,7 +372,7 @@ class Shadows:
 
     def _remove(self, key: _Key) -> None:
         """Its order is not in `_recent` any more, or is about to be removed there."""
-        del self._key_of[key.name], self._used[key.order]
+        del self._key_of[key.name]
         key.order = _GONE
 
     def _weigh(self, key: _Key, weight: float) -> None:
@@ -388,9 +406,11 @@ class Shadows:
 
     def _is_followed(self, key: _Key) -> bool:
         """Whether `choose` would choose a key that is not hot."""
-        if self.rate <= _THIN_RATE and key.position >= _NEAR and key.position % _THIN != _PLACE:
-            return False
-        return key.level <= int(self._threshold)
+        if self.rate <= _THIN_RATE:
+            step = next(step for _, step, high in _STRETCHES if key.position < high)
+            if key.position % step != step // 2:
+                return False
+        return key.level <= self._threshold
 
     # -- size -----------------------------------------------------------------------------------------------
 
@@ -399,8 +419,8 @@ class Shadows:
 
     def _set_rate(self, rate: float) -> None:
         self.rate = rate
-        self._threshold = np.uint64(min(_NEVER - 1, int(rate * _NEVER)))
-        self._seen.limit(int(self._threshold))
+        self._threshold = min(_NEVER - 1, int(rate * _NEVER))
+        self._seen.limit(self._threshold)
         self._set_sizes()
 
     def _set_sizes(self) -> None:
@@ -442,8 +462,7 @@ class Shadows:
             sizes[holders] = sizes.get(holders, 0.0) + key.weight
             kept.append(key)
         self._key_of = {key.name: key for key in kept}
-        self._recent = sorted([key.order for key in kept])
-        self._used = {order: key for order, key in self._used.items() if key.order == order}
+        self._recent = array("q", sorted([key.order for key in kept]))
         for shadow in self._counting.values():
             shadow.size = sum([blocks for holders, blocks in sizes.items() if holders & shadow.bit])
 
@@ -454,10 +473,11 @@ class Shadows:
             shadow = self._counting[row] = _Shadow(row, k, 0.0)
             size = self._times[row] * self.num_slots * self.rate + len(self._hot.names)
             count = len(self._recent) if size == inf else min(len(self._recent), int(size))
-            cut = self._recent[-count] if count else self._next_order()
-            shadow.cuts = [cut] * NUM_CLASSES
-            shadow.starts = [bisect_left(entries.orders, cut) for entries in self._lists]
-            shadow.size = sum([key.weight for order, key in self._used.items() if order >= cut])
+            shadow.cuts = [self._recent[-count] if count else self._next_order(each) for each in range(NUM_CLASSES)]
+            for number, (entries, cut) in enumerate(zip(self._lists, shadow.cuts, strict=True)):
+                shadow.starts[number] = bisect_left(entries.orders, cut)
+            if count:
+                shadow.size = sum([key.weight for key in self._key_of.values() if key.order >= shadow.cuts[0]])
         elif k:
             self._counting[row].k = k
         else:
@@ -475,15 +495,33 @@ class Shadows:
             found = sum(weight for those, weight in holders if those & shadow.bit)
             assert abs(size - found) <= 1e-6 * max(1.0, found), (shadow.k, size, found)
         orders = sorted(key.order for key in self._key_of.values())
-        assert orders == self._recent == sorted(self._used)
+        assert orders == list(self._recent)
 
 
-def _levels(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """For each key a number, evenly distributed."""
+def level_of(key: bytes) -> int:
+    """A number below 2 to the power of 64, evenly distributed over keys. Its upper byte is made of the key's last."""
+    first, last = (key[:8], key[-8:]) if len(key) >= 8 else [key.rjust(8, b"\0")] * 2
+    head, tail = int.from_bytes(first, "little"), int.from_bytes(last, "little")
+    mixed = ((head * _MIX_HEAD ^ tail) * _MIX_ALL & _NEVER - 1) >> 8
+    return _RANKS[key[-1]] << _LOW_BITS | mixed if key else mixed
+
+
+def _levels(keys: Sequence[bytes]) -> Hashes:
+    """`level_of` many keys of one length."""
     head, tail = first_and_last_words(keys)
-    levels: npt.NDArray[np.uint64] = head ^ tail
-    levels *= _MIX
-    return levels
+    mixed: Hashes = head * np.uint64(_MIX_HEAD)
+    mixed ^= tail
+    mixed *= np.uint64(_MIX_ALL)
+    mixed >>= np.uint64(64 - _LOW_BITS)
+    mixed |= (tail >> np.uint64(_LOW_BITS)) * np.uint64(_MIX_BYTE) << np.uint64(_LOW_BITS)
+    return mixed
+
+
+def _last_bytes(keys: Sequence[bytes]) -> bytes:
+    data, width = b"".join(keys), len(keys[0])
+    if not width or len(data) != width * len(keys):  # keys of several lengths
+        return bytes([key[-1] if key else 0 for key in keys])
+    return data[width - 1 :: width]
 
 
 class Seen:
