@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate
-from math import inf, nextafter
+from math import floor, inf, nextafter
 from operator import sub
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ class Request(NamedTuple):
 class _Key:
     """A key that is followed."""
 
-    __slots__ = ("level", "name", "order", "position", "used_at", "uses", "weight")
+    __slots__ = ("is_hot", "level", "name", "order", "position", "used_at", "uses", "weight")
 
     def __init__(self, name: int, level: int, position: int, weight: float) -> None:
         self.name, self.level, self.position, self.weight = name, level, position, weight
@@ -90,6 +90,8 @@ class _Key:
         """When it was used last: numbers that grow with the time, the class and the key, in this order."""
         self.used_at = 0.0
         self.uses = 0
+        self.is_hot = False
+        """Which of the lists of recent keys has it."""
 
 
 _CLASS_BITS, _KEY_BITS = 5, 24
@@ -135,7 +137,9 @@ class Shadows:
         self._key_of: dict[int, _Key] = {}
         """By the name."""
         self._recent = array("q")
-        """The orders of all keys, ascending."""
+        """The orders of all keys that are not hot, ascending."""
+        self._recent_hot: list[int] = []
+        self._hot_weights: list[float] = []
         self._lists = [_List() for _ in range(NUM_CLASSES)]
         self._num_entries = 0
         self._holders_of: list[tuple[list[int], list[int]] | None] = [None] * NUM_CLASSES
@@ -209,15 +213,15 @@ class Shadows:
         first, stop = looked_up.start, looked_up.stop
         hits: Hits = {}
         chain: dict[int, _Key] = {}
+        hot_names = set[int]()
         total, blocks, leading = 0.0, 0.0, self._all
         for part in parts:
-            for name, level, position, own in zip(*part, strict=True):
+            for name, level, position, hot_weight in zip(*part, strict=True):
                 if name in chain:  # a chain repeats none, but a client may; a key is followed once
                     continue
-                if not own:
-                    if level > threshold:  # the rate has changed since it was chosen
-                        continue
-                    own = weight
+                if not hot_weight and level > threshold:  # the rate has changed since it was chosen
+                    continue
+                own = hot_weight or weight
                 key = key_of.get(name)
                 if key is None:
                     key, holders = _Key(name, level, position, own), 0
@@ -226,6 +230,8 @@ class Shadows:
                     if key.weight != own:
                         self._weigh(key, own)
                 chain[name] = key
+                if hot_weight:
+                    hot_names.add(name)
                 total += own
                 if holders & self._counting_bits != self._counting_bits:
                     self._missed[holders] = self._missed.get(holders, 0.0) + own
@@ -236,14 +242,16 @@ class Shadows:
                     if leading:
                         hits[leading] = hits.get(leading, 0.0) + own
         if chain:
-            self._admit(chain, total, now)
+            self._admit(chain, hot_names, total, now)
         return Request(len(looked_up), blocks, hits, *self._seen.use(parts, looked_up))
 
     def _holders(self, key: _Key) -> int:
         """Which shadows have a key."""
         order, number = key.order, CLASSES[key.uses]
-        younger = len(self._recent) - bisect_right(self._recent, order)
-        found = self._lru_holders[bisect_right(self._lru_sizes, younger)]
+        younger = (len(self._recent) - bisect_right(self._recent, order)) / self.rate
+        if self._recent_hot:
+            younger += sum(self._hot_weights[bisect_right(self._recent_hot, order) :])
+        found = self._lru_holders[bisect_right(self._lru_sizes, younger + key.weight / 2)]
         known = self._holders_of[number]
         if known is None:
             cuts = sorted((shadow.cuts[number], shadow.bit) for shadow in self._counting.values())
@@ -251,12 +259,12 @@ class Shadows:
             self._holders_of[number] = known
         return found | known[1][bisect_right(known[0], order)]
 
-    def _admit(self, chain: Mapping[int, _Key], total: float, now: float) -> None:
+    def _admit(self, chain: Mapping[int, _Key], hot: Set[int], total: float, now: float) -> None:
         """Admit the keys of a chain everywhere. While a shadow makes room, those that it has stay."""
         recent, lists = self._recent, self._lists
         for key in chain.values():
             if key.order != _GONE:
-                del recent[bisect_left(recent, key.order)]
+                self._detach(key)
                 key.order = _GONE
         if self._num_missed > self._room:
             self._make_room(now)
@@ -269,16 +277,33 @@ class Shadows:
             entries = lists[CLASSES[least]]
             entries.keys.append(key)
             entries.orders.append(order)
-            if not recent or order > recent[-1]:
-                recent.append(order)
+            key.is_hot = key.name in hot
+            if key.is_hot or (recent and order < recent[-1]):
+                self._attach(key)
             else:
-                insort(recent, order)
+                recent.append(order)
         self._number = number
         self._num_entries += len(chain)
         self._key_of.update(chain)
         if total > self._least:  # the chain is larger than a shadow
             self._make_room(now)
         self._forget()
+
+    def _attach(self, key: _Key) -> None:
+        """Among those that were used recently, by its order."""
+        if key.is_hot:
+            at = bisect_left(self._recent_hot, key.order)
+            self._recent_hot.insert(at, key.order)
+            self._hot_weights.insert(at, key.weight)
+        else:
+            insort(self._recent, key.order)
+
+    def _detach(self, key: _Key) -> None:
+        if key.is_hot:
+            at = bisect_left(self._recent_hot, key.order)
+            del self._recent_hot[at], self._hot_weights[at]
+        else:
+            del self._recent[bisect_left(self._recent, key.order)]
 
     # -- eviction -------------------------------------------------------------------------------------------
 
@@ -352,11 +377,11 @@ class Shadows:
     def _forget(self) -> None:
         """Follow no more keys than allowed, and drop what is outdated from the lists."""
         if len(self._key_of) > self.most:
-            count = len(self._key_of) - self.most + self.most // _FORGOTTEN
-            newest = self._recent[count - 1]
+            count = min(len(self._recent), len(self._key_of) - self.most + self.most // _FORGOTTEN)
+            newest = self._recent[count - 1] if count else _GONE
             for entries in self._lists:
                 for key in entries.keys[: bisect_right(entries.orders, newest)]:
-                    if _GONE < key.order <= newest:
+                    if _GONE < key.order <= newest and not key.is_hot:
                         self._weigh(key, 0.0)
                         self._remove(key)
             del self._recent[:count]
@@ -367,7 +392,7 @@ class Shadows:
 
     def _drop(self, key: _Key) -> None:
         self._weigh(key, 0.0)
-        del self._recent[bisect_left(self._recent, key.order)]
+        self._detach(key)
         self._remove(key)
 
     def _remove(self, key: _Key) -> None:
@@ -395,14 +420,17 @@ class Shadows:
 
     def _reweigh(self, names: Iterable[int]) -> None:
         """These keys have become hot, which their next use says, or are no longer."""
-        self._set_lru_sizes()
         for name in names:
             key = self._key_of.get(name)
-            if key is not None and name not in self._hot.names:
-                if self._is_followed(key):
-                    self._weigh(key, 1.0 / self.rate)
-                else:
-                    self._drop(key)
+            if key is None or name in self._hot.names:
+                continue
+            if self._is_followed(key):
+                self._weigh(key, 1.0 / self.rate)
+                self._detach(key)
+                key.is_hot = False
+                self._attach(key)
+            else:
+                self._drop(key)
 
     def _is_followed(self, key: _Key) -> bool:
         """Whether `choose` would choose a key that is not hot."""
@@ -428,15 +456,11 @@ class Shadows:
             shadow.most = self._times[row] * self.num_slots
         self._least = min([shadow.most for shadow in self._counting.values()], default=inf)
         self._room = 0.0
-        self._set_lru_sizes()
-
-    def _set_lru_sizes(self) -> None:
-        """How many keys each of the shadows has where uses do not count, in ascending order."""
         rows = [row for row in range(len(self._times)) if row not in self._counting]
-        sizes = sorted((self._times[row] * self.num_slots * self.rate + len(self._hot.names), row) for row in rows)
-        self._lru_sizes = [size if size == inf else int(size) for size, _ in sizes]
-        left = [1 << row for _, row in sizes]
-        self._lru_holders = [sum(left[at:]) for at in range(len(left) + 1)]
+        sizes = sorted((self._times[row] * self.num_slots, row) for row in rows)
+        self._lru_sizes = [floor(size) if self.rate == 1.0 and size < inf else size for size, _ in sizes]
+        """Of the shadows where uses do not count, in ascending order."""
+        self._lru_holders = [sum([1 << row for _, row in sizes[at:]]) for at in range(len(sizes) + 1)]
 
     def resize(self, num_slots: int) -> None:
         """The pool has another size. O(1) unless the rate changes."""
@@ -449,11 +473,10 @@ class Shadows:
         """Follow another share of the keys. O(followed keys x shadows)."""
         self._make_room(self._now)
         self._set_rate(rate)
-        hot = self._hot.names
         sizes: Hits = {}
         kept = list[_Key]()
         for key in self._key_of.values():
-            if key.name not in hot:
+            if not key.is_hot:
                 if not self._is_followed(key):
                     key.order = _GONE
                     continue
@@ -462,7 +485,7 @@ class Shadows:
             sizes[holders] = sizes.get(holders, 0.0) + key.weight
             kept.append(key)
         self._key_of = {key.name: key for key in kept}
-        self._recent = array("q", sorted([key.order for key in kept]))
+        self._recent = array("q", sorted([key.order for key in kept if not key.is_hot]))
         for shadow in self._counting.values():
             shadow.size = sum([blocks for holders, blocks in sizes.items() if holders & shadow.bit])
 
@@ -471,13 +494,14 @@ class Shadows:
         self._make_room(self._now)
         if k and row not in self._counting:
             shadow = self._counting[row] = _Shadow(row, k, 0.0)
-            size = self._times[row] * self.num_slots * self.rate + len(self._hot.names)
-            count = len(self._recent) if size == inf else min(len(self._recent), int(size))
-            shadow.cuts = [self._recent[-count] if count else self._next_order(each) for each in range(NUM_CLASSES)]
+            shadow.cuts = [self._next_order(number) for number in range(NUM_CLASSES)]
+            for key in sorted(self._key_of.values(), key=lambda each: each.order, reverse=True):
+                if shadow.size + key.weight > self._times[row] * self.num_slots:
+                    break
+                shadow.size += key.weight
+                shadow.cuts = [key.order] * NUM_CLASSES
             for number, (entries, cut) in enumerate(zip(self._lists, shadow.cuts, strict=True)):
                 shadow.starts[number] = bisect_left(entries.orders, cut)
-            if count:
-                shadow.size = sum([key.weight for key in self._key_of.values() if key.order >= shadow.cuts[0]])
         elif k:
             self._counting[row].k = k
         else:
@@ -495,7 +519,8 @@ class Shadows:
             found = sum(weight for those, weight in holders if those & shadow.bit)
             assert abs(size - found) <= 1e-6 * max(1.0, found), (shadow.k, size, found)
         orders = sorted(key.order for key in self._key_of.values())
-        assert orders == list(self._recent)
+        assert orders == sorted([*self._recent, *self._recent_hot])
+        assert len(self._recent_hot) == len(self._hot_weights)
 
 
 def level_of(key: bytes) -> int:
