@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kvstow.devices.base import Device, Fence, Ticket, TicketState, start_load
+from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
@@ -180,10 +180,13 @@ class CopyThread:
         """Wait until an op can start; while some run, for `pause` at most, as fences and tickets must be polled. False
         when it is time to end."""
         with self._lock:
+            if not self._ops.num_running():
+                self._work.wait_for(lambda: self._ops.can_start() or self._ops.num_running() or self._is_ending())
+                pause = 0.0
+            if self._ops.are_adopted:  # their host computes with them, and nobody waits for their end
+                pause = _DRIVEN_PAUSE
             if self._ops.num_running():
                 self._work.wait_for(self._ops.can_start, timeout=pause)
-            else:
-                self._work.wait_for(lambda: self._ops.can_start() or self._ops.num_running() or self._is_ending())
             if self._defect is not None:
                 raise self._defect
             return self._stop_at is None or (self._ops.num_running() > 0 and self._clock() < self._stop_at)
@@ -224,10 +227,8 @@ class CopyThread:
             copy.queue_seconds = self._clock() - copy.submitted
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)
-                if op.direction == "store":
-                    copy.ticket = self._device.launch_store(op.op_id, op.blocks, op.slots, after)
-                else:
-                    copy.ticket = start_load(self._device, op.op_id, op.blocks, op.slots, after)
+                launch = self._device.launch_store if op.direction == "store" else self._device.launch_load
+                copy.ticket = launch(op.op_id, op.blocks, op.slots, after)
             except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its completion
                 return _failed(op, error)
         return None
@@ -268,11 +269,10 @@ class CopyThread:
         except Exception:
             logger.exception("the device did not close")
         with self._lock:
-            running = self._ops.running()
+            running = self._ops.take_running()
             self._publish([_failed(copy.op, DataPlaneFailedError(reason)) for copy in running])
             for copy in running:
                 copy.drop_memory()
-            self._ops.clear_running()
             self._has_ended = True
         if self._failure is not None:
             self._on_failure()
@@ -295,8 +295,7 @@ class CopyThread:
             self._completed.notify_all()
 
     def _fail_queued(self, reason: str) -> None:
-        self._publish([_failed(queued.op, DataPlaneFailedError(reason)) for queued in self._ops.queued()])
-        self._ops.clear_queued()
+        self._publish([_failed(queued.op, DataPlaneFailedError(reason)) for queued in self._ops.take_queued()])
 
     def _is_ending(self) -> bool:
         return self._stop_at is not None or self._defect is not None

@@ -35,7 +35,8 @@ FAMILIES = {
         kvstow_loads_begun
         kvstow_transfers kvstow_transfer_blocks kvstow_transfer_bytes kvstow_transfer_busy_seconds kvstow_query_tokens
         kvstow_hit_tokens kvstow_miss_tokens kvstow_lookups kvstow_store_blocks kvstow_evicted_blocks
-        kvstow_evicted_bytes kvstow_allocation_failures kvstow_fallbacks kvstow_pin_failures kvstow_events_dropped
+        kvstow_evicted_bytes kvstow_allocation_failures kvstow_hints_ignored kvstow_fallbacks kvstow_pin_failures
+        kvstow_events_dropped
         kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions
         kvstow_duplicate_completions
         kvstow_operations kvstow_http_requests kvstow_rejected_connections
@@ -52,6 +53,7 @@ FAMILIES = {
         kvstow_node_populated_bytes kvstow_node_target_bytes kvstow_sessions kvstow_node_granted_bytes
         kvstow_node_used_bytes kvstow_node_recalled_bytes kvstow_node_orphaned_bytes kvstow_condition
         kvstow_node_keeper_up kvstow_pool_granted_bytes kvstow_pool_due_bytes
+        kvstow_curve_hit_ratio kvstow_curve_requests kvstow_curve_useful_bytes
         kvstow_config_info kvstow_tls_certificate_expiry_timestamp_seconds
     """,
     "histogram": """
@@ -113,6 +115,9 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
         "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
         "kvstow_pin_rate_bytes_per_second",  # no rank has pinned anything
         "kvstow_rejected_connections",  # nobody connects to this engine
+        "kvstow_curve_hit_ratio",  # there is no evidence yet
+        "kvstow_curve_requests",
+        "kvstow_curve_useful_bytes",
         "kvstow_node_keeper_up",  # it has no keeper
         "kvstow_node_keeper_restarts",
         "kvstow_http_requests",  # this is the first request

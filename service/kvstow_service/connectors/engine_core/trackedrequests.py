@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvstow.hints import Hints
 from kvstow.keys import make_key
 from kvstow.messages import Op
 from kvstow.results import Awaited, Lease
@@ -72,20 +74,22 @@ class TrackedRequest:
 
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission; `begun`: a load by layer that the pool was asked for instead.
-    `had_no_room`: vLLM was told of such a load, and had no blocks for it. `choice`: which way its load goes, as vLLM
-    was told last. `wait`: the wait for another request's load, begun since the last admission. `start`: how many tokens
-    were on the GPU when the hit was looked up. `looked_up`: the tokens that the first admission looked up. `loading`:
-    the admission began with a load, of the tokens `loaded`.
-    `fetched_tokens`: how many of those came from the fleet tier. `load_failed`: some of them were not written.
-    `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its lookup
-    was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`: it was
-    computed since, so its tokens are more than the promise of a load. `adapter`: its LoRA adapter, which is part of its
-    keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes` has.
+    `had_no_room`: such a load was promised to vLLM, which had no blocks for it. `choice`: which way its load goes, as
+    vLLM learned last. `wait`: the wait for another request's load, begun since the last admission. `start`: how many
+    tokens were on the GPU when the hit was looked up. `looked_up`: the tokens that the first admission looked up.
+    `loading`: the admission began with a load, of the tokens `loaded`. `fetched_tokens`: how many of those came from
+    the fleet tier. `load_failed`: some of them were not written. `withheld`: its blocks belong to weights that were
+    replaced, and are never offered. `deferred_at`: when its lookup was first deferred to a later step; None if none is.
+    `admitted_at`: the step that gave the tables. `has_run`: it was computed since, so its tokens are more than the
+    promise of a load. `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how
+    many of its hashes `KnownHashes` has. `hints`: what its client says of its blocks. `computed_from`: it has computed
+    no token before this one.
     """
 
     request: Request
     num_groups: InitVar[int]
     adapter: Adapter | None = None
+    hints: Hints | None = None
     offered_tokens: int = 0
     hit: Hit | None = None
     begun: BegunLoad | None = None
@@ -103,6 +107,7 @@ class TrackedRequest:
     admitted_at: int = -1
     has_run: bool = False
     known_hashes: int = 0
+    computed_from: int = sys.maxsize
     tables: list[list[int]] = field(init=False)
     _keys: list[list[bytes]] = field(init=False)
 
@@ -119,6 +124,11 @@ class TrackedRequest:
     def has_keys(self) -> bool:
         """Whether its blocks have keys: not if it is unknown which version of its adapter computes them."""
         return self.adapter is None or self.adapter.is_named
+
+    @property
+    def may_store(self) -> bool:
+        """Whether its client lets its blocks be stored."""
+        return self.hints is None or self.hints.store
 
     def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
         """Keys of the group's blocks `first` to `end`, as far as they are known. Each key is made once."""

@@ -63,6 +63,7 @@ class FakeRequest:
         self.num_computed_tokens = self.num_output_placeholders = 0
         self.skip_reading_prefix_cache = False
         self.lora_request: Any = None
+        self.kv_transfer_params: Any = None
         self.tables: list[list[Block]] = []
 
     @property
@@ -128,8 +129,9 @@ class VllmHost:
         self.groups = groups
         self.observed: list[tuple[str, float]] = []
         self.policy = LoadPolicy("async", 0.01, 64, self.clock)
+        self.control: Any = EmbeddedControl(self.engine)
         self.side = SchedulerSide(
-            EmbeddedControl(self.engine),
+            self.control,
             groups,
             self.pool,
             lazy_blocks=lazy_blocks,

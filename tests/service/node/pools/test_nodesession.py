@@ -10,10 +10,12 @@ import pytest
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import key_of
 
-from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending
+from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending, Use
 from kvstow.attach.wire import Message
+from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.pools.nodesession import (
+    HINTS_PER_SECOND,
     MOST_SECONDS,
     MOST_WAITING,
     STALLED_SECONDS,
@@ -47,7 +49,7 @@ def successor(bench: HostBench) -> Engine:
 def ask(engine: Engine, hold: Hold = Hold.PRESENT, keys: list[bytes] = KEYS) -> tuple[Message, list[Message]]:
     """What is answered at once, and what later."""
     later: list[Message] = []
-    answer = engine.bench.host.lookup(engine.session_id, Lookup(keys, hold), lambda call: later.append(call()))
+    answer = engine.session.lookup(Lookup(keys, hold), lambda call: later.append(call()))
     return answer, later
 
 
@@ -70,7 +72,7 @@ def test_the_first_lookup_waits_until_what_it_has_found_is_registered(successor:
 
 def test_a_lookup_of_a_whole_prompt_waits_as_well(successor: Engine, bench: HostBench) -> None:
     later: list[Message] = []
-    answer = bench.host.lookup_prompt(successor.session_id, LookupPrompt(KEYS), lambda call: later.append(call()))
+    answer = successor.session.lookup(LookupPrompt(KEYS), lambda call: later.append(call()))
     assert isinstance(answer, Pending)
     successor.register(limit=9)
     assert not later
@@ -182,3 +184,17 @@ def test_waits_are_bounded_in_time_and_number() -> None:
     waits.expire()
     assert answered == list(range(MOST_WAITING))
     assert waits.put(10, TOKENS, lambda: answered.append(-1))
+
+
+def test_more_hints_than_an_engine_can_send_are_ignored(bench: HostBench) -> None:
+    engine = bench.start()
+    use = Use([], 0, (0, 0), Hints(context_id("trip"), ignored=("unknown",)))
+
+    def send(count: int) -> dict[str, int]:
+        for _ in range(count):
+            engine.session.use(use)
+        return {reason: num for reason, num in engine.pool.counters.hints_ignored.items() if num}
+
+    assert send(HINTS_PER_SECOND + 2) == {"unknown": HINTS_PER_SECOND, "rate": 2}
+    bench.clock.advance(1)
+    assert send(1) == {"unknown": HINTS_PER_SECOND + 1, "rate": 2}
