@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstow.control.shadows import Floats, Hits, Part, Request, Shadows, spread
 from kvstow.status import Curve, CurvePoint
 
@@ -88,7 +90,7 @@ class Window:
     def ratios(self, num_shadows: int) -> Floats:
         """The share of blocks that each shadow has hit. Only where the window `is_meaningful`."""
         sampled = sum(piece.sampled for piece in self._pieces)
-        hits: Floats = sum([spread(piece.hits, num_shadows) for piece in self._pieces])
+        hits: Floats = np.sum([spread(piece.hits, num_shadows) for piece in self._pieces], axis=0)
         return hits / max(1.0, sampled)
 
     def seen_ratio(self) -> float:

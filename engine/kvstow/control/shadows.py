@@ -269,7 +269,7 @@ class Shadows:
         if self._num_missed > self._room:
             self._make_room(now)
         least, tick, number = 0, self._tick << (_CLASS_BITS + _KEY_BITS), self._number
-        for key in reversed(chain.values()):
+        for key in reversed(list(chain.values())):
             number += 1
             key.uses = least = max(least, min(key.uses + 1, MOST_USES))
             key.order = order = tick + (CLASSES[least] << _KEY_BITS) + number
@@ -386,8 +386,8 @@ class Shadows:
                         self._remove(key)
             del self._recent[:count]
         if self._num_entries > 2 * len(self._key_of) + 1024:
-            for entries in enumerate(self._lists):
-                self._compact(*entries)
+            for number, entries in enumerate(self._lists):
+                self._compact(number, entries)
             self._num_entries = len(self._key_of)
 
     def _drop(self, key: _Key) -> None:
