@@ -76,11 +76,11 @@ class EngineSubject:
         def timed(call: Callable[P, R]) -> Callable[P, R]:
             def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
                 nonlocal spent
-                started = time.thread_time()
+                started = time.perf_counter()
                 try:
                     return call(*args, **kwargs)
                 finally:
-                    spent += time.thread_time() - started
+                    spent += time.perf_counter() - started
 
             return wrapped
 

@@ -138,8 +138,9 @@ class Shadows:
         """By the name."""
         self._recent = array("q")
         """The orders of all keys that are not hot, ascending."""
-        self._recent_hot: list[int] = []
-        self._hot_weights: list[float] = []
+        self._recent_hot = array("q")
+        self._hot_blocks = 0.0
+        """What the hot ones stand for."""
         self._lists = [_List() for _ in range(NUM_CLASSES)]
         self._num_entries = 0
         self._holders_of: list[tuple[list[int], list[int]] | None] = [None] * NUM_CLASSES
@@ -250,7 +251,8 @@ class Shadows:
         order, number = key.order, CLASSES[key.uses]
         younger = (len(self._recent) - bisect_right(self._recent, order)) / self.rate
         if self._recent_hot:
-            younger += sum(self._hot_weights[bisect_right(self._recent_hot, order) :])
+            hot = self._recent_hot
+            younger += (len(hot) - bisect_right(hot, order)) * self._hot_blocks / len(hot)
         found = self._lru_holders[bisect_right(self._lru_sizes, younger + key.weight / 2)]
         known = self._holders_of[number]
         if known is None:
@@ -291,19 +293,13 @@ class Shadows:
 
     def _attach(self, key: _Key) -> None:
         """Among those that were used recently, by its order."""
-        if key.is_hot:
-            at = bisect_left(self._recent_hot, key.order)
-            self._recent_hot.insert(at, key.order)
-            self._hot_weights.insert(at, key.weight)
-        else:
-            insort(self._recent, key.order)
+        insort(self._recent_hot if key.is_hot else self._recent, key.order)
+        self._hot_blocks += key.weight * key.is_hot
 
     def _detach(self, key: _Key) -> None:
-        if key.is_hot:
-            at = bisect_left(self._recent_hot, key.order)
-            del self._recent_hot[at], self._hot_weights[at]
-        else:
-            del self._recent[bisect_left(self._recent, key.order)]
+        recent = self._recent_hot if key.is_hot else self._recent
+        del recent[bisect_left(recent, key.order)]
+        self._hot_blocks -= key.weight * key.is_hot
 
     # -- eviction -------------------------------------------------------------------------------------------
 
@@ -408,6 +404,7 @@ class Shadows:
                 if holders & shadow.bit:
                     shadow.size += weight - key.weight
                     self._room = min(self._room, shadow.most - shadow.size)
+        self._hot_blocks += (weight - key.weight) * key.is_hot
         key.weight = weight
 
     def _compact(self, number: int, entries: _List) -> None:
@@ -520,7 +517,8 @@ class Shadows:
             assert abs(size - found) <= 1e-6 * max(1.0, found), (shadow.k, size, found)
         orders = sorted(key.order for key in self._key_of.values())
         assert orders == sorted([*self._recent, *self._recent_hot])
-        assert len(self._recent_hot) == len(self._hot_weights)
+        hot = sum([key.weight for key in self._key_of.values() if key.is_hot])
+        assert abs(hot - self._hot_blocks) <= 1e-6 * max(1.0, hot)
 
 
 def level_of(key: bytes) -> int:
