@@ -49,7 +49,7 @@ CONTROL = "tests/engine/control"
 OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
 JAX = "engine/kvstow/devices/jax"
-RANK_MEMORY = "service/kvstow_service/node/pools/nodesession.py"
+RANK_MEMORY = "service/kvstow_service/node/pools/memoryholder.py"
 MEMFD = "engine/kvstow/memfd.py"
 RECORDS = "service/kvstow_service/node/pools/noderecords.py"
 SURVIVORS = "service/kvstow_service/node/survival/roster.py"
@@ -472,7 +472,7 @@ MUTANTS = [
     ),
     Mutant(
         "a_broken_lease_stays",
-        RANK_MEMORY,
+        "service/kvstow_service/node/pools/nodesession.py",
         "            control.release_lease(lease)\n            raise\n",
         "            raise\n",
         "tests/service/connectors/vllm/test_attached.py::test_a_broken_lease_holds_nothing_after_it_was_refused",
@@ -490,6 +490,22 @@ MUTANTS = [
         "            if any(number_of(op.op_id) != self._number for op in ops):\n",
         "            if False:\n",
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
+    ),
+    Mutant(
+        "a_session_is_settled_while_a_load_by_layer_starts",
+        "engine/kvstow/attach/worker.py",
+        "return not self._starting and self._plane.pending_ops == 0",
+        "return self._plane.pending_ops == 0",
+        "tests/engine/attach/test_workercalls.py"
+        "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
+    ),
+    Mutant(
+        "a_load_by_layer_holds_no_memory",
+        "engine/kvstow/layeredloads.py",
+        "holds = [self._hold(_end([op])) for op in ops]",
+        "holds = [self._hold(0) for _ in ops]",
+        "tests/service/node/test_attachedworker.py"
+        "::test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read",
     ),
     Mutant(
         "a_session_is_settled_while_a_step_needs_it",
@@ -575,7 +591,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_is_shown_before_it_is_populated",
-        "engine/kvstow/memory/mappedextent.py",
+        "engine/kvstow/memory/mappedpool.py",
         "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
         "slots = self.place.num_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
@@ -600,7 +616,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
-        "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
+        "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
@@ -625,10 +641,10 @@ MUTANTS = [
         "a_claim_ends_after_its_pool_may_be_deleted",
         "service/kvstow_service/node/nodehost.py",
         "            if not self._sessions_of(session.pool):\n"
-        "                self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "                self._memory.do(self._memory.end_claims, session.pool.name)\n"
         "        self._memory.look_again()\n",
         "        if not self.has_sessions(session.pool):\n"
-        "            self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "            self._memory.do(self._memory.end_claims, session.pool.name)\n"
         "        self._memory.look_again()\n",
         f"{NODE_HOST}::test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over",
     ),
@@ -690,7 +706,7 @@ MUTANTS = [
     ),
     Mutant(
         "one_user_takes_all_places",
-        "service/kvstow_service/node/attach/clientcalls.py",
+        "service/kvstow_service/node/attach/attachserver.py",
         "if not self._clients.has_place_for(peer.uid):",
         "if False:",
         "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
@@ -770,7 +786,7 @@ MUTANTS = [
     Mutant(
         "memory_is_handed_out_before_it_is_recorded",
         "service/kvstow_service/node/pools/memorythread.py",
-        "                    self.guarded(partial(self.records.save, self.memory))\n",
+        "                    self._guarded(partial(self.records.save, self.memory))\n",
         "                    pass\n",
         "tests/service/node/pools/test_poolmemory.py::test_nothing_is_handed_out_before_it_is_recorded",
     ),
@@ -828,7 +844,7 @@ MUTANTS = [
     Mutant(
         "memory_whose_seals_are_sealed_is_free_at_once",
         "engine/kvstow/memory/nodememory.py",
-        "return not self.budget.closed()[number].had",
+        "return not self.budget.closed[number].had",
         "return True",
         f"{NODE_MEMORY}::test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended",
     ),
