@@ -83,9 +83,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
-    "namespaces index trial indexjournal pool ops placement session administration attachedsession engine sharedpool "
-    "tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording "
+    "namespaces claims index trial indexjournal pool ops placement session administration attachedsession engine "
+    "sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
