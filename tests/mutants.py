@@ -216,9 +216,37 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if len(set(hashes)) < len(hashes):",
+        "if name in chain:",
         "if False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
+    ),
+    Mutant(
+        "a_use_is_counted_twice",
+        "engine/kvstow/control/index.py",
+        "        least = self.uses.count(runs, least)\n",
+        "        least = self.uses.count(runs, self.uses.count(runs, least))\n",
+        f"{CONTROL}/test_uses.py::test_only_the_use_of_a_request_counts",
+    ),
+    Mutant(
+        "hot_keys_are_sampled_like_others",
+        "engine/kvstow/control/shadows.py",
+        "            if hot:\n",
+        "            if False:\n",
+        f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
+    ),
+    Mutant(
+        "chains_are_sampled_and_not_keys",
+        "engine/kvstow/control/shadows.py",
+        "            found = _levels(keys)\n",
+        "            found = _levels([keys[0]] * len(keys))\n",
+        f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_table_of_uses_is_made_by_the_thread_that_asks",
+        "engine/kvstow/control/administration.py",
+        "        yield from pool.index.uses.make_room_in_slices(low)\n",
+        "        pool.index.uses.make_room(low)\n",
+        f"{CONTROL}/test_uses.py::test_the_table_of_a_large_pool_is_made_by_the_thread_that_sweeps",
     ),
     Mutant(
         "a_table_of_uses_is_made_under_the_lock",

@@ -222,6 +222,14 @@ def test_the_share_of_keys_that_are_followed_is_the_rate(slots: int) -> None:
             assert share == pytest.approx(shadows.rate, rel=0.15), (width, low)
 
 
+def test_the_sample_is_one_of_keys_and_not_of_chains() -> None:
+    choose = random.Random(4)
+    shadows = Shadows(VARIANTS, 20_000)
+    for _ in range(50):
+        chain = [choose.randbytes(34) for _ in range(600)]
+        assert 30 < len(shadows.choose(chain).names) < 95
+
+
 def test_a_chain_in_parts_has_the_keys_that_it_has_as_a_whole() -> None:
     choose = random.Random(2)
     for slots in (10**6, 10**5):
