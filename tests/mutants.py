@@ -81,8 +81,10 @@ MUTANTS = [
     Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "context.chain[-count:], context.number, context.ended_at)\n        self._set_chain(context, context.chain[:-count])",
-        "context.chain[:count], context.number, context.ended_at)\n        self._set_chain(context, context.chain[count:])",
+        "context.chain[-count:], context.number, context.ended_at)\n"
+        "        self._set_chain(context, context.chain[:-count])",
+        "context.chain[:count], context.number, context.ended_at)\n"
+        "        self._set_chain(context, context.chain[count:])",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(
@@ -95,7 +97,8 @@ MUTANTS = [
     Mutant(
         "contexts_of_all_namespaces_are_one",
         CLAIMS,
-        "context = self._proved.get(key) or self._new.get(key)\n        if context is not None and context.namespace is not",
+        "context = self._proved.get(key) or self._new.get(key)\n"
+        "        if context is not None and context.namespace is not",
         "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
         "        if context is not None and namespace is not",
         f"{CLAIM_TESTS}::test_contexts_of_two_namespaces_are_two",
