@@ -102,9 +102,9 @@ def with_gaps(requests: Iterable[Request]) -> list[Request]:
     following: dict[int, float] = {}
     found = []
     for request in reversed(list(requests)):
-        if request.context is not None:
-            request = request._replace(gap=following.get(request.context, inf) - request.time)
-            following[request.context] = request.time
+        if (context := request.context) is not None:
+            request = request._replace(gap=following.get(context, inf) - request.time)
+            following[context] = request.time
         found.append(request)
     return found[::-1]
 

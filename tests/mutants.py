@@ -81,8 +81,10 @@ MUTANTS = [
     Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "context.chain[-count:], context.number, context.ended_at)\n        self._set_chain(context, context.chain[:-count])",
-        "context.chain[:count], context.number, context.ended_at)\n        self._set_chain(context, context.chain[count:])",
+        "context.chain[-count:], context.number, context.ended_at)\n"
+        "        self._set_chain(context, context.chain[:-count])",
+        "context.chain[:count], context.number, context.ended_at)\n"
+        "        self._set_chain(context, context.chain[count:])",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(
@@ -95,7 +97,8 @@ MUTANTS = [
     Mutant(
         "contexts_of_all_namespaces_are_one",
         CLAIMS,
-        "context = self._proved.get(key) or self._new.get(key)\n        if context is not None and context.namespace is not",
+        "context = self._proved.get(key) or self._new.get(key)\n"
+        "        if context is not None and context.namespace is not",
         "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
         "        if context is not None and namespace is not",
         f"{CLAIM_TESTS}::test_contexts_of_two_namespaces_are_two",
@@ -216,9 +219,37 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if len(set(hashes)) < len(hashes):",
+        "if name in chain:",
         "if False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
+    ),
+    Mutant(
+        "a_use_is_counted_twice",
+        "engine/kvstow/control/index.py",
+        "        least = self.uses.count(runs, least)\n",
+        "        least = self.uses.count(runs, self.uses.count(runs, least))\n",
+        f"{CONTROL}/test_uses.py::test_only_the_use_of_a_request_counts",
+    ),
+    Mutant(
+        "hot_keys_are_sampled_like_others",
+        "engine/kvstow/control/shadows.py",
+        "            if hot:\n",
+        "            if False:\n",
+        f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
+    ),
+    Mutant(
+        "chains_are_sampled_and_not_keys",
+        "engine/kvstow/control/shadows.py",
+        "            found = _levels(keys)\n",
+        "            found = _levels([keys[0]] * len(keys))\n",
+        f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_table_of_uses_is_made_by_the_thread_that_asks",
+        "engine/kvstow/control/administration.py",
+        "        yield from pool.index.uses.make_room_in_slices(low)\n",
+        "        pool.index.uses.make_room(low)\n",
+        f"{CONTROL}/test_uses.py::test_the_table_of_a_large_pool_is_made_by_the_thread_that_sweeps",
     ),
     Mutant(
         "a_table_of_uses_is_made_under_the_lock",
