@@ -36,9 +36,9 @@ rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes on 
 checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the
 files by hand.
 
-The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend on
-the machine and its other work, so compare only within a table. The commit is the one that was measured where it was
-recorded, otherwise the one that recorded the figures. Comparing with vLLM's BlockPool needs `make venv-vllm` once.
+The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend \
+on the machine and its other work, so compare only within a table. The commit is the one that was measured where it \
+was recorded, otherwise the one that recorded the figures. Comparing with vLLM's BlockPool needs `make venv-vllm` once.
 """
 
 

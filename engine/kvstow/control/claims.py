@@ -133,8 +133,8 @@ class Context:
     `chain`: the slots that it claims, root first; those that were lost since `number` are not its own any more. `kept`:
     how many of them it keeps longer than the policy would, of which its `credit` does not cover the `unproved`.
     `expected`: when its next request is; `inf` if none is, None if nothing is known. `overdue`: how often that time has
-    passed. `marks`: some keys of the chain of its last request, each behind how many it stands, itself included, the
-    last one first. They show how much of the chain the next request uses again.
+    passed. `marks`: some keys of the chain of its last request, each with its place from 1 on, the last one first. They
+    show how much of the chain the next request uses again.
     """
 
     __slots__ = (

@@ -39,6 +39,8 @@ _SLICES_AT_ONCE = 16
 
 
 _KEPT_CHANGES = 16
+_HINTS_REMEMBERED = 3600.0
+"""Seconds after the last request with hints."""
 
 
 class PoolAcceptance:
@@ -269,6 +271,8 @@ class Pool:
         self.num_changes = 0
         self.trial: Trial | None = None
         """None until a request comes with hints."""
+        self.hinted_at = -inf
+        """When the last request with hints came."""
         self.switches: deque[Switch] = deque(maxlen=_KEPT_CHANGES)
         """When hints were switched off or on lately, the newest last."""
         self.num_switches = 0
@@ -328,12 +332,22 @@ class Pool:
 
     def use_claims(self) -> Claims:
         """A request has come with hints. The caller holds the lock."""
+        self.hinted_at = self.clock()
         num_slots = self.slots.limit
         if num_slots and (self.trial is None or not num_slots / 2 <= self.trial.num_slots <= num_slots * 2):
             self.trial = Trial(num_slots, self.index.uses.k)
             if self.index.claims is not None:
                 self.index.claims.set_on(True)
         return self.index.use_claims()
+
+    def _tick_claims(self, claims: Claims, now: float) -> None:
+        """Claims, and the trial of them, end with the last client that gives hints."""
+        claims.tick(now, self.slice_slots)
+        if now - self.hinted_at > _HINTS_REMEMBERED:
+            self.trial = None
+            claims.set_on(False)
+            if not claims.settle(self.slice_slots):
+                self.index.claims = None
 
     def follow(self, trial: Trial, switch: Switch | None) -> None:
         """What the trial says of hints applies to the pool. Without the lock."""
@@ -507,7 +521,7 @@ class Pool:
             pass
         with self.lock:
             if self.index.claims is not None:
-                self.index.claims.tick(now, self.slice_slots)
+                self._tick_claims(self.index.claims, now)
         self.write_log()
 
     def _end_protections(self, now: float) -> bool:

@@ -219,6 +219,20 @@ def test_the_table_of_contexts_is_bounded(make: Callable[[int], Host], monkeypat
     assert host.engine.context(A) != []
 
 
+def test_claims_end_with_the_last_client_that_gives_hints(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host = make(8)
+    host.serve(make_keys(4), Hints(A, resume_in=1e6))
+    clock.advance(3000.0)
+    host.engine.tick()
+    assert host.engine.claims() is not None
+    clock.advance(3000.0)
+    host.engine.tick()
+    assert (host.engine.claims(), host.engine.pool.trial) == (None, None)
+    host.engine.check_integrity()
+    host.serve(make_keys(6, "new"))
+    assert host.there(make_keys(6, "new")) == 6
+
+
 # -- whose hints count -------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from kvstow.control.namespaces import KeyMap, Namespaces
 from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, LeaseError
+from kvstow.hints import Hints, context_id
 from kvstow.messages import Mark, Op
 from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
@@ -194,7 +195,8 @@ class Engines(RuleBasedStateMachine):
         if what == "store":
             engine.store(chain[: 1 + pick % 4])
         elif what == "use":
-            engine.session.use(chain)
+            hints = Hints(context_id(str(pick % 3)), float(pick % 7), release=pick % 4 == 0)
+            engine.session.use(chain, hints=hints if pick % 2 else None)
         elif what == "look up":
             lease = engine.session.acquire(chain)
             assert lease.keys == tuple(chain[: len(lease.slots)])
