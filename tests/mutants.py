@@ -67,7 +67,74 @@ NODE_API = "tests/api/node/test_conditions.py"
 NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
+CLAIMS = "engine/kvstow/control/claims.py"
+CLAIM_TESTS = f"{CONTROL}/test_claims.py"
+
 MUTANTS = [
+    Mutant(
+        "claimed_blocks_are_never_evicted",
+        "engine/kvstow/control/index.py",
+        "if (namespace is None or most > 0) and claims.go_first(idle):",
+        "if namespace is not None and most > 0 and claims.go_first(idle):",
+        f"{CLAIM_TESTS}::test_nothing_is_unevictable",
+    ),
+    Mutant(
+        "contexts_lose_their_roots_first",
+        CLAIMS,
+        "context.chain[-count:], context.number, context.ended_at)\n        self._set_chain(context, context.chain[:-count])",
+        "context.chain[:count], context.number, context.ended_at)\n        self._set_chain(context, context.chain[count:])",
+        f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
+    ),
+    Mutant(
+        "tails_behind_an_absent_block_are_claimed",
+        CLAIMS,
+        "present = list(slots[: slots.index(None)])  # type: ignore[arg-type]",
+        "goes_on = True",
+        f"{CLAIM_TESTS}::test_a_chain_is_claimed_up_to_its_first_absent_block",
+    ),
+    Mutant(
+        "contexts_of_all_namespaces_are_one",
+        CLAIMS,
+        "context = self._proved.get(key) or self._new.get(key)\n        if context is not None and context.namespace is not",
+        "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
+        "        if context is not None and namespace is not",
+        f"{CLAIM_TESTS}::test_contexts_of_two_namespaces_are_two",
+    ),
+    Mutant(
+        "credit_is_given_without_use",
+        CLAIMS,
+        "used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)",
+        "used = context.marks[0][0]",
+        f"{CLAIM_TESTS}::test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it",
+    ),
+    Mutant(
+        "claims_that_have_proved_nothing_have_no_bound",
+        CLAIMS,
+        "shared = max(0, self.allowed - self._unproved)",
+        "shared = self._num_slots",
+        f"{CLAIM_TESTS}::test_claims_that_have_proved_nothing_share_a_twentieth",
+    ),
+    Mutant(
+        "claims_outlive_their_blocks",
+        CLAIMS,
+        "self._lost.update(dict.fromkeys(claimed, self._number))",
+        "pass",
+        f"{CLAIM_TESTS}::test_slots_that_are_lost_and_filled_again_are_not_claimed",
+    ),
+    Mutant(
+        "hints_stay_on_whatever_they_cost",
+        "engine/kvstow/control/pool.py",
+        "claims.set_on(switch.is_on)",
+        "pass",
+        f"{CLAIM_TESTS}::test_hints_that_cost_hits_are_switched_off_and_the_pool_says_so",
+    ),
+    Mutant(
+        "released_blocks_that_others_used_go_first",
+        CLAIMS,
+        "used = [slot for slot in free if used_at[slot] > ended_at]  # by another request",
+        "used = list[int]()",
+        f"{CLAIM_TESTS}::test_a_released_block_that_is_used_again_is_warm",
+    ),
     Mutant(
         "uses_begin_behind_the_gpus_hit",
         f"{ENGINE_CORE}/stores.py",
@@ -149,9 +216,37 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if len(set(hashes)) < len(hashes):",
+        "if name in chain:",
         "if False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
+    ),
+    Mutant(
+        "a_use_is_counted_twice",
+        "engine/kvstow/control/index.py",
+        "        least = self.uses.count(runs, least)\n",
+        "        least = self.uses.count(runs, self.uses.count(runs, least))\n",
+        f"{CONTROL}/test_uses.py::test_only_the_use_of_a_request_counts",
+    ),
+    Mutant(
+        "hot_keys_are_sampled_like_others",
+        "engine/kvstow/control/shadows.py",
+        "            if hot:\n",
+        "            if False:\n",
+        f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
+    ),
+    Mutant(
+        "chains_are_sampled_and_not_keys",
+        "engine/kvstow/control/shadows.py",
+        "            found = _levels(keys)\n",
+        "            found = _levels([keys[0]] * len(keys))\n",
+        f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_table_of_uses_is_made_by_the_thread_that_asks",
+        "engine/kvstow/control/administration.py",
+        "        yield from pool.index.uses.make_room_in_slices(low)\n",
+        "        pool.index.uses.make_room(low)\n",
+        f"{CONTROL}/test_uses.py::test_the_table_of_a_large_pool_is_made_by_the_thread_that_sweeps",
     ),
     Mutant(
         "a_table_of_uses_is_made_under_the_lock",
