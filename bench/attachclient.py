@@ -16,7 +16,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,8 @@ class AttachedSubject:
         return {}
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> None: ...
+
+    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> None: ...
 
     def purge_slices(self) -> None: ...
 

@@ -431,7 +431,7 @@ def find_size(evidence: Evidence) -> Iterator[ConditionView]:
     if curve is None or not curve.items:
         raise NothingToMeasure(curve.advice if curve is not None else "there is no curve")
     better = curve.next_useful or curve.enough
-    if better is None:
+    if better is None or evidence.bytes_to_come:  # a pool that still grows is about to have another size
         return
     if evidence.node is None:
         fix = (
