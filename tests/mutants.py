@@ -67,7 +67,74 @@ NODE_API = "tests/api/node/test_conditions.py"
 NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
+CLAIMS = "engine/kvstow/control/claims.py"
+CLAIM_TESTS = f"{CONTROL}/test_claims.py"
+
 MUTANTS = [
+    Mutant(
+        "claimed_blocks_are_never_evicted",
+        "engine/kvstow/control/index.py",
+        "if (namespace is None or most > 0) and claims.go_first(idle):",
+        "if namespace is not None and most > 0 and claims.go_first(idle):",
+        f"{CLAIM_TESTS}::test_nothing_is_unevictable",
+    ),
+    Mutant(
+        "contexts_lose_their_roots_first",
+        CLAIMS,
+        "context.chain[-count:], context.number, context.ended_at)\n        self._set_chain(context, context.chain[:-count])",
+        "context.chain[:count], context.number, context.ended_at)\n        self._set_chain(context, context.chain[count:])",
+        f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
+    ),
+    Mutant(
+        "tails_behind_an_absent_block_are_claimed",
+        CLAIMS,
+        "present = list(slots[: slots.index(None)])  # type: ignore[arg-type]",
+        "goes_on = True",
+        f"{CLAIM_TESTS}::test_a_chain_is_claimed_up_to_its_first_absent_block",
+    ),
+    Mutant(
+        "contexts_of_all_namespaces_are_one",
+        CLAIMS,
+        "context = self._proved.get(key) or self._new.get(key)\n        if context is not None and context.namespace is not",
+        "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
+        "        if context is not None and namespace is not",
+        f"{CLAIM_TESTS}::test_contexts_of_two_namespaces_are_two",
+    ),
+    Mutant(
+        "credit_is_given_without_use",
+        CLAIMS,
+        "used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)",
+        "used = context.marks[0][0]",
+        f"{CLAIM_TESTS}::test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it",
+    ),
+    Mutant(
+        "claims_that_have_proved_nothing_have_no_bound",
+        CLAIMS,
+        "shared = max(0, self.allowed - self._unproved)",
+        "shared = self._num_slots",
+        f"{CLAIM_TESTS}::test_claims_that_have_proved_nothing_share_a_twentieth",
+    ),
+    Mutant(
+        "claims_outlive_their_blocks",
+        CLAIMS,
+        "self._lost.update(dict.fromkeys(claimed, self._number))",
+        "pass",
+        f"{CLAIM_TESTS}::test_slots_that_are_lost_and_filled_again_are_not_claimed",
+    ),
+    Mutant(
+        "hints_stay_on_whatever_they_cost",
+        "engine/kvstow/control/pool.py",
+        "claims.set_on(switch.is_on)",
+        "pass",
+        f"{CLAIM_TESTS}::test_hints_that_cost_hits_are_switched_off_and_the_pool_says_so",
+    ),
+    Mutant(
+        "released_blocks_that_others_used_go_first",
+        CLAIMS,
+        "used = [slot for slot in free if used_at[slot] > ended_at]  # by another request",
+        "used = list[int]()",
+        f"{CLAIM_TESTS}::test_a_released_block_that_is_used_again_is_warm",
+    ),
     Mutant(
         "uses_begin_behind_the_gpus_hit",
         f"{ENGINE_CORE}/stores.py",

@@ -205,10 +205,6 @@ class AttachedEngine:
         """The socket, for a host that waits on several. -1 without a connection."""
         return self._connection.fileno()
 
-    def retry_now(self) -> None:
-        """Let the next `step` connect without a pause."""
-        self._connection.retry_now()
-
     def disconnect(self, problem: str) -> None:
         """End the session for the reason `problem`. A later `step` begins another session after a pause."""
         self._connection.disconnect(problem)
@@ -298,8 +294,9 @@ class AttachedEngine:
         looked_up: tuple[int, int] | None = None,
         hints: Hints | None = None,
     ) -> None:
-        """See `Session.use`."""
-        self._send(Use(keys, start, looked_up or (0, len(keys)), hints))
+        """See `Session.use`. Sends nothing if there are neither keys nor hints."""
+        if keys or hints is not None:
+            self._send(Use(keys, start, looked_up or (0, len(keys)), hints))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.

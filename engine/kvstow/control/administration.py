@@ -332,7 +332,6 @@ class Administrator:
             if capacity_slots > pool.capacity:
                 pool.want(replace(pool.desired, capacity_slots=capacity_slots))
             pool.apply_limit()
-        pool.index.uses.make_room(capacity_slots)
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
         slot_bytes = pool.config.slot_bytes
@@ -343,6 +342,7 @@ class Administrator:
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
         pool = self._pool
         low = pool.ceiling
+        yield from pool.index.uses.make_room_in_slices(low)
         while low < top:
             with pool.lock:
                 before = pool.index.num_visible

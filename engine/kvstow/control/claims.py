@@ -133,7 +133,8 @@ class Context:
     `chain`: the slots that it claims, root first; those that were lost since `number` are not its own any more. `kept`:
     how many of them it keeps longer than the policy would, of which its `credit` does not cover the `unproved`.
     `expected`: when its next request is; `inf` if none is, None if nothing is known. `overdue`: how often that time has
-    passed. `length` and `last_key`: of the chain of its last request.
+    passed. `marks`: some keys of the chain of its last request, each behind how many it stands, itself included, the last
+    one first. They show how much of the chain the next request uses again.
     """
 
     __slots__ = (
@@ -147,10 +148,9 @@ class Context:
         "hint_error",
         "hits",
         "kept",
-        "last_key",
-        "length",
         "log_gap",
         "log_gap_error",
+        "marks",
         "name",
         "namespace",
         "number",
@@ -175,10 +175,16 @@ class Context:
         self.log_gap: float | None = None
         self.log_gap_error = 1.0
         """Mean squares of the logarithm of the true gap over the hint, and over what was learned."""
-        self.length = 0
-        self.last_key = b""
+        self.marks: tuple[tuple[int, bytes], ...] = ()
         self.name = ""
         """What the client calls it, for people."""
+
+
+def _marks(keys: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
+    """The next request may have another end: a reply that is told again without what was thought."""
+    length = len(keys)
+    places = dict.fromkeys((length, length - 1, 7 * length // 8, 3 * length // 4, length // 2))
+    return tuple((place, keys[place - 1]) for place in places if place > 0)
 
 
 class Renewal:
@@ -304,7 +310,7 @@ class Claims:
         self._renumber(context)
         context.ended_at, context.overdue, context.kept = now, 0, 0
         context.requests += 1
-        context.length, context.last_key = len(keys), keys[-1] if keys else b""
+        context.marks = _marks(keys)
         context.name = hints.name
         context.hint = inf if hints.release else hints.resume_in
         self._touch(context)
@@ -314,20 +320,20 @@ class Claims:
     def _learn(self, context: Context, keys: Sequence[bytes], now: float) -> None:
         """Take what the context's return says of its claim, its hint and its gaps."""
         gap = log(max(now - context.ended_at, 1e-3))
-        hint, learned, length = context.hint, context.log_gap, context.length
+        hint, learned = context.hint, context.log_gap
         if context.overdue:
             self._overdue_returns.count(used=context.overdue <= MOST_OVERDUE)
-        is_used = 0 < length <= len(keys) and keys[length - 1] == context.last_key
+        used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)
         kept, self.kept = context.kept, self.kept - context.kept
         self._unproved -= context.unproved
         context.kept = context.unproved = 0
-        if is_used and context.expected is not None:
-            self.used_again += kept
-            context.hits += length
-            context.credit = min(context.credit + length, 2 * length)
-            self.credit = min(self.credit + length, (LARGEST_SHARE - UNPROVED_SHARE) * self._num_slots)
-        elif kept:
-            self._fade(context, kept)
+        if context.expected is not None:
+            self.used_again += min(kept, used)
+            context.hits += used
+            context.credit = min(context.credit + used, 2 * used)
+            self.credit = min(self.credit + used, (LARGEST_SHARE - UNPROVED_SHARE) * self._num_slots)
+        if kept > used:
+            self._fade(context, kept - used)
         if hint == inf:
             self._releases.count(used=True)
         elif hint is not None:

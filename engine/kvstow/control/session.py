@@ -335,14 +335,13 @@ class Session:
             self._try(trial, keys, start, looked_up, hints, now)
         if comparison is None or not num_slots:
             return
-        comparison.resize(num_slots)
-        part = comparison.choose(keys, self.namespace.tag, start)
-        if part.hashes:
+        part = comparison.choose(keys, self.namespace.tag, start, num_slots)
+        if part.names:
             self._parts_behind.append(part)
-            self._keys_behind += len(part.hashes)
+            self._keys_behind += len(part.names)
         if start:
             while self._keys_behind > MOST_FOLLOWED:
-                self._keys_behind -= len(self._parts_behind.popleft().hashes)
+                self._keys_behind -= len(self._parts_behind.popleft().names)
         else:
             parts = list(reversed(self._parts_behind))
             self._parts_behind.clear()

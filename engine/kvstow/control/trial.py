@@ -118,7 +118,7 @@ class Trial:
             claims = self._with.index.claims
             assert claims is not None
             claims.policy_age = self.policy_age
-            request = Request(len(looked_up), float(asked.stop - asked.start), np.array(found, float))
+            request = Request(len(looked_up), float(asked.stop - asked.start), {1: float(found[0]), 2: float(found[1])})
             if not self._window.add(request) or not self._window.is_meaningful:
                 return None
             return self._judge()
@@ -126,7 +126,7 @@ class Trial:
     def _judge(self) -> Switch | None:
         """The window has moved."""
         self._moves += 1
-        ratio_with, ratio_without = self._window.ratios().tolist()
+        ratio_with, ratio_without = self._window.ratios(2).tolist()
         lead = ratio_with - ratio_without
         if self._is_on:
             if lead > -_LEAD:
@@ -147,5 +147,5 @@ class Trial:
         with self._lock:
             if not self._window.is_meaningful:
                 return None, self._window.requests
-            ratio_with, ratio_without = self._window.ratios().tolist()
+            ratio_with, ratio_without = self._window.ratios(2).tolist()
             return ratio_with - ratio_without, self._window.requests

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.hints import Hints
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion
 from kvstow_service.replay.ranks import SimulatedWorker
@@ -31,7 +32,13 @@ class TimedPool:
         self.engine.report(worker.report())
         self._boot_id = worker.boot_id
 
-    def serve(self, keys: Sequence[BlockKey], now: float, asked: tuple[int, int] | None = None) -> int:
+    def serve(
+        self,
+        keys: Sequence[BlockKey],
+        now: float,
+        asked: tuple[int, int] | None = None,
+        hints: Hints | None = None,
+    ) -> int:
         """Returns the leading blocks that were found. `asked`: from where to where it looks blocks up; it stores those
         behind what it has found."""
         self.now = now
@@ -46,7 +53,7 @@ class TimedPool:
                 engine.complete(0, self._boot_id, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
             engine.take_settled()
         engine.release_lease(lease)
-        engine.use(keys, looked_up=(first, stop))
+        engine.use(keys, looked_up=(first, stop), hints=hints)
         return found
 
 

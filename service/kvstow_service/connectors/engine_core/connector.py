@@ -123,7 +123,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
         update = RankUpdate(
-            rank.take_completions(),
+            rank.side.take_boot_completions(),
             hello,
             *rank.news(),
             timed_step=rank.timed_step,

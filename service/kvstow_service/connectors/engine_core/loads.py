@@ -293,10 +293,10 @@ class Loads:
 
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Stop holding the request's hit."""
-        self._finder.forget(tracked)
         self._release_lease(tracked)
         self._drop_begun(tracked)
         self._end_deferral(tracked)
+        self._finder.forget(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
         if tracked.hit is not None:
@@ -419,15 +419,11 @@ class Loads:
             held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
         if held[first : first + len(places)] == places and self._null_block not in targets:
-            name, choice = tracked.request.request_id, _choice_of(tracked).label
+            assert tracked.choice is not None  # made when the request was looked up
+            name, choice = tracked.request.request_id, tracked.choice.label
             return self._control.begin_load(hit.lease, targets, first=hit.first + first, request_id=name, choice=choice)
         self._control.release_lease(hit.lease)
         return None
-
-
-def _choice_of(tracked: TrackedRequest) -> Choice:
-    assert tracked.choice is not None  # made when the request was looked up
-    return tracked.choice
 
 
 class FailedLoads:

@@ -31,10 +31,6 @@ STEP_BLOCKS = 1024
 """How many blocks one step offers to the pool, or marks as used, by default: 1 ms."""
 
 
-def _ignore(name: str, value: float) -> None:
-    """Used where vLLM's own metrics are not exported."""
-
-
 class SchedulerSide:
     """Follows the requests of one vLLM scheduler. Every method is called on its thread.
 
@@ -51,7 +47,7 @@ class SchedulerSide:
         *,
         lazy_blocks: int | None = None,
         events: EventFeed | None = None,
-        observe: Observe = _ignore,
+        observe: Observe = lambda name, value: None,
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
         adapters: Adapters | None = None,

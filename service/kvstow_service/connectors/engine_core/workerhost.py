@@ -19,7 +19,6 @@ from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.stepplan import BootCompletions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerside import (
     NoDataPlane,
@@ -92,10 +91,6 @@ class WorkerHost(ABC, Generic[G]):
     @abstractmethod
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Messages for the scheduler's half, after a step."""
-
-    def take_completions(self) -> tuple[BootCompletions, ...]:
-        """Completions for the scheduler's half, after a step."""
-        return tuple(self.side.take_boot_completions())
 
     @property
     def timed_step(self) -> int:

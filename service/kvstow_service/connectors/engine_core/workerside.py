@@ -224,7 +224,7 @@ class WorkerSide:
         self._loading: dict[int, _Load] = {}  # by op
         self._done: list[_Load] = []
         self._failed: list[_Load] = []
-        self._completed: list[BootCompletions] = []
+        self._completed: tuple[BootCompletions, ...] = ()
         self._layered = StepPlan()  # to begin before this step computes
         self._waits = LayerWaits()
         self._is_off_reported = False
@@ -305,9 +305,9 @@ class WorkerSide:
             {block for load in failed for block in load.blocks},
         )
 
-    def take_boot_completions(self) -> list[BootCompletions]:
+    def take_boot_completions(self) -> tuple[BootCompletions, ...]:
         """For the scheduler side: what `take_finished_loads` has collected since the last call."""
-        completed, self._completed = self._completed, []
+        completed, self._completed = self._completed, ()
         return completed
 
     def close_plane(self) -> bool:
@@ -348,7 +348,7 @@ class WorkerSide:
     def _collect(self) -> None:
         if not (completions := self.plane.take_completions()):
             return
-        self._completed.append(BootCompletions(self.plane.boot_id, tuple(completions)))
+        self._completed += (BootCompletions(self.plane.boot_id, tuple(completions)),)
         for completion in completions:
             if completion.mark != "source_free" and (load := self._loading.pop(completion.op_id, None)) is not None:
                 (self._failed if completion.mark == "failed" else self._done).append(load)

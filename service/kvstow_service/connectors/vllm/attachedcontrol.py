@@ -15,7 +15,6 @@ from kvstow.attach.connection import Answer, Call
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import TRANSIENT_REFUSALS
 from kvstow.attach.wire import Message
-from kvstow.hints import Hints
 from kvstow.results import Awaited, KeyRun, Lease, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
@@ -362,17 +361,6 @@ class AttachedControl(AttachedEngine):
             return super().begin_store(keys, blocks, request_id=request_id)
         self.refused_stores["not_attached"] += len(keys)
         return Answer.given(StoreGrant(None, (), {}, range(len(keys))))
-
-    def use(
-        self,
-        keys: Sequence[bytes],
-        *,
-        start: int = 0,
-        looked_up: tuple[int, int] | None = None,
-        hints: Hints | None = None,
-    ) -> None:
-        if keys or hints is not None:
-            super().use(keys, start=start, looked_up=looked_up, hints=hints)
 
     def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
         grant = super()._read_store(blocks, request_id, call)

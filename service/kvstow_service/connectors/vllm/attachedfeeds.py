@@ -56,7 +56,7 @@ class AttachedBlocks:
     def read(self) -> BlockNews:
         life, control = self._life, self._control
         if control.life != life:
-            self._begin_life()
+            self._life, self._asked, self._cursor, self._has_more = control.life, None, 0, True
             if life.session:
                 return BlockNews(gone=True)
         news = self._take_page()
@@ -70,10 +70,6 @@ class AttachedBlocks:
         if not self._control.finds_hits or not self._has_all_memory():
             return None
         return _Presence(len(keys), self._control.find(keys, hold=Hold.NOTHING, count=False))
-
-    def _begin_life(self) -> None:
-        self._life = self._control.life
-        self._asked, self._cursor, self._has_more = None, 0, True
 
     def _take_page(self) -> BlockNews:
         if self._asked is None or not self._asked.done:

@@ -94,7 +94,7 @@ class AttachedSchedulerHost(SchedulerHost):
             return True
         if self._clock() >= self._looking_until:
             return False
-        return self.ticket is None or not self._control.is_attached or not self._have_ranks_joined()
+        return self.ticket is None or not self._control.is_attached or not self._memory()[0]
 
     def time_step(self, step: Any) -> int:
         """Steps are timed while the service has a tier: it has to know how fast prefill is."""
@@ -201,9 +201,6 @@ class AttachedSchedulerHost(SchedulerHost):
             self._looking_until = self._clock() + JOINING_SECONDS
             for reason in self._control.sharing_off:
                 logger.warning("this engine shares no blocks with others: %s", reason)
-
-    def _have_ranks_joined(self) -> bool:
-        return self._memory()[0] > 0
 
     def _has_all_memory(self) -> bool:
         self._follow_session()

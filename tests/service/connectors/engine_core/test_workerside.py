@@ -148,13 +148,13 @@ def test_a_load_is_reported_once_with_its_completion(mark: Mark, failed: set[str
     rank = Rank()
     rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
-    assert rank.side.take_boot_completions() == []
+    assert rank.side.take_boot_completions() == ()
     rank.plane.send(2, mark)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, failed, bad)
     (batch,) = rank.side.take_boot_completions()
     assert (batch.boot_id, [completion.op_id for completion in batch.completions]) == ("boot", [2])
     assert rank.side.take_finished_loads() == NOTHING
-    assert rank.side.take_boot_completions() == []
+    assert rank.side.take_boot_completions() == ()
 
 
 def test_each_load_of_a_step_ends_with_its_own_op() -> None:
@@ -167,23 +167,13 @@ def test_each_load_of_a_step_ends_with_its_own_op() -> None:
     assert rank.side.take_finished_loads() == FinishedLoads({"r", "s"}, {"r"}, {5, 6})
 
 
-def test_a_load_that_an_older_step_began_ends_with_its_own_op() -> None:
-    rank = Rank()
-    rank.side.begin_step(step(1, loads={"r": LOAD}))
-    rank.side.begin_step(step(2, loads={"q": op(4, "load", 7)}))
-    rank.plane.send(2, "failed")
-    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    rank.plane.send(4)
-    assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
-
-
 def test_completions_after_the_snapshot_are_in_the_next_one() -> None:
     """Done and failed belong together: no completion is sent before its load is reported as finished."""
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
     rank.plane.send(2)
-    assert rank.side.take_boot_completions() == []
+    assert rank.side.take_boot_completions() == ()
     assert rank.side.take_finished_loads().done == {"r"}
     assert len(rank.side.take_boot_completions()) == 1
 
@@ -194,13 +184,6 @@ def test_a_source_that_is_free_ends_nothing() -> None:
     rank.plane.send(2, "source_free")
     assert rank.side.take_finished_loads() == NOTHING
     assert len(rank.side.take_boot_completions()) == 1
-
-
-def test_a_lost_load_is_reported_without_any_op() -> None:
-    rank = Rank()
-    rank.side.begin_step(step(1, lost={"r": (5, 6)}))
-    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    assert rank.side.take_finished_loads() == NOTHING
 
 
 def test_a_lost_load_ends_at_once_and_those_beside_it_with_their_ops() -> None:

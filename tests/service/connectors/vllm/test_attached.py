@@ -272,14 +272,6 @@ def test_how_long_a_request_waits_for_its_lookup_is_observed_once() -> None:
     assert seconds > 0
 
 
-def test_a_lookup_that_is_answered_at_once_was_not_put_off() -> None:
-    host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
-    host.expect(request)
-    assert host.ask_now(request) == 12
-    host.admit(request, load=12)
-    assert deferrals(host) == []
-
-
 def test_a_request_that_ends_before_its_lookup_is_answered_has_waited_until_then() -> None:
     host, request = with_prompt(delay=3), FakeRequest("r", PROMPT)
     host.expect(request)
