@@ -82,7 +82,7 @@ class BareRank:
             self._register()
 
     def close(self) -> None:
-        self._connection.tell(Detach())
+        self._connection.send(Detach())
         self._connection.close()
 
     def _report(self) -> None:
@@ -99,13 +99,13 @@ class BareRank:
                 self._registered[extent_id] = slots
                 news.append(ExtentSlots(extent_id, slots))
         for piece in listed(news):
-            self._connection.tell(RegisteredExtents(piece))
+            self._connection.send(RegisteredExtents(piece))
 
     def _let_go(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
             for known in (self._grants, self._populated, self._registered):
                 known.pop(extent_id, None)
-        self._connection.tell(ReleasedExtents(tuple(extent_ids)))
+        self._connection.send(ReleasedExtents(tuple(extent_ids)))
 
 
 class AttachedSubject:

@@ -77,6 +77,55 @@ MUTANTS = [
         "::test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included",
     ),
     Mutant(
+        "a_curve_needs_no_evidence",
+        "engine/kvstow/control/comparison.py",
+        "return len(self._pieces) >= _PIECES // 2",
+        "return len(self._pieces) >= 1",
+        "tests/api/routes/test_curve.py::test_nothing_is_said_before_there_is_evidence",
+    ),
+    Mutant(
+        "any_gain_is_worth_its_memory",
+        "api/kvstow_api/sizing.py",
+        "if size.ratio - now.ratio >= GAIN * size.doublings)",
+        "if size.ratio > now.ratio)",
+        "tests/api/test_sizing.py::test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss",
+    ),
+    Mutant(
+        "hashes_of_a_recording_have_no_key",
+        "engine/kvstow/control/recording.py",
+        "digest_size=8, key=self._secret)",
+        "digest_size=8)",
+        f"{CONTROL}/test_recording.py::test_ids_tell_nothing_outside_of_their_recording",
+    ),
+    Mutant(
+        "recordings_share_a_key",
+        "engine/kvstow/control/recording.py",
+        "secrets.token_bytes(_SECRET_BYTES)",
+        "bytes(_SECRET_BYTES)",
+        f"{CONTROL}/test_recording.py::test_ids_tell_nothing_outside_of_their_recording",
+    ),
+    Mutant(
+        "a_recording_holds_whatever_comes",
+        "engine/kvstow/control/recording.py",
+        "if self._held + len(keys) + 1 > MOST_WAITING:",
+        "if False:",
+        f"{CONTROL}/test_recording.py::test_it_ends_when_nobody_reads_and_holds_no_more",
+    ),
+    Mutant(
+        "a_recording_has_no_size",
+        "engine/kvstow/control/recording.py",
+        "if len(line) > self._bytes_left:",
+        "if False:",
+        f"{CONTROL}/test_recording.py::test_it_ends_by_size",
+    ),
+    Mutant(
+        "a_recording_outlives_its_reader",
+        "engine/kvstow/control/engine.py",
+        "            recording.stop()\n            with pool.lock:\n                if pool.recording is recording:\n",
+        "            with pool.lock:\n                if False:\n",
+        "tests/api/routes/test_trace.py::test_it_ends_with_its_connection",
+    ),
+    Mutant(
         "look_ups_count_as_uses",
         "engine/kvstow/control/session.py",
         "        self.pool.index.hold(slots)\n",
@@ -443,6 +492,22 @@ MUTANTS = [
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
     ),
     Mutant(
+        "a_session_is_settled_while_a_load_by_layer_starts",
+        "engine/kvstow/attach/worker.py",
+        "return not self._starting and self._plane.pending_ops == 0",
+        "return self._plane.pending_ops == 0",
+        "tests/engine/attach/test_workercalls.py"
+        "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
+    ),
+    Mutant(
+        "a_load_by_layer_holds_no_memory",
+        "engine/kvstow/layeredloads.py",
+        "holds = [self._hold(_end([op])) for op in ops]",
+        "holds = [self._hold(0) for _ in ops]",
+        "tests/service/node/test_attachedworker.py"
+        "::test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read",
+    ),
+    Mutant(
         "a_session_is_settled_while_a_step_needs_it",
         "engine/kvstow/attach/worker.py",
         "        left = max(self._settle_at, grace) - now\n",
@@ -551,7 +616,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
-        "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
+        "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",

@@ -416,7 +416,8 @@ def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
             "warning",
             f"in {seconds:.0f} s {evicted} blocks were evicted from {slots} slots, for {hits} hits",
             "blocks are evicted before their prefix is requested again, so stores cost bandwidth and save little",
-            "enlarge the pool, route requests with a common prefix to the same engine, or bypass stores",
+            f"enlarge the pool as far as that helps (`kvstow get curve{evidence.of_pool}`), route requests with a "
+            "common prefix to the same engine, or bypass stores",
             evicted_blocks=evicted,
             hit_blocks=hits,
             usable_slots=slots,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +29,14 @@ from kvstow.attach.hello import SessionTicket, unique_id
 from kvstow.attach.peer import Peer
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
+from kvstow.devices.base import LayeredLoad
 from kvstow.errors import CopyError
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
-from kvstow.testing.fakes import FakeDevice, FakeRegistrar
+from kvstow.testing.fakes import FakeDevice, FakeRegistrar, FakeTicket
 from kvstow_service.node.pools.sessionlink import SessionLink
 
 MIB = 1 << 20
@@ -95,14 +97,29 @@ class Service:
         return {extent_id: slots for _, said in self.host.registered for extent_id, slots in said}
 
 
+class FakeLayers:
+    """Loads by layer whose copies end when the test says so."""
+
+    num_parts = 1
+
+    def __init__(self) -> None:
+        self.ticket = FakeTicket()
+
+    def load_layers(self, *_: object) -> Any:
+        return SimpleNamespace(ticket=self.ticket, wait=lambda part: None)
+
+    def load_now(self, *_: object) -> None:
+        pytest.fail("it went another way")
+
+
 class Rank:
     """A rank with a device whose copies end when the test says so."""
 
     def __init__(self, path: Path, rank: int = 0, *, replicated: bool = False) -> None:
         self.registrar = FakeRegistrar()
         self.pool = MappedPool(SLOT, self.registrar, pace=partial(FixedPace, 512 << 10, 0.0))
-        self.device = FakeDevice()
-        self.plane = DataPlane(rank, self.pool, self.device)
+        self.device, self.layers = FakeDevice(), FakeLayers()
+        self.plane = DataPlane(rank, self.pool, self.device, layers=self.layers)
         self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", replicated=replicated)
         self.worker.start()
         self.said: list[Completion] = []
@@ -110,6 +127,10 @@ class Rank:
     def submit(self, op_id: int, slot: int = 0, direction: Direction = "load") -> int:
         self.worker.submit(StepPlan((Op(op_id, direction, (1,), (slot,)),)))
         return op_id
+
+    def load_by_layer(self, op_id: int, slot: int = 0) -> LayeredLoad | None:
+        assert self.worker.layered is not None
+        return self.worker.layered.load((Op(op_id, "load", (1,), (slot,)),), None)
 
     def ended(self, op_id: int) -> str | None:
         """The mark of an op, once it has ended; a failure with its reason."""
@@ -215,7 +236,24 @@ def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_s
     wait_until(lambda: rank.ended(op) == "done")
 
 
-@pytest.mark.parametrize("when", ["poll", "speak"])
+def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read(
+    rank: Rank, service: Service
+) -> None:
+    load = unique_id(1, 5)
+    assert rank.load_by_layer(load, EXTENT_SLOTS + 3) is not None
+    service.words.clear()
+    service.revoke(2)
+    wait_until(lambda: service.registered()[2] == 0)
+    wait_until(lambda: rank.pool._next_step() is None)
+    assert "extents_released" not in service.words
+    assert rank.registrar.locked_bytes > 2 * MIB
+    rank.layers.ticket.finish()
+    wait_until(lambda: "extents_released" in service.words)
+    assert rank.registrar.locked_bytes == 2 * MIB
+    wait_until(lambda: rank.ended(load) == "done")
+
+
+@pytest.mark.parametrize("when", ["poll", "report_due"])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
     rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -227,7 +265,7 @@ def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_
         if connection.state == "attached" and not sent:
             waits.set()
             assert has_closed.wait(DEADLINE_SECONDS)
-            sent.append(connection.tell(RegisteredExtents(())))
+            sent.append(connection.send(RegisteredExtents(())))
         return go_on()
 
     monkeypatch.setattr(late, when, send_first)
@@ -366,7 +404,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
 ) -> None:
     load = rank.submit(unique_id(1, 1))
     asked, said = list[bool](), list[str]()
-    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._say_settled
+    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._report_settled
 
     def note_question() -> bool:
         asked.append(is_quiet())
@@ -377,7 +415,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
         say()
 
     monkeypatch.setattr(rank.worker._gate, "is_quiet", note_question)
-    monkeypatch.setattr(rank.worker, "_say_settled", note_word)
+    monkeypatch.setattr(rank.worker, "_report_settled", note_word)
     engine.close()
     wait_until(lambda: len(asked) > 1 or said)
     assert said == [], "a copy is under way"
@@ -402,12 +440,12 @@ def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
     rank.worker.begin_step()
     engine.close()
     wait_until(lambda: len(turns) > 3)
-    load = Op(unique_id(1, 1), "load", (1,), (0,))
-    assert rank.worker.load_now((load,), lambda: "begun") == "begun"
+    assert rank.load_by_layer(unique_id(1, 1)) is not None
+    rank.layers.ticket.finish()
     rank.worker.end_step()
     wait_until(lambda: node.events("over"))
     with pytest.raises(CopyError, match="the session of this op has ended"):
-        rank.worker.load_now((load,), lambda: pytest.fail("an op of another session was let through"))
+        rank.load_by_layer(unique_id(1, 2))
 
 
 def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer(

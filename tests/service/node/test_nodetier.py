@@ -298,7 +298,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
     pool = only_pool(node)
-    assert len(node.host.sessions()) == len(pool.session_statuses()) == len(pool.facade.readiness().ranks) == 1
+    assert len(node.host.sessions()) == len(pool.facade.readiness().ranks) == 1
     assert [one.sessions for one in node.host.namespaces()] == [1]
     leave(engine)
     eventually(lambda: not node.host.sessions(), "the end of the session")
@@ -494,7 +494,7 @@ def test_the_speed_of_prefill_comes_from_the_engines(
     node = make_node()
     engine = engines(node)
     engine.wait_for(lambda: tier_of(node).fleet is not None)
-    engine.scheduler.tell(Prefill(1000, 0.5))
+    engine.scheduler.send(Prefill(1000, 0.5))
     fleet = tier_of(node).fleet
     assert fleet is not None
     engine.wait_for(lambda: fleet.break_even.prefill_rate == 2000)

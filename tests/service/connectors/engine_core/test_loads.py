@@ -262,7 +262,7 @@ def test_loads_begin_although_the_plan_of_their_step_raised(monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise MemoryError("injected")
 
-    monkeypatch.setattr(host.engine, "store_room", fail)
+    monkeypatch.setattr(host.control, "store_room", fail)
     with pytest.raises(MemoryError, match="injected"):
         host.step()
     plan = host.side.take_planned()

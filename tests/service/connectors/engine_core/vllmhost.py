@@ -129,8 +129,9 @@ class VllmHost:
         self.groups = groups
         self.observed: list[tuple[str, float]] = []
         self.policy = LoadPolicy("async", 0.01, 64, self.clock)
+        self.control: Any = EmbeddedControl(self.engine)
         self.side = SchedulerSide(
-            EmbeddedControl(self.engine),
+            self.control,
             groups,
             self.pool,
             lazy_blocks=lazy_blocks,

@@ -193,7 +193,7 @@ def test_a_silent_service_loses_the_session_and_the_gpu_gets_its_blocks_back() -
     host.step()
     host.step()
     assert not host.side.holds_gpu_blocks
-    assert not host.control.engine.is_attached
+    assert not host.control.is_attached
 
 
 def test_a_reset_hides_what_was_stored_and_what_is_being_stored() -> None:
@@ -413,7 +413,7 @@ def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() 
             break
         host.step()
     host.service.is_up = False
-    host.control.engine.disconnect("gone")
+    host.control.disconnect("gone")
     assert host.answer(request) == 0
 
 

@@ -55,13 +55,13 @@ class Honest:
         begun = self.ask(BeginStore(KEYS), StoreBegun)
         if begun.op_id:
             for rank in range(2):
-                connection.tell(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
+                connection.send(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
         found = self.ask(Lookup(KEYS), Found)
         assert found.runs == ((0, 8),)
         loading = self.ask(BeginLoad(found.lease_id, 0, 8), LoadBegun)
         assert len(loading.slots) == 8
         for rank in range(2):
-            connection.tell(Completions(rank, "boot", (Completion(loading.op_id, "done"),)))
+            connection.send(Completions(rank, "boot", (Completion(loading.op_id, "done"),)))
         connection.poll()
         self.loaded += 1
 
@@ -330,7 +330,7 @@ def test_a_scheduler_half_may_not_speak_as_a_worker_nor_a_worker_as_a_scheduler(
     wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
     assert worker.problem == "LOOKUP does not come from a worker"
     other = node.attach()
-    other.tell(RegisteredExtents(()))
+    other.send(RegisteredExtents(()))
     wait_until(lambda: other.refusal, lambda: other.poll(0.01))
     assert other.problem == "REGISTERED does not come from a scheduler"
     assert node.host.registered == []

@@ -73,7 +73,7 @@ def refusal_by(node: Node, connection: AttachConnection) -> str:
 def store(scheduler: AttachConnection, keys: list[bytes], ranks: int = 2) -> StoreBegun:
     begun = ask(scheduler, BeginStore(keys), StoreBegun)
     for rank in range(ranks):
-        scheduler.tell(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
+        scheduler.send(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
     return begun
 
 
@@ -98,9 +98,9 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
     found = ask(scheduler, Lookup(KEYS), Found)
-    scheduler.tell(Use(KEYS, 3, (0, 8)))
-    scheduler.tell(CountLookup(8, 8))
-    scheduler.tell(Release((found.lease_id, 12345)))
+    scheduler.send(Use(KEYS, 3, (0, 8)))
+    scheduler.send(CountLookup(8, 8))
+    scheduler.send(Release((found.lease_id, 12345)))
     with pytest.raises(CallFailedError, match="was released or used up") as caught:
         ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
     assert caught.value.service_code == "lease_invalid"
@@ -134,8 +134,8 @@ def test_workers_report_and_get_memory(node: Node) -> None:
     report = RankReport.without_pool(1, "boot", "ready", 4096)
     answer = ask(worker, Report(report), Desired)
     assert answer.desired.capacity_slots == 101
-    worker.tell(RegisteredExtents((ExtentSlots(5, 2),)))
-    worker.tell(ReleasedExtents((5,)))
+    worker.send(RegisteredExtents((ExtentSlots(5, 2),)))
+    worker.send(ReleasedExtents((5,)))
     node.wait_for_event("released")
     assert node.host.registered == [(1, (ExtentSlots(5, 2),))]
     (session,) = node.server._life.sessions.values()
@@ -149,12 +149,12 @@ def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
     scheduler = node.attach()
     worker = node.attach_worker(scheduler, 1)
     begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
-    worker.tell(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
+    worker.send(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
     with pytest.raises(CallFailedError, match="a report of rank 0, from rank 1"):
         ask(worker, Report(RankReport.without_pool(0, "boot", "ready", 4096)), Desired)
     (session,) = node.host.sessions.values()
     assert session.ops[begun.op_id].pending == {0, 1}
-    scheduler.tell(Completions(2, "boot", (Completion(begun.op_id, "done"),)))
+    scheduler.send(Completions(2, "boot", (Completion(begun.op_id, "done"),)))
     ask(scheduler, Reset(), ResetDone)
     assert session.ops[begun.op_id].pending == {0, 1}
     assert figures_of(node.server).errors["invalid_request"] == 3
@@ -244,7 +244,7 @@ def test_an_error_of_the_host_is_answered_logged_and_counted(node: Node, caplog:
 def test_an_error_that_nobody_would_hear_of_ends_the_session(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = node.attach(), node.attach()
     monkeypatch.setattr(FakeSession, "count_lookup", lambda *_: 1 / 0)
-    first.tell(CountLookup(1, 1))
+    first.send(CountLookup(1, 1))
     assert refusal_by(node, first).startswith("internal")
     assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
     assert [event[0] for event in node.events("lost", "over")] == ["lost", "over"]
@@ -265,7 +265,7 @@ def test_the_end_of_the_thread_is_seen(make_node: MakeNode, monkeypatch: pytest.
     node = make_node()
     scheduler = node.attach()
     monkeypatch.setattr(node.server._life, "expire", lambda: 1 / 0)
-    wait_until(lambda: node.failures, lambda: scheduler.poll(0.001) or scheduler.tell(CountLookup(1, 1)))
+    wait_until(lambda: node.failures, lambda: scheduler.poll(0.001) or scheduler.send(CountLookup(1, 1)))
     assert (
         node.failures
         == [node.server.failure]
@@ -360,7 +360,7 @@ def test_a_client_with_many_frames_waits_for_the_others(node: Node, monkeypatch:
     with node.standing_still():
         for _ in range(many):
             greedy.send(Kind.RELEASE, frame)
-        other.tell(Release(()))
+        other.send(Release(()))
     wait_until(lambda: len(order) == many + 1)
     other_id = other.welcome.session_id if other.welcome else ""
     assert order.index(other_id) <= 2 * attachserver._FRAMES_PER_TURN

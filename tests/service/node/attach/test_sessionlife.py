@@ -127,7 +127,7 @@ def test_a_session_without_memory_is_over_at_once(node: Node) -> None:
 
 def test_a_worker_that_detaches_is_not_waited_for(node: Node, engine: Engine) -> None:
     _, workers, processes = engine
-    workers[0].tell(Detach("shutdown"))
+    workers[0].send(Detach("shutdown"))
     node.wait_for_event("ended")
     assert ends(node) == ["lost", 0]
     processes[2].die()
@@ -139,7 +139,7 @@ def test_a_scheduler_half_that_detaches_leaves_its_workers_memory(
     node: Node, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvstow.attach"):
-        engine[0].tell(Detach())
+        engine[0].send(Detach())
         node.wait_for_event("lost")
         quiet(node)
     assert ends(node) == ["lost"]
@@ -164,7 +164,7 @@ def test_a_detach_behind_more_frames_than_one_turn_takes_is_heard(node: Node, en
     workers = engine[1]
     with node.standing_still():
         for _ in range(2 * attachserver._FRAMES_PER_TURN):
-            workers[0].tell(ReleasedExtents(()))
+            workers[0].send(ReleasedExtents(()))
         workers[0].close(Detach("shutdown"))
     node.wait_for_event("lost")
     quiet(node)
