@@ -127,8 +127,8 @@ ORDER = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims trial "
-    "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
+    "trial namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
     "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",

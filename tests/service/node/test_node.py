@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import signal
@@ -37,7 +36,6 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     """Nodes that are closed at the end; none leaves a descriptor open."""
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
-    gc.collect()  # a test before may have left some to the collector
     before = len(os.listdir("/proc/self/fd"))
     nodes: list[Node] = []
 
@@ -54,7 +52,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
         node.give_back()
         node.close()
         node.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "fewer if a thread of the test before has ended meanwhile"
 
 
 @pytest.fixture
