@@ -83,53 +83,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
-    "namespaces index trial indexjournal pool ops placement session administration attachedsession engine sharedpool "
-    "tiertraffic fleettier",
-    "engine/kvstow/memory": {
-        "torch",
-        "cuda",
-        *(f"kvstow.{part}" for part in ("attach", "control", "devices", "dataplane", "testing")),
-    },
-    "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
-    "service/kvstow_service/cli": {"torch", "cuda"},
-    "service/kvstow_service/node": {"torch", "cuda", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
-    "engine/kvstow/devices/jax": {"torch", "cuda"},
-    "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
-    "service/kvstow_service": {"kvstow.testing"},
-    "service/kvstow_service/connectors/engine_core": {
-        "torch",
-        "cuda",
-        "kvstow.devices.cuda",
-        "kvstow.devices.jax",
-        "kvstow_service.connectors.vllm",
-        "kvstow_service.connectors.tpu",
-    },
-    "service/kvstow_service/connectors/vllm": {"kvstow.devices.jax", "kvstow_service.connectors.tpu"},
-    "service/kvstow_service/connectors/tpu": {
-        "torch",
-        "cuda",
-        "kvstow.devices.cpu",
-        "kvstow.devices.cuda",
-        "kvstow_service.connectors.vllm",
-    },
-    **{
-        f"service/kvstow_service/{room}": {f"kvstow_service.{other}" for other in others.split()}
-        for room, others in {
-            "process": "admin node connectors replay cli demo",
-            "admin": "node connectors replay cli demo",
-            "connectors": "node replay cli demo",
-            "node/attach": "node.node connectors replay cli demo",
-            "node/survival": "node.node node.nodehost node.pools node.attach connectors replay cli demo",
-            "node/pools": "node.node node.nodehost node.attach connectors replay cli demo",
-            "node/tier": "node.node node.nodehost node.attach replay cli demo",
-        }.items()
-    },
-}
-ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording claims "
-    "trial namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
-    "tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording "
+    "namespaces claims index trial indexjournal pool ops placement session administration attachedsession engine "
+    "sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
