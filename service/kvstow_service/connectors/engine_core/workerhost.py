@@ -181,7 +181,7 @@ class PoolWorkerHost(WorkerHost[G]):
         if self.agent is None or now < self._report_at:
             return None, None
         self._report_at = now + _REPORT_SECONDS
-        before, self._reports_sent = self._reports_sent, self.agent.stats.sent
+        before, self._reports_sent = self._reports_sent, self.agent.sent
         return self.side.report() if self._reports_sent == before else None, None
 
     def close(self) -> None:
