@@ -32,6 +32,7 @@ from kvstow.attach.wire import (
     Packed,
     Row,
     Runs,
+    Seconds,
     Text,
     U32s,
     U64s,
@@ -39,6 +40,7 @@ from kvstow.attach.wire import (
 )
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
 from kvstow.plaintext import plain
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.stats import LOAD_CHOICES
 
 _T = TypeVar("_T")
@@ -99,11 +101,20 @@ class Pending(Packed, frozen=True):
 
 
 class Prefill(Packed, frozen=True):
-    """How many prompt tokens the model has computed, and in how many seconds. No answer."""
+    """What computing prompts costs the engine, and what its loads have saved: see `PrefillNews`. No answer."""
 
     KIND: ClassVar = Kind.PREFILL
-    tokens: U64
-    seconds: Annotated[float, Meta(gt=0, lt=1e9)]
+    cost: tuple[Seconds, Seconds, Annotated[float, Meta(ge=0, lt=1 << 32)]]
+    hit_tokens: U32 = 0
+    hit_seconds: Seconds = 0.0
+    waited: Seconds = 0.0
+
+    @classmethod
+    def of(cls, news: PrefillNews) -> Prefill:
+        return cls(news.cost, *news[1:])
+
+    def news(self) -> PrefillNews:
+        return PrefillNews(PrefillCost(*self.cost), self.hit_tokens, self.hit_seconds, self.waited)
 
 
 class Release(Packed, frozen=True):

@@ -46,6 +46,7 @@ from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
+from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 PROBE_SECONDS = 0.5
@@ -138,8 +139,6 @@ class AttachedEngine:
         """Answers that are not done, in the order of their calls. The service answers in order, except for pending
         answers."""
         self._pending: list[Answer[object]] = []
-        self.has_tier = False
-        """The service of this session has asked for time for a lookup, as a service with a fleet tier does."""
         self._spoken: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot."""
         self._room = 0
@@ -299,10 +298,9 @@ class AttachedEngine:
         self._hello = replace(self._hello, namespace=namespace)
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how many prompt tokens the model has computed in how many seconds. The service compares fetches from
-        the fleet tier with this rate."""
-        self._tell(Prefill(tokens, seconds))
+    def note_prefill(self, news: PrefillNews) -> None:
+        """See `Session.note_prefill`. The service compares fetches from the fleet tier with this cost."""
+        self._tell(Prefill.of(news))
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -362,7 +360,6 @@ class AttachedEngine:
         self.ticket = None
         self._spoken.clear()
         self._resolve_answers()
-        self.has_tier = False
         self._ops.end_session()
 
     def _is_of_session(self, identifier: int) -> bool:
@@ -418,7 +415,6 @@ class AttachedEngine:
 
     def _resolve_or_keep(self, answer: Answer[object]) -> None:
         if answer.is_pending and answer.call is not None and not answer.call.done:
-            self.has_tier = True
             self._pending.append(answer)
             return
         try:

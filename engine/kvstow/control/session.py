@@ -16,6 +16,7 @@ from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
+from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 from kvstow.status import LoadRefusal, RankStatus
 
@@ -321,6 +322,12 @@ class Session:
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
                 pool.apply_change(comparison, change)
+
+    def note_prefill(self, news: PrefillNews) -> None:
+        """Count what loads have saved, by what it costs this engine to compute prompts."""
+        pool = self.pool
+        with pool.lock:
+            pool.counters.prefill.count(tokens=news.hit_tokens, seconds=news.hit_seconds, waited=news.waited)
 
     # -- completion -----------------------------------------------------------------------------------------
 

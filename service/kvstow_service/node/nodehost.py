@@ -325,9 +325,10 @@ class NodeHost:
         self._sessions[session_id].control.count_lookup(call.queried, call.hits)
 
     def note_prefill(self, session_id: str, call: Prefill) -> None:
-        tier = self._sessions[session_id].tier
-        if tier is not None:
-            tier.note_prefill(call.tokens, call.seconds)
+        session, news = self._sessions[session_id], call.news()
+        session.control.note_prefill(news)
+        if session.tier is not None:
+            session.tier.note_prefill(news.cost)
 
     def reset(self, session_id: str) -> ResetDone:
         session = self._sessions[session_id]

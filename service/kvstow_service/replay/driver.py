@@ -325,8 +325,10 @@ class ReplayDriver:
         now = time.monotonic()
         missing = len(job.keys) - job.loaded
         seconds = self._options.prefill_seconds(missing)
-        if seconds:
-            self._offload.note_prefill(missing * BLOCK_TOKENS, seconds)
+        if self._options.prefill_rate is not None:
+            saved = self._options.prefill_seconds(job.loaded)
+            cost = PrefillCost(1 / self._options.prefill_rate)
+            self._offload.note_prefill(PrefillNews(cost, job.loaded * BLOCK_TOKENS, saved))
         self._model_is_free = max(self._model_is_free, now) + seconds
         self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
 

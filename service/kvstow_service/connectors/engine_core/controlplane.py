@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvstow.errors import LeaseError
 from kvstow.messages import Completion, Op
+from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
@@ -127,6 +128,8 @@ class ControlPlane(Protocol):
 
     def count_lookup(self, queried: int, hits: int) -> None: ...
 
+    def note_prefill(self, news: PrefillNews) -> None: ...
+
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None: ...
 
     def take_settled(self) -> list[Settled]: ...
@@ -194,6 +197,9 @@ class EmbeddedControl:
 
     def count_lookup(self, queried: int, hits: int) -> None:
         self._engine.count_lookup(queried, hits)
+
+    def note_prefill(self, news: PrefillNews) -> None:
+        self._engine.note_prefill(news)
 
     def take_settled(self) -> list[Settled]:
         return self._engine.take_settled()

@@ -14,6 +14,7 @@ from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import TRANSIENT_REFUSALS, SessionTicket, number_of
 from kvstow.messages import Completion, Direction, Op
+from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, KeyRun, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
@@ -391,15 +392,9 @@ class AttachedControl:
         if self._engine is not None:
             self._engine.count_lookup(queried, hits)
 
-    @property
-    def has_tier(self) -> bool:
-        """Whether the service fetches from a fleet tier. If so, the speed of prefill matters."""
-        return self._engine is not None and self._engine.has_tier
-
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how many prompt tokens the model has computed in how many seconds."""
+    def note_prefill(self, news: PrefillNews) -> None:
         if self._engine is not None:
-            self._engine.note_prefill(tokens, seconds)
+            self._engine.note_prefill(news)
 
     # -- events ---------------------------------------------------------------------------------------------
 

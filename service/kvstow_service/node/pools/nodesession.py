@@ -32,6 +32,7 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import DesiredState, RankReport
+from kvstow.prefill import PrefillCost
 from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
@@ -213,7 +214,7 @@ class SessionTier(Protocol):
 
     def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
 
-    def note_prefill(self, tokens: int, seconds: float) -> None: ...
+    def note_prefill(self, cost: PrefillCost) -> None: ...
 
 
 class MemoryHolder:
