@@ -216,8 +216,9 @@ SourceOrder = Literal["hit_blocks", "stored_blocks", "slots"]
 class SourceStatus:
     """One of those who use a pool most: a model, an adapter, a salt or a session. `source`: the model's name, or a
     digest of the other names, by which nobody learns them; it is another one after a restart. Blocks are counted since
-    the pool was made; at most `missed_blocks` more were looked up or stored before it was among the first. `slots`: how
-    many hold a block that it has stored; in pools of more than 16,384 slots an estimate."""
+    the pool was made; at most `missed_blocks` more were looked up or stored before it was among the first. A block
+    counts as stored by the first request that has used it, to the end. `slots`: how many hold a block that it was the
+    last to use; in pools of more than 4,096 slots an estimate."""
 
     kind: SourceKind
     source: str

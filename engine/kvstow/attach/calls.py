@@ -26,6 +26,7 @@ from kvstow.attach.wire import (
     U32,
     U64,
     Counts,
+    Digest,
     Keys,
     Kind,
     Message,
@@ -221,12 +222,13 @@ class SettledOps(Packed, frozen=True):
 
 
 class Use(Packed, frozen=True):
-    """A request has used these keys; see `OffloadEngine.use`. No answer."""
+    """A request has used these keys; see `OffloadEngine.use`. `source`: see `Source`. No answer."""
 
     KIND: ClassVar = Kind.USE
     keys: Keys
     start: U32
     looked_up: tuple[U32, U32]
+    source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
 
     def check(self) -> None:
         first, stop = self.looked_up
@@ -235,11 +237,12 @@ class Use(Packed, frozen=True):
 
 
 class CountLookup(Packed, frozen=True):
-    """Count one lookup of `queried` blocks that found `hits`. No answer."""
+    """Count one lookup of `queried` blocks that found `hits`. `source`: see `Source`. No answer."""
 
     KIND: ClassVar = Kind.COUNT_LOOKUP
     queried: U32
     hits: U32
+    source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
 
     def check(self) -> None:
         if self.hits > self.queried:

@@ -43,6 +43,7 @@ from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
+from kvstow.control.sources import NO_SOURCE, Source
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
@@ -146,6 +147,7 @@ class AttachedEngine:
         self.ticket: SessionTicket | None = None
         """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
+        self._source_key = b""
 
     # -- the session ----------------------------------------------------------------------------------------
 
@@ -238,9 +240,14 @@ class AttachedEngine:
         if answer.done:
             self.release_lease(answer.value.lease)
 
-    def count_lookup(self, queried: int, hits: int) -> None:
+    @property
+    def source_key(self) -> bytes:
+        """Of the digests of sources, in this session (`source_of`). Empty without a session."""
+        return b"" if self.ticket is None else self._source_key
+
+    def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
-        self._tell(CountLookup(queried, hits))
+        self._tell(CountLookup(queried, hits, source))
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, even after a load has used the lease."""
@@ -286,9 +293,16 @@ class AttachedEngine:
             return self._room
         return PROBE_BLOCKS
 
-    def use(self, keys: Sequence[bytes], *, start: int = 0, looked_up: tuple[int, int] | None = None) -> None:
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        looked_up: tuple[int, int] | None = None,
+        source: Source = NO_SOURCE,
+    ) -> None:
         """See `Session.use`."""
-        self._tell(Use(keys, start, looked_up or (0, len(keys))))
+        self._tell(Use(keys, start, looked_up or (0, len(keys)), source))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
@@ -353,6 +367,7 @@ class AttachedEngine:
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
+        self._source_key = bytes.fromhex(welcome.source_key)
         self._ops.begin_session(self.num_sessions)
         self._room, self._probe_at = 0, float("-inf")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
 from kvstow.control.policy import EvictionOrder, Links
@@ -42,6 +42,15 @@ class Removal:
         for namespace, count in self.counts:
             yield namespace, self.keys[start : start + count]
             start += count
+
+
+class Used(NamedTuple):
+    """What a request has used: slots, as runs of neighbours, and how many of their blocks nobody had used before.
+    `least`: see `Uses.count`."""
+
+    runs: Sequence[Sequence[int]]
+    new: int
+    least: int
 
 
 class Index:
@@ -137,12 +146,13 @@ class Index:
         if slots:
             self.namespaces.order_of(slots).refresh(slots)
 
-    def use(self, namespace: Namespace, keys: Sequence[bytes], now: float, least: int = 0) -> int:
+    def use(self, namespace: Namespace, keys: Sequence[bytes], now: float, least: int = 0) -> Used:
         """A request has used the blocks of this chain of keys: that counts, and those that are visible are marked as
-        just used. `least`, and what is returned: see `Uses.count`."""
+        just used. `least`, and `Used.least`: see `Uses.count`."""
         runs = namespace.keys.present_runs(keys)
         slots = self.evictable(runs)
         classes = self.uses.classes(slots)
+        new = self.uses.num_unused(runs)
         self.uses.recall(runs, self.slot_keys.key_of, namespace.tag)
         least = self.uses.count(runs, least)
         self.times.mark_used(runs, now)
@@ -150,7 +160,7 @@ class Index:
         if sum(map(len, runs)) < len(keys):
             absent = [key for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True) if slot is None]
             self.uses.count_absent(absent, namespace.tag)
-        return least
+        return Used(runs, new, least)
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are evictable, without repeats."""

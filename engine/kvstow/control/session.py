@@ -14,6 +14,7 @@ from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
+from kvstow.control.sources import NO_SOURCE, Source
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
@@ -65,6 +66,8 @@ class Session:
         """What the host calls the session."""
         self.label = ""
         """Begins the sentences about this session."""
+        self.model = ""
+        """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
         self._parts_behind: deque[Part] = deque()
@@ -122,11 +125,12 @@ class Session:
         """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
         return self._acquire(keys, self._present_keys, count=count)
 
-    def count_lookup(self, queried: int, hits: int) -> None:
+    def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
         pool = self.pool
         with pool.lock:
             pool.counters.count_lookup(queried, hits, self._lease_refusal(pool.clock()))
+            pool.sources.count_lookup(self.model, source, queried, hits)
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
         """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
@@ -165,6 +169,7 @@ class Session:
                 lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
+                pool.sources.count_lookup(self.model, NO_SOURCE, len(keys), len(slots))
             counters.lookups.seconds.observe(time.perf_counter() - begun)
         return lease, found
 
@@ -290,7 +295,14 @@ class Session:
         with self.pool.lock:
             return store_room(self)
 
-    def use(self, keys: Sequence[bytes], *, start: int = 0, looked_up: tuple[int, int] | None = None) -> None:
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        looked_up: tuple[int, int] | None = None,
+        source: Source = NO_SOURCE,
+    ) -> None:
         """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
         for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
         where it is not called, blocks are evicted in the order of their last use alone.
@@ -298,13 +310,14 @@ class Session:
         Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
         steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
         many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
-        blocks up, given with the first part; None: in all of that part.
+        blocks up, given with the first part; None: in all of that part. `source`: see `source_of`.
         """
         pool = self.pool
         with pool.lock:
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
-            least = pool.index.use(self.namespace, keys, now, self._uses_behind)
-            self._uses_behind = least if start else 0
+            used = pool.index.use(self.namespace, keys, now, self._uses_behind)
+            self._uses_behind = used.least if start else 0
+            pool.sources.count_use(self.model, source, used.runs, used.new)
         if comparison is None or not num_slots:
             return
         comparison.resize(num_slots)

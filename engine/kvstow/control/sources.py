@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
 from kvstow.status import SOURCE_KINDS, SourceKind, SourceOrder, SourceStatus
 
+MOST_SOURCES = 20
+"""Of each kind, that are shown."""
 DIGEST_BYTES = 8
 KEY_BYTES = 16
 _KEPT = 256
 """Of each kind. A source with more than this part of all blocks is among them."""
-_MOST_FOLLOWED = 16_384
+_MOST_FOLLOWED = 4096
 """Slots whose source is known. In larger pools, these are every third, ninth and so on."""
 
 
@@ -45,7 +47,7 @@ def _digest(key: bytes, kind: bytes, name: str | None) -> bytes:
 
 
 class Usage:
-    """Blocks of one source. `missed`: at most so many were looked up or stored before it was counted."""
+    """Blocks of one source. `missed`: at most so many more were looked up or stored before it was counted."""
 
     __slots__ = ("hits", "looked_up", "missed", "stored")
 
@@ -95,8 +97,11 @@ class TopSources:
 
 
 class Sources:
-    """The sources of a pool. Used with the pool's lock held. O(1) for each request, amortized, and O(slots) for each
-    store."""
+    """The sources of a pool. Used with the pool's lock held. Amortized O(1) for each request and each run of its slots.
+
+    A block's key covers the model, the adapter and the salt, so it has one of each, whoever stores it. The first
+    request that uses a block counts as the one that has stored it, and the last one as its owner.
+    """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
@@ -104,16 +109,37 @@ class Sources:
         self._tops: Mapping[SourceKind, TopSources] = {kind: TopSources() for kind in SOURCE_KINDS}
         self._stride = 1
         self._owners: dict[int, tuple[str, Source]] = {}
-        """Who has stored what was last stored in a slot, of every `_stride`th one."""
+        """Who has last used the block in a slot, of every `_stride`th one."""
 
     def count_lookup(self, model: str, source: Source, queried: int, hits: int) -> None:
         for usage in self._usages(model, source):
             usage.looked_up += queried
             usage.hits += hits
 
-    def count_stored(self, model: str, source: Source, blocks: int) -> None:
-        for usage in self._usages(model, source):
-            usage.stored += blocks
+    def count_use(self, model: str, source: Source, runs: Sequence[Sequence[int]], new: int) -> None:
+        """A request has used the blocks in these slots, of which nobody had used `new` ones before."""
+        if new:
+            for usage in self._usages(model, source):
+                usage.stored += new
+        owner = (model, source)
+        for run in runs:
+            if followed := self._followed(run):
+                self._owners.update(dict.fromkeys(followed, owner))
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """These slots, in ascending order, have new content, which nobody has used yet."""
+        if slots and slots[-1] - slots[0] == len(slots) - 1:
+            slots = range(slots[0], slots[-1] + 1)
+        for slot in self._followed(slots):
+            self._owners.pop(slot, None)
+
+    def _followed(self, slots: Sequence[int]) -> Sequence[int]:
+        stride = self._stride
+        if stride == 1:
+            return slots
+        if isinstance(slots, range):
+            return range(-(-slots.start // stride) * stride, slots.stop, stride)
+        return [slot for slot in slots if not slot % stride]
 
     def _usages(self, model: str, source: Source) -> Iterator[Usage]:
         for kind, name in names_of(model, source):
@@ -125,18 +151,8 @@ class Sources:
             self._stride *= 3
             self._owners = {slot: owner for slot, owner in self._owners.items() if slot % self._stride == 0}
 
-    def set_owner(self, slots: Iterable[int], model: str, source: Source | None) -> None:
-        """Something new is visible in these slots; None: it is not known whose it is."""
-        stride = self._stride
-        followed = slots if stride == 1 else [slot for slot in slots if not slot % stride]
-        if source is not None:
-            self._owners.update(dict.fromkeys(followed, (model, source)))
-        else:
-            for slot in followed:
-                self._owners.pop(slot, None)
-
     def owners(self) -> list[tuple[int, tuple[str, Source]]]:
-        """Slots, and by whom they were last filled. O(slots that are followed)."""
+        """Slots, and who has last used the blocks that they hold or held. O(slots that are followed)."""
         return list(self._owners.items())
 
     def statuses(self, owners: Sequence[tuple[str, Source]], by: SourceOrder, most: int) -> list[SourceStatus]:

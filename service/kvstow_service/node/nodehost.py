@@ -34,6 +34,7 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.control.administration import HostSwitches
+from kvstow.control.sources import Source
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import NamespaceStatus, SessionStatus
@@ -223,7 +224,7 @@ class NodeHost:
         self._memory.do(self._memory.pools.add_session, session)
         if self.tier is not None:
             self.tier.enter(session)
-        return SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons)
+        return SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons, pool.sources.key.hex())
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
         session = self._sessions[session_id]
@@ -319,10 +320,11 @@ class NodeHost:
         self._sessions[session_id].complete(call)
 
     def use(self, session_id: str, call: Use) -> None:
-        self._sessions[session_id].control.use(call.keys, start=call.start, looked_up=call.looked_up)
+        control, source = self._sessions[session_id].control, Source(*call.source)
+        control.use(call.keys, start=call.start, looked_up=call.looked_up, source=source)
 
     def count_lookup(self, session_id: str, call: CountLookup) -> None:
-        self._sessions[session_id].control.count_lookup(call.queried, call.hits)
+        self._sessions[session_id].control.count_lookup(call.queried, call.hits, Source(*call.source))
 
     def note_prefill(self, session_id: str, call: Prefill) -> None:
         session, news = self._sessions[session_id], call.news()

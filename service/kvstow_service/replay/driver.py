@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Direction, Op
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
 from kvstow_service.replay.kv import FreeBlocks, KVCache, Verification
 from kvstow_service.replay.offload import ReplayOffload

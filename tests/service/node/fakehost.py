@@ -111,7 +111,7 @@ class FakeHost:
             self.held.pop()()
 
     def note_prefill(self, session_id: str, call: Prefill) -> None:
-        self.events.append(("prefill", call.tokens, call.seconds))
+        self.events.append(("prefill", call.news()))
 
     def _found(self, session_id: str, call: Lookup) -> Found:
         self.on_lookup()

@@ -15,6 +15,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow.testing.rank import ready_report
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from kvstow.control.sources import Source
 from kvstow.errors import LeaseError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillNews
@@ -124,9 +125,13 @@ class ControlPlane(Protocol):
 
     def store_room(self) -> int: ...
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None: ...
+    @property
+    def source_key(self) -> bytes:
+        """Of the digests of sources (`source_of`); empty while there is none."""
 
-    def count_lookup(self, queried: int, hits: int) -> None: ...
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None: ...
+
+    def count_lookup(self, queried: int, hits: int, source: Source) -> None: ...
 
     def note_prefill(self, news: PrefillNews) -> None: ...
 
@@ -192,11 +197,15 @@ class EmbeddedControl:
     def store_room(self) -> int:
         return self._engine.store_room()
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
-        self._engine.use(keys, start=start, looked_up=looked_up)
+    @property
+    def source_key(self) -> bytes:
+        return self._engine.pool.sources.key
 
-    def count_lookup(self, queried: int, hits: int) -> None:
-        self._engine.count_lookup(queried, hits)
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None:
+        self._engine.use(keys, start=start, looked_up=looked_up, source=source)
+
+    def count_lookup(self, queried: int, hits: int, source: Source) -> None:
+        self._engine.count_lookup(queried, hits, source)
 
     def note_prefill(self, news: PrefillNews) -> None:
         self._engine.note_prefill(news)

@@ -76,6 +76,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
         sizes = [hello.slot_bytes for hello in hellos]
         self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
         engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        engine.model = self._process.model
         events = self._make_events(engine)
         stats = StatsFeed(EngineFigures(engine, sum(sizes), self._slot_tokens))
         control = EmbeddedControl(engine)

@@ -18,6 +18,7 @@ from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, process_start
@@ -88,10 +89,6 @@ class SchedulerHost(ABC):
         """Whether vLLM should make steps although it has no requests, for reasons other than transfers."""
         return False
 
-    def time_step(self, step: Any) -> int:
-        """Time this step. Returns its number, or 0 if it is not timed. Never raises."""
-        return 0
-
     # What they have in common.
 
     def bind(self, pool: BlockPool) -> None:
@@ -142,10 +139,7 @@ class SchedulerHost(ABC):
             self.offload.side.measure(completions)
             self.offload.control.complete(rank, boot_id, completions)
         if update.timed_step:
-            self._step_ended(update.timed_step)
-
-    def _step_ended(self, number: int) -> None:  # noqa: B027 - not every host times steps
-        """The step that is timed under this number has ended."""
+            self.offload.side.step_ended(update.timed_step)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -180,6 +174,7 @@ class SchedulerHost(ABC):
             drafts=self._process.drafts,
             adapters=self._make_adapters(),
             policy=self._make_policy(control),
+            meter=PrefillMeter(min(LEAST_TOKENS, self._process.max_batched_tokens // 2)),
         )
 
     def _make_policy(self, control: ControlPlane) -> LoadPolicy:

@@ -430,7 +430,8 @@ class EndedRequests:
             start = max(0, end - max(1, most // self._blocks_per_stride) * alignment)
             keys = tracked.keys_between(self._groups, start, end)
             first, stop = self._position(tracked.looked_up.start), self._position(tracked.looked_up.stop)
-            self._control.use(keys, start=self._position(start), looked_up=(first, stop))
+            source = tracked.source(self._control.source_key)
+            self._control.use(keys, start=self._position(start), looked_up=(first, stop), source=source)
             most -= len(keys)
             if start:
                 self._ended.appendleft(_EndedRequest(last_store, tracked, start))

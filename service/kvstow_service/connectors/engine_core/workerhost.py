@@ -96,11 +96,6 @@ class WorkerHost(ABC, Generic[G]):
         """Completions for the scheduler's half, after a step."""
         return tuple(self.side.take_boot_completions())
 
-    @property
-    def timed_step(self) -> int:
-        """See `RankUpdate`."""
-        return 0
-
     # What they have in common.
 
     def register(self, kv_cache: Any) -> None:

@@ -13,6 +13,7 @@ from kvstow.attach.calls import EventPage, Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import TRANSIENT_REFUSALS, SessionTicket, number_of
+from kvstow.control.sources import Source
 from kvstow.messages import Completion, Direction, Op
 from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, KeyRun, Lease, Settled, StoreGrant
@@ -388,9 +389,13 @@ class AttachedControl:
     def release_lease(self, lease: Lease) -> None:
         self.engine.release_lease(lease)
 
-    def count_lookup(self, queried: int, hits: int) -> None:
+    def count_lookup(self, queried: int, hits: int, source: Source) -> None:
         if self._engine is not None:
-            self._engine.count_lookup(queried, hits)
+            self._engine.count_lookup(queried, hits, source)
+
+    @property
+    def source_key(self) -> bytes:
+        return b"" if self._engine is None else self._engine.source_key
 
     def note_prefill(self, news: PrefillNews) -> None:
         if self._engine is not None:
@@ -429,9 +434,9 @@ class AttachedControl:
     def store_room(self) -> int:
         return 0 if self._failure is not None or self._is_slow else self.engine.store_room()
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
+    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None:
         if keys and self._engine is not None:
-            self._engine.use(keys, start=start, looked_up=looked_up)
+            self._engine.use(keys, start=start, looked_up=looked_up, source=source)
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
         if self._engine is None:

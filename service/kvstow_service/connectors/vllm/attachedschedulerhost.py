@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import kvstow
 from kvstow.attach.engine import AttachedEngine
@@ -25,7 +24,7 @@ from kvstow_service.connectors.engine_core.stepplan import RankSession
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
-from kvstow_service.connectors.vllm.attachedfeeds import LEAST_TOKENS, AttachedBlocks, AttachedFigures, PrefillMeter
+from kvstow_service.connectors.vllm.attachedfeeds import AttachedBlocks, AttachedFigures
 
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""
@@ -68,8 +67,6 @@ class AttachedSchedulerHost(SchedulerHost):
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
         self._looking_until: float | None = None
-        self._meter = PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2), time.perf_counter)
-        self._num_timed = 0
 
     @property
     def ticket(self) -> SessionTicket | None:
@@ -88,23 +85,6 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._clock() >= self._looking_until:
             return False
         return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
-
-    def time_step(self, step: Any) -> int:
-        """Steps are timed while the service has a tier: it has to know how fast prefill is."""
-        if self._control is None or not self._control.has_tier or self._has_failed:
-            return 0
-        try:
-            self._num_timed += 1
-            self._meter.planned(self._num_timed, step)
-        except Exception as error:  # noqa: BLE001 - vLLM must go on
-            self._fail("timing of a step", error)
-            return 0
-        return self._num_timed
-
-    def _step_ended(self, number: int) -> None:
-        prefill = self._meter.ended(number)
-        if prefill is not None and self._control is not None:
-            self._control.note_prefill(prefill.tokens, prefill.seconds)
 
     def close(self) -> None:
         if self._control is not None:

@@ -44,6 +44,7 @@ class SessionGrant(NamedTuple):
     pool: str
     namespace: str
     sharing_off: tuple[str, ...] = ()
+    source_key: str = ""
 
 
 class SessionLink(Protocol):

@@ -312,6 +312,7 @@ class NodeSession(MemoryHolder):
         self.hello = hello
         self.pid = peer.pid or hello.pid
         control.name = session_id
+        control.model = hello.namespace.model if hello.namespace else ""
         control.label = f"session {session_id} ({hello.engine}): "
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
