@@ -209,7 +209,7 @@ class ProtectionResult:
 
 SourceKind = Literal["model", "lora", "salt", "session"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
-SourceOrder = Literal["hit_blocks", "stored_blocks", "slots"]
+SourceOrder = Literal["hits", "stores", "slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,9 +105,9 @@ class PoolFacade:
             new = min(pool.num_changes - seen, len(pool.changes))
             return pool.num_changes, list(pool.changes)[len(pool.changes) - new :]
 
-    def sources(self, by: SourceOrder = "hit_blocks", most: int = MOST_SOURCES) -> list[SourceStatus]:
-        """The `most` sources of each kind. O(1): of at most 4,096 slots, as many at a time with the lock held as bulk
-        administration visits."""
+    def sources(self, by: SourceOrder = "hits", most: int = MOST_SOURCES) -> list[SourceStatus]:
+        """The `most` sources of each kind, those with most of this first. Visits 4,096 slots at most, some at a time
+        with the lock held."""
         pool = self._pool
         with pool.lock:
             owners = pool.sources.owners()

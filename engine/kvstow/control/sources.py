@@ -166,9 +166,12 @@ class Sources:
                 _status(kind, name, usage.get(name, Usage(top.most_missed)), slots[kind, name] * self._stride)
                 for name in names
             ]
-            rows.sort(key=lambda row: (-getattr(row, by), row.source))
+            rows.sort(key=lambda row: (-getattr(row, _FIELDS[by]), row.source))
             found += rows[:most]
         return found
+
+
+_FIELDS: Mapping[SourceOrder, str] = {"hits": "hit_blocks", "stores": "stored_blocks", "slots": "slots"}
 
 
 def names_of(model: str, source: Source) -> Iterator[tuple[SourceKind, str]]:

@@ -38,8 +38,9 @@ class RankHello(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `launches` are for ranks on JAX: they come before the plan.
-    `lost`: why the step cannot load what it computes with; None if it can."""
+    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `launches` are
+    for ranks on JAX: they come before the plan. `lost`: why the step cannot load what it computes with; None if it
+    can."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None

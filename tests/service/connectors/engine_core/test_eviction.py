@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.service.connectors.engine_core.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
+from kvstow.control.sources import Source
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.stores import EndedRequests
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -128,9 +129,9 @@ def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.Mon
     told: list[tuple[int, int, tuple[int, int] | None]] = []
     use = host.engine.use
 
-    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int]) -> None:
+    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None:
         told.append((start, len(keys), looked_up))
-        use(keys, start=start, looked_up=looked_up)
+        use(keys, start=start, looked_up=looked_up, source=source)
 
     monkeypatch.setattr(host.engine, "use", noted)
     for number in range(2):

@@ -193,7 +193,12 @@ class SlowConnection:
         session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
-        self.welcome = Welcome(session_id=str(session.control.session_id), service="slow", token="secret", source_key=session.pool.sources.key.hex())
+        self.welcome = Welcome(
+            session_id=str(session.control.session_id),
+            service="slow",
+            token="secret",
+            source_key=session.pool.sources.key.hex(),
+        )
         self._on_attached(self.welcome)
 
     def answer_held(self) -> None:
