@@ -82,8 +82,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison namespaces index "
-    "indexjournal pool ops placement session administration attachedsession engine sharedpool tiertraffic fleettier",
+    "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison "
+    "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
+    "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -95,8 +96,8 @@ ORDER = {
     "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
     "engineprocess",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside workerside "
-    "metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "trackedrequests prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
+    "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",

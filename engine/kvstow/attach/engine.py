@@ -43,12 +43,12 @@ from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
-from kvstow.control.sources import NO_SOURCE, Source
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
 from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
 """How long to wait before another store is tried after the service has said that it has no room."""

@@ -17,10 +17,11 @@ from kvstow.control.comparison import Change, Curve
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
-from kvstow.control.sources import MOST_SOURCES, Source
+from kvstow.control.sources import MOST_SOURCES
 from kvstow.errors import IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
+from kvstow.source import Source
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
 from kvstow.status import (
     HOST_NAME,

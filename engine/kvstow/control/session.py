@@ -14,11 +14,11 @@ from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
-from kvstow.control.sources import NO_SOURCE, Source
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.source import NO_SOURCE, Source
 from kvstow.status import LoadRefusal, RankStatus
 
 _NOTHING = Lease(0, (), ())

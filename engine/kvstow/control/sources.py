@@ -1,49 +1,22 @@
-"""By whom a pool is used: the models, adapters, salts and sessions with most hits, stores and slots, in bounded memory.
-
-Salts are secrets, and names of adapters and sessions may say whose they are. What is counted and shown are digests of
-them, with a key of this pool that no other has and that ends with the process.
-"""
+"""By whom a pool is used: the models, adapters, salts and sessions with most hits, stores and slots, in bounded
+memory."""
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
-from typing import NamedTuple
 
+from kvstow.source import Source
 from kvstow.status import SOURCE_KINDS, SourceKind, SourceOrder, SourceStatus
 
 MOST_SOURCES = 20
 """Of each kind, that are shown."""
-DIGEST_BYTES = 8
 KEY_BYTES = 16
 _KEPT = 256
 """Of each kind. A source with more than this part of all blocks is among them."""
 _MOST_FOLLOWED = 4096
 """Slots whose source is known. In larger pools, these are every third, ninth and so on."""
-
-
-class Source(NamedTuple):
-    """Where a request comes from, as digests; empty for what it does not have."""
-
-    lora: bytes = b""
-    salt: bytes = b""
-    session: bytes = b""
-
-
-NO_SOURCE = Source()
-
-
-def source_of(key: bytes, *, lora: str | None, salt: str | None, session: str | None) -> Source:
-    """The digests of these names; empty ones count as none."""
-    return Source(_digest(key, b"lora", lora), _digest(key, b"salt", salt), _digest(key, b"session", session))
-
-
-def _digest(key: bytes, kind: bytes, name: str | None) -> bytes:
-    if not name:
-        return b""
-    return blake2b(name.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES, key=key, person=kind).digest()
 
 
 class Usage:

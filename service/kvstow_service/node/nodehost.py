@@ -34,9 +34,9 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.control.administration import HostSwitches
-from kvstow.control.sources import Source
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
+from kvstow.source import Source
 from kvstow.status import NamespaceStatus, SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread

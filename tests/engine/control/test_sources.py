@@ -9,7 +9,8 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.sources import NO_SOURCE, Source, Sources, TopSources, source_of
+from kvstow.control.sources import Sources, TopSources
+from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow.status import SourceStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys

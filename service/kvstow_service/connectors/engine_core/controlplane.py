@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from kvstow.control.sources import Source
 from kvstow.errors import LeaseError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.source import Source
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 

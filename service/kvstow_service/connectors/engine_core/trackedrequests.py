@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from kvstow.control.sources import NO_SOURCE, Source, source_of
 from kvstow.keys import make_key
 from kvstow.messages import Op
 from kvstow.results import Awaited, Lease
+from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.loadpolicy import Choice

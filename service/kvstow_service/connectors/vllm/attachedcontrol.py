@@ -13,10 +13,10 @@ from kvstow.attach.calls import EventPage, Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import TRANSIENT_REFUSALS, SessionTicket, number_of
-from kvstow.control.sources import Source
 from kvstow.messages import Completion, Direction, Op
 from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, KeyRun, Lease, Settled, StoreGrant
+from kvstow.source import Source
 from kvstow_service.connectors.engine_core.controlplane import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.service.connectors.engine_core.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
-from kvstow.control.sources import Source
+from kvstow.source import Source
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.stores import EndedRequests
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest

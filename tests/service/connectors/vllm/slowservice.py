@@ -36,8 +36,8 @@ from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.sources import Source
 from kvstow.errors import DisconnectedError, KvstowError
+from kvstow.source import Source
 from kvstow_service.node.pools.nodesession import NodeSession
 
 
