@@ -82,7 +82,7 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison "
+    "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison claims "
     "namespaces index indexjournal pool ops placement session administration attachedsession engine sharedpool "
     "tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedextent mappedpool extents "
@@ -107,12 +107,12 @@ ORDER = {
     "tier.nodetier nodehost node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body requests streamlimit "
-    "eventstream texts columns hostreadiness overview sampler readings client.endpoint "
+    "eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
     "page.render page.live routes.engine routes.pools routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "commands failures keeper localserver connection output blocks board get replay "
-    "serve settings top watching",
+    "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
+    "plot replay serve settings top watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {"engine/kvstow/tier": {"kvstow.attach.identity"}}

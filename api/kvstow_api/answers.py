@@ -214,6 +214,52 @@ class PoolsView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SizeView:
+    """A size of a pool, `times` as large as it is now, and the shares of blocks that it would have hit: in the order of
+    last use (`lru`), in the pool's own order (`own`), and as far as the pool's policy would reach it (`ratio`, which
+    never falls from one size to the next). Bytes are of all ranks together."""
+
+    num_slots: int
+    num_bytes: int
+    times: float
+    lru: float
+    own: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCurveView:
+    """What the last `requests` requests, which looked up `blocks` blocks, would have hit in pools of other sizes.
+    `items`: the sizes, the smallest first. While there is not enough evidence, or without a curve, `items` is empty,
+    all figures below it are null, and `advice` says why.
+
+    `slot_bytes` are of one rank, all other bytes of all ranks together. `k`: the pool's own order of eviction.
+    `everything`: the share that a pool would hit that never evicts. `advice`: what follows for the size, in a sentence.
+    `next_useful`: the smallest larger size whose doublings each add two points on the average. `enough`: the smallest
+    smaller size that would lose no more than half a point. `end`: the smallest size, not smaller than the pool, above
+    which less than a point is left. Each is null if there is no such size.
+
+    `saved_seconds_per_hour`: seconds of prefill that hits have saved, from the last five minutes; null if unknown.
+    """
+
+    pool: str
+    policy: str
+    num_slots: int
+    num_bytes: int
+    slot_bytes: int
+    advice: str
+    requests: int
+    blocks: int
+    items: list[SizeView]
+    k: float | None = None
+    everything: float | None = None
+    next_useful: SizeView | None = None
+    enough: SizeView | None = None
+    end: SizeView | None = None
+    saved_seconds_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
     """What a change of settings would do."""
 

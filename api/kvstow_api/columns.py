@@ -221,6 +221,20 @@ SOURCES = Columns(
 )
 
 
+CURVE = Columns(
+    (
+        _field("slots", "num_slots"),
+        _field("size", "num_bytes"),
+        Column("times", lambda one: f"{one.times:.3g}"),
+        Column("hits", lambda one: percent(one.ratio)),
+        Column("own order", lambda one: percent(one.own)),
+        Column("lru", lambda one: percent(one.lru)),
+        Column("note", lambda one: "now" if one.times == 1 else ""),
+    ),
+    "num_slots",
+)
+
+
 # -- ranks and what they copy --------------------------------------------------------------------------------------
 
 
@@ -347,6 +361,7 @@ LISTS: Mapping[str, Columns] = {
     "transfers": TRANSFERS,
     "operations": OPERATIONS,
     "tiers": TIERS,
+    "curve": CURVE,
     "log-levels": LOG_LEVELS,
 }
 """By the nouns of `kvstow get`."""

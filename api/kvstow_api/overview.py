@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
 from kvstow.status import RankStatus, SessionStatus, TransferStatus
-from kvstow_api.answers import NO_TIER, ConditionView, PoolView, ReadinessView, TierView, TransfersView
+from kvstow_api.answers import NO_TIER, ConditionView, PoolCurveView, PoolView, ReadinessView, TierView, TransfersView
 from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
 from kvstow_api.figures import AXES, CurvesView, CurveView, NowView, Unit
 from kvstow_api.texts import counted, duration, field_text, percent, rate
@@ -34,6 +34,7 @@ class PoolReadings(NamedTuple):
     stats: EngineStats
     ranks: Sequence[RankStatus]
     curves: CurvesView
+    curve: PoolCurveView
 
 
 class Readings(NamedTuple):
@@ -89,6 +90,21 @@ class Chart(NamedTuple):
     since_start: str = ""
 
 
+class Sizes(NamedTuple):
+    """What pools of other sizes would hit: a label and a share for each size, the shares in the order of last use
+    beside it, and the numbers of the present and the next useful size. Empty, apart from `words`, without a curve.
+    `words`: what follows; empty if a condition tells it."""
+
+    labels: tuple[str, ...]
+    ratios: tuple[float, ...]
+    lru: tuple[float, ...]
+    now: int | None
+    next: int | None
+    top: float
+    figures: tuple[Row, ...]
+    words: str
+
+
 @dataclass(frozen=True, slots=True)
 class PoolOverview:
     """One pool. `slots`: number by state, and of those not pinned, in the order of display."""
@@ -99,6 +115,7 @@ class PoolOverview:
     evictions: tuple[Row, ...]
     drops: tuple[Row, ...]
     block_rates: str
+    sizes: Sizes
 
 
 class RankRow(NamedTuple):
@@ -198,7 +215,7 @@ def overview(given: Readings) -> Overview:
         ),
         pending=(*_pending(given.transfers.pending), *_ways(given.transfers.load_choices)),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
-        pool=None if given.pool is None else _pool_overview(given.pool),
+        pool=None if given.pool is None else _pool_overview(given.pool, given.conditions),
     )
 
 
@@ -233,8 +250,9 @@ def _transfer(one: TransferStatus, num_sessions: int) -> str:
     return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}{session}{request}"
 
 
-def _pool_overview(given: PoolReadings) -> PoolOverview:
+def _pool_overview(given: PoolReadings, conditions: Sequence[ConditionView]) -> PoolOverview:
     stats, curves = given.stats, given.curves
+    is_told = any(one.name == "pool_size" and one.pool == given.curve.pool for one in conditions)
     drops = {name: count for name, count in stats.stores.items() if name.startswith(("dropped_", "failed"))}
     return PoolOverview(
         about=_pool(stats.pool),
@@ -243,6 +261,30 @@ def _pool_overview(given: PoolReadings) -> PoolOverview:
         evictions=_counts(stats.evictions),
         drops=_counts(drops),
         block_rates=_block_rates(curves.now),
+        sizes=_sizes(given.curve, is_told),
+    )
+
+
+def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
+    items = curve.items
+    now = next((number for number, size in enumerate(items) if size.times == 1), None)
+    figures = []
+    if now is not None:
+        figures.append(Row("hits", percent(items[now].ratio), f"now, {format_size(curve.num_bytes)}"))
+    if (better := curve.next_useful) is not None:
+        figures.append(Row("next", percent(better.ratio), f"next useful size, {format_size(better.num_bytes)}"))
+    if curve.saved_seconds_per_hour is not None:
+        figures.append(Row("saved", duration(curve.saved_seconds_per_hour), "of prefill saved an hour"))
+    top = max([0.05, *(size.ratio for size in items)])
+    return Sizes(
+        labels=tuple(format_size(size.num_bytes) for size in items),
+        ratios=tuple(size.ratio for size in items),
+        lru=() if curve.policy == "lru" else tuple(size.lru for size in items),
+        now=now,
+        next=next((number for number, size in enumerate(items) if size == better), None),
+        top=top,
+        figures=tuple(figures),
+        words="" if is_told else curve.advice,
     )
 
 

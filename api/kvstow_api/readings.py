@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
-from kvstow_api.answers import NO_TIER, PoolView, TierView, TransfersView
+from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, SizeView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.figures import saved_per_hour, seconds_per_ratio
 from kvstow_api.sampler import Sampler
+from kvstow_api.sizing import Size, advise, derive
 
 
 def settings_etag(pool: HostedPool) -> str:
@@ -110,3 +113,57 @@ def tier_view(directory: Directory) -> TierView:
     """Of all pools. O(pools + clients)."""
     tier = directory.tier
     return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))
+
+
+_NO_CURVE = "the pool follows no curve: its setting `curve` is off"
+_NO_EVIDENCE = (
+    "too early to tell: that takes 150 requests that have ended, and look-ups of four times the pool's blocks"
+)
+
+
+def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
+    """What other sizes of a pool would hit. O(sizes), apart from a sum over the pieces of the curve's window."""
+    facade = hosted.facade
+    pool, curve = facade.stats().pool, facade.curve()
+    total = hosted.stored_slot_bytes or facade.config.total_slot_bytes
+    sizing = None if curve is None else derive(curve, pool.usable_slots, pool.policy)
+    kept = sampler.kept(hosted.name)
+    view = PoolCurveView(
+        pool=hosted.name,
+        policy=pool.policy,
+        num_slots=pool.usable_slots,
+        num_bytes=pool.usable_slots * total,
+        slot_bytes=pool.slot_bytes,
+        advice=_NO_EVIDENCE if facade.config.curve else _NO_CURVE,
+        requests=0,
+        blocks=0,
+        items=[],
+        saved_seconds_per_hour=saved_per_hour(kept),
+    )
+    if curve is None or sizing is None:
+        return view
+
+    def shown(size: Size) -> SizeView:
+        times, point = size.num_slots / sizing.now.num_slots, points[size.num_slots]
+        return SizeView(
+            num_slots=size.num_slots,
+            num_bytes=size.num_slots * total,
+            times=times,
+            lru=point.lru,
+            own=point.own,
+            ratio=size.ratio,
+        )
+
+    points = {point.num_slots: point for point in curve.points}
+    return replace(
+        view,
+        advice=advise(sizing, total, seconds_per_ratio(kept)),
+        requests=sizing.requests,
+        blocks=sizing.blocks,
+        items=[shown(size) for size in sizing.sizes],
+        k=curve.k,
+        everything=sizing.everything,
+        next_useful=None if sizing.next is None else shown(sizing.next),
+        enough=None if sizing.enough is None else shown(sizing.enough),
+        end=None if sizing.end is None else shown(sizing.end),
+    )

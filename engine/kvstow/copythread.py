@@ -180,10 +180,13 @@ class CopyThread:
         """Wait until an op can start; while some run, for `pause` at most, as fences and tickets must be polled. False
         when it is time to end."""
         with self._lock:
+            if not self._ops.num_running():
+                self._work.wait_for(lambda: self._ops.can_start() or self._ops.num_running() or self._is_ending())
+                pause = 0.0
+            if self._ops.are_adopted:  # their host computes with them, and nobody waits for their end
+                pause = _DRIVEN_PAUSE
             if self._ops.num_running():
                 self._work.wait_for(self._ops.can_start, timeout=pause)
-            else:
-                self._work.wait_for(lambda: self._ops.can_start() or self._ops.num_running() or self._is_ending())
             if self._defect is not None:
                 raise self._defect
             return self._stop_at is None or (self._ops.num_running() > 0 and self._clock() < self._stop_at)

@@ -90,6 +90,11 @@ class OpQueues:
         """Of one direction, or of both."""
         return sum(map(len, self._queued.values())) if direction is None else len(self._queued[direction])
 
+    @property
+    def are_adopted(self) -> bool:
+        """Whether there are adopted ops, and no others."""
+        return bool(self._adopted) and self.num_running() == len(self._adopted) and not self.num_queued()
+
     def num_running(self) -> int:
         return len(self._adopted) + sum(map(len, self._running.values()))
 

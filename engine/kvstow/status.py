@@ -45,6 +45,27 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A size, and the shares of blocks that a pool of it would hit: in the order of last use, and in the pool's own."""
+
+    num_slots: int
+    lru: float
+    own: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What the requests of the window would have hit in pools of other sizes, by size. `k`: the pool's own order.
+    `everything`: the share that a pool would hit that never evicts."""
+
+    points: tuple[CurvePoint, ...]
+    everything: float
+    k: float
+    requests: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferStatus:
     """One op in flight, of the engine `session`, which uses `pool`. `queued` (no rank has reported on it), `running`
     (some have), `stuck` (too old), or `quarantined` (an abandoned store whose slots wait for the last ranks).
@@ -227,6 +248,58 @@ class SourceStatus:
     stored_blocks: int
     slots: int
     missed_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextStatus:
+    """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
+    `kvstow.hints.context_id`; it means something in `namespace` alone. `blocks`: those that its claim covers now; null
+    tokens if the host does not know how many a block has.
+
+    `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
+    `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
+    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: whether the client has said that;
+    otherwise it is what the pool has learned of the context.
+    """
+
+    context: str
+    namespace: str
+    blocks: int
+    bytes: int
+    tokens: int | None
+    requests: int
+    hits: int
+    idle_seconds: float
+    resume_in_seconds: float | None
+    is_hinted: bool
+
+
+class ContextPage(NamedTuple):
+    """Some contexts, those with the most blocks first; `next_rank` continues the listing, None at its end. `total`:
+    contexts that are known."""
+
+    contexts: tuple[ContextStatus, ...]
+    next_rank: int | None
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimsStatus:
+    """What hints do in a pool. `is_on`: false while the pool does better without them. `claimed_slots`: evictable or
+    not; `allowed_slots`: as many may be. `used_again` and `never_used`: claimed blocks whose claim has ended so, since
+    the start. `saved_ratio`: the share of the blocks that were looked up in the last `window_requests` that hit because
+    of claims, negative if they cost hits, null before there is evidence. `switches`: how often hints were switched off
+    or on."""
+
+    is_on: bool
+    contexts: int
+    claimed_slots: int
+    allowed_slots: int
+    used_again: int
+    never_used: int
+    saved_ratio: float | None
+    window_requests: int
+    switches: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, SlotCounts
 from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.answers import DoctorView
+from kvstow_api.answers import DoctorView, PoolCurveView
 from kvstow_api.client.client import decode
 from kvstow_api.conditions.evidence import Evidence
 from kvstow_api.conditions.table import TABLE, failures_of, find_conditions
@@ -64,6 +64,9 @@ RANK = RankStatus(
 DAY = 86_400
 
 
+LARGER = decode(PoolCurveView, EXAMPLES["PoolCurveView"])
+"""A curve on which twice the size would be worth its memory."""
+FITS = replace(LARGER, next_useful=None)
 SESSION = replace(decode(SessionStatus, EXAMPLES["SessionStatus"]), state="attached", registered_slots=8)
 EMBEDDED = {one.name for one in TABLE if one.of in ("host", "pool")}
 
@@ -94,6 +97,7 @@ def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
         host=HOST,
         certificate_seconds_left=7 * DAY,
         exposed_files={},
+        curve=FITS,
     )
     return healthy._replace(**changes)
 
@@ -158,6 +162,8 @@ FIRING = [
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.21))),
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, store_busy_seconds=0.21))),
     ("thrashing", "warning", evidence(kept=[sample(0), sample(5, evicted=8)])),
+    ("pool_size", "info", evidence(curve=LARGER)),
+    ("pool_size", "info", evidence(curve=replace(FITS, enough=FITS.items[1]))),
     ("share", "warning", evidence(granted_bytes=2 * GIB - 1, due_bytes=4 * GIB)),
     ("bypass", "warning", evidence(bypass=BypassStatus(load=True, store=False, ttl_seconds_left=None))),
     ("bypass", "info", evidence(bypass=BypassStatus(load=False, store=True, ttl_seconds_left=5.0))),
@@ -247,7 +253,15 @@ def test_a_pool_that_grows_says_what_that_costs() -> None:
 def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
     unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0, resident_bytes=0)
     told = diagnose(
-        evidence(unknown, kept=[], clock_offsets={}, host=None, certificate_seconds_left=None, exposed_files=None)
+        evidence(
+            unknown,
+            kept=[],
+            clock_offsets={},
+            host=None,
+            certificate_seconds_left=None,
+            exposed_files=None,
+            curve=replace(FITS, items=[], advice="nothing can be said yet"),
+        )
     )
     named = {
         "certificate",
@@ -259,11 +273,19 @@ def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
         "links",
         "thrashing",
         "token_files",
+        "pool_size",
     }
     assert set(told.skipped) == named
     assert all(told.skipped.values())
     assert set(told.checked) | set(told.skipped) == EMBEDDED
     assert told.conditions == []
+
+
+def test_a_size_that_would_help_comes_with_the_command_that_sets_it() -> None:
+    (one,) = diagnose(evidence(curve=LARGER)).conditions
+    assert one.what == LARGER.advice
+    assert "`kvstow resize 16GiB`" in one.fix, "of each rank, as the command takes it"
+    assert (one.evidence["better_ratio"], one.evidence["requests"]) == (0.34, 2600)
 
 
 def test_the_worst_comes_first() -> None:
@@ -291,7 +313,7 @@ async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()
     assert {one["name"] for one in body["conditions"]} == {"certificate", "huge_pages", "clocks", "bypass"}
-    assert set(body["skipped"]) == {"links", "thrashing", "token_files"}
+    assert set(body["skipped"]) == {"links", "thrashing", "token_files", "pool_size"}
 
 
 @pytest.mark.anyio

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from tests.api.test_columns import NOW, POOL
-from tests.api.test_conditions import GIB, SESSION
+from tests.api.test_conditions import FITS, GIB, LARGER, SESSION
 from tests.api.test_conditions import RANK as PLAIN
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
 from kvstow.status import MemoryStatus, RankStatus, TransferStatus
-from kvstow_api.answers import ConditionView, PoolView, ReadinessView, TransfersView
+from kvstow_api.answers import ConditionView, PoolCurveView, PoolView, ReadinessView, TransfersView
 from kvstow_api.client.client import decode
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
@@ -24,6 +24,7 @@ from kvstow_api.overview import (
     PoolReadings,
     RankRow,
     Readings,
+    Sizes,
     overview,
     pool_to_show,
     rank_rows,
@@ -60,7 +61,7 @@ TRANSFERS = TransfersView(
 def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
     """Of a node with these pools, and of the only one of them."""
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
-    shown = PoolReadings(engine.stats(), (), CURVES)
+    shown = PoolReadings(engine.stats(), (), CURVES, FITS)
     given: dict[str, Any] = {
         "model": "some/model",
         "mode": "test",
@@ -152,7 +153,9 @@ def test_a_selected_pool_narrows_sessions_and_ranks() -> None:
     assert "pool" in everything.sessions.titles
     assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks that a condition concerns"
     assert (everything.selected, everything.pool) == (None, None)
-    chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), CURVES)
+    chosen = PoolReadings(
+        OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), CURVES, FITS
+    )
     one = overview(given._replace(asked="b", pool=chosen))
     assert [row.name for row in one.sessions.rows] == ["in-b"]
     assert "pool" not in one.sessions.titles
@@ -218,3 +221,39 @@ def test_ranks_of_several_sessions_are_told_apart() -> None:
 def test_how_loads_went_and_why_is_beside_what_is_in_flight() -> None:
     rows = {row.name: row for row in overview(readings([POOL])).pending}
     assert rows["loads by layer"][1:] == ("7 of 1,207", "layer alone 7, async burst 1,200")
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(curve: PoolCurveView, conditions: Sequence[ConditionView] = ()) -> Sizes:
+    given = readings([POOL])
+    assert given.pool is not None
+    shown = overview(given._replace(pool=given.pool._replace(curve=curve), conditions=conditions)).pool
+    assert shown is not None
+    return shown.sizes
+
+
+def test_sizes_have_their_shares_and_what_the_next_one_would_add() -> None:
+    sizes = sizes_of(LARGER)
+    assert (sizes.labels[0], sizes.labels[-1], sizes.now, sizes.next) == ("2 GiB", "128 GiB", 3, 4)
+    assert (sizes.ratios, sizes.top) == ((0.06, 0.11, 0.18, 0.25, 0.34, 0.37, 0.374), 0.374)
+    assert [(row.value, row.note) for row in sizes.figures] == [
+        ("25.0 %", "now, 16 GiB"),
+        ("34.0 %", "next useful size, 32 GiB"),
+        ("1h 26m", "of prefill saved an hour"),
+    ]
+    assert sizes.lru == (0.04, 0.07, 0.11, 0.16, 0.28, 0.36, 0.372)
+    assert sizes_of(replace(LARGER, policy="lru")).lru == ()
+
+
+def test_what_a_condition_tells_is_not_said_twice() -> None:
+    told = ConditionView(name="pool_size", severity="info", pool="host", what="", why="", fix="", evidence={})
+    assert sizes_of(LARGER).words == LARGER.advice
+    assert sizes_of(LARGER, [told]).words == ""
+    assert sizes_of(LARGER, [replace(told, pool="other")]).words == LARGER.advice
+
+
+def test_without_evidence_there_are_only_words() -> None:
+    sizes = sizes_of(replace(FITS, items=[], advice="too early to tell", saved_seconds_per_hour=None))
+    assert (sizes.ratios, sizes.figures, sizes.now, sizes.words) == ((), (), None, "too early to tell")

@@ -79,7 +79,7 @@ def test_a_layer_attends_after_its_pages_came(
     waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A latch holds the load back, so that a computation that does not wait is always too early."""
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
     rank = make_rank([8192] * 4)
     expected = rank.blocks(range(4))
     assert finish(rank.store(range(4), range(4))) is TicketState.DONE
@@ -158,7 +158,7 @@ def test_a_pool_that_shrinks_keeps_what_a_load_reads(make_rank: MakeRank, latch:
 def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
     number: int, make_rank: MakeRank, finish: Finish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
     rank = make_rank([8192] * 4)
     expected = rank.blocks(range(8))
     assert finish(rank.store(range(8), range(8))) is TicketState.DONE

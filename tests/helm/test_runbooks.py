@@ -151,22 +151,15 @@ def test_every_name_is_real() -> None:
     assert [word for word in code_words(PAGE) if not is_known(word)] == []
 
 
-def test_the_index_has_every_alert_and_how_urgent_it_is() -> None:
-    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (\w+) \|", PAGE, re.MULTILINE)
-    assert rows == [(rule["alert"], rule["alert"].lower(), rule["labels"]["severity"]) for rule in ALERTS]
-
-
 def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
     assert list(SECTIONS) == ["Restart a pod", *(rule["alert"] for rule in ALERTS)]
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_a_runbook_says_what_it_means_how_to_confirm_it_and_what_to_do(rule: dict[str, Any]) -> None:
-    paragraphs = SECTIONS[rule["alert"]].strip().split("\n\n")
-    assert paragraphs[0].startswith(f"*{rule['labels']['severity']}*: ")
-    assert paragraphs[1].startswith("**Confirm** with `kvstow ") or "pod's log" in paragraphs[1]
-    assert paragraphs[2].startswith(("1. ", "**Do**, by reason:"))
-    assert paragraphs[-1].startswith("**Do not** ")
+def test_a_runbook_says_what_it_means_where_to_look_and_what_to_do(rule: dict[str, Any]) -> None:
+    text = SECTIONS[rule["alert"]].strip()
+    assert text.startswith(f"*{rule['labels']['severity']}*: ")
+    assert re.findall(r"^- \*\*([A-Z][a-z ]+)\*\*", text, re.MULTILINE) == ["Look", "Do", "Do not"]
 
 
 def test_every_check_of_readiness_has_an_alert() -> None:

@@ -16,6 +16,7 @@ from kvstow_api.answers import (
     OperationsView,
     OperationView,
     PinningView,
+    PoolCurveView,
     PoolsView,
     PoolView,
     RanksView,
@@ -51,6 +52,7 @@ get_bypass = Route("GET", "/v1/bypass", BypassStatus)
 set_bypass = Route("PUT", "/v1/bypass", BypassStatus)
 list_pools = Route("GET", "/v1/pools", PoolsView)
 get_pool = Route("GET", "/v1/pools/{pool}", PoolView)
+get_pool_curve = Route("GET", "/v1/pools/{pool}/curve", PoolCurveView)
 change_pool: Route[PoolView | OperationView] = Route("PATCH", "/v1/pools/{pool}", PoolView, operation=True)
 delete_pool = Route("DELETE", "/v1/pools/{pool}", type(None))
 evict: Route[RemovedView | OperationView] = Route("POST", "/v1/pools/{pool}/evict", RemovedView, operation=True)

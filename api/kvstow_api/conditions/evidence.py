@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvstow.messages import DesiredState
 from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, NamespaceStatus, RankStatus, Readiness, SessionStatus
-from kvstow_api.answers import ConditionView, Severity, TierView
+from kvstow_api.answers import ConditionView, PoolCurveView, Severity, TierView
 from kvstow_api.directory import HostMemory, OrphanedMemory, TierMeasurements
 from kvstow_api.figures import Sample
 
@@ -44,6 +44,8 @@ class Evidence(NamedTuple):
     slot_bytes: int = 0
     """Of a pool: see `HostedPool`; `slot_bytes` are those of all ranks together."""
     integrity_error: str | None = None
+    curve: PoolCurveView | None = None
+    """Of a pool: what other sizes would hit."""
 
     @property
     def bytes_to_come(self) -> int:

@@ -422,3 +422,35 @@ def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
             usable_slots=slots,
             window_seconds=seconds,
         )
+
+
+def find_size(evidence: Evidence) -> Iterator[ConditionView]:
+    """A pool that a larger size would help, or that a smaller one would do for."""
+    curve = evidence.curve
+    if curve is None or not curve.items:
+        raise NothingToMeasure(curve.advice if curve is not None else "there is no curve")
+    better = curve.next_useful or curve.enough
+    if better is None:
+        return
+    if evidence.node is None:
+        fix = (
+            f"`kvstow resize {format_size(better.num_slots * curve.slot_bytes).replace(' ', '')}`, up to the maximum "
+            "of this host (`kvstow get pools -o wide`); `kvstow plot curve` draws all sizes"
+        )
+    else:
+        fix = (
+            f"another `--memory` for `kvstow serve`, of which other pools have their share, too; "
+            f"`kvstow plot curve{evidence.of_pool}` draws all sizes"
+        )
+    yield make_condition(
+        "info",
+        curve.advice,
+        "memory that adds hits saves prefill, and memory that adds none could serve something else",
+        fix,
+        capacity_bytes=curve.num_bytes,
+        better_bytes=better.num_bytes,
+        ratio=next(size.ratio for size in curve.items if size.times == 1),
+        better_ratio=better.ratio,
+        requests=curve.requests,
+        blocks=curve.blocks,
+    )

@@ -19,7 +19,7 @@ from kvstow_api.health import Check
 from kvstow_api.host import ApiHost
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.hostwatch import HostWatch, RankClocks
-from kvstow_api.readings import sessions_now, tier_view
+from kvstow_api.readings import curve_view, sessions_now, tier_view
 from kvstow_api.sampler import Sampler
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -62,6 +62,7 @@ TABLE = (
     Condition("memlock", "pool", pools.find_memlock),
     Condition("links", "pool", pools.find_links),
     Condition("thrashing", "pool", pools.find_thrashing),
+    Condition("pool_size", "pool", pools.find_size),
     # -- of a server that engines attach to
     Condition("node_memory", "node", hosts.find_memory, ("memory",)),
     Condition("populating", "node", hosts.find_populating, ("pinned",)),
@@ -224,6 +225,7 @@ class Conditions:
             due_bytes=pool.due_bytes,
             slot_bytes=pool.stored_slot_bytes or facade.config.total_slot_bytes,
             integrity_error=facade.integrity_error,
+            curve=curve_view(self._sampler, pool),
             drain=_NO_DRAIN if whole.drain.active else admin.drain_status,
             bypass=_NO_BYPASS if whole.bypass.load or whole.bypass.store else admin.bypass,
         )

@@ -63,6 +63,22 @@ def _height(point: float, top: float) -> float:
     return _MARGIN + (HEIGHT - 2 * _MARGIN) * (1 - share)
 
 
+class SizePlot(NamedTuple):
+    """Geometry of shares by size, in a box of 300 by 48 whose columns are equally wide: a polyline, and the middle of
+    each column with the height of its share."""
+
+    line: str
+    spots: tuple[tuple[str, str], ...]
+
+
+def size_plot(ratios: Sequence[float], top: float) -> SizePlot:
+    spots = tuple(
+        (f"{WIDTH * (2 * number + 1) / (2 * len(ratios)):.1f}", f"{_height(ratio, top):.1f}")
+        for number, ratio in enumerate(ratios)
+    )
+    return SizePlot(" ".join(f"{x},{y}" for x, y in spots), spots)
+
+
 SECTIONS = (
     "state",
     "memory",
@@ -72,6 +88,7 @@ SECTIONS = (
     "ranks",
     "slots",
     "charts",
+    "sizes",
     "pending",
     "evictions",
     "events",
@@ -86,7 +103,7 @@ class Renderer:
         environment = Environment(
             loader=PackageLoader("kvstow_api.page", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
-        environment.globals.update(bar=bar, polylines=polylines, num_points=CURVE_POINTS, zip=zip)
+        environment.globals.update(bar=bar, polylines=polylines, size_plot=size_plot, num_points=CURVE_POINTS, zip=zip)
         self._page = environment.get_template("page.html")
         self._macros = environment.get_template("sections.html").module
         self._style, self._script = _asset("page.css"), _asset("page.js")

@@ -24,6 +24,7 @@ from kvstow_api.answers import (
     OperationView,
     PinningView,
     PlanView,
+    PoolCurveView,
     PoolsView,
     PoolView,
     RemovedView,
@@ -46,7 +47,7 @@ from kvstow_api.queries import (
     find_pool,
     token_of,
 )
-from kvstow_api.readings import pool_view, pool_views, settings_etag
+from kvstow_api.readings import curve_view, pool_view, pool_views, settings_etag
 from kvstow_api.requests import CHANGED_NOTHING
 
 # -- operations -------------------------------------------------------------------------------------------------------
@@ -236,6 +237,12 @@ async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
     view = pool_view(app.directory, app.sampler, pool)
     response.headers["ETag"] = view.etag
     return view
+
+
+@router.get("/pools/{pool}/curve", responses=reading(404))
+async def get_pool_curve(app: App, pool: Pool) -> PoolCurveView:
+    """What pools of other sizes would have hit lately, and what follows for the size of this one."""
+    return curve_view(app.sampler, pool)
 
 
 @router.patch(

@@ -199,11 +199,13 @@ class Administrator:
         slots: int | None = None,
         num_bytes: int | None = None,
         idle_seconds: float | None = None,
+        context: bytes | None = None,
         dry_run: bool = False,
     ) -> Sweep:
-        """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, or
-        all that were last used `idle_seconds` ago or earlier. Blocks in use or protected stay."""
-        _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
+        """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, all that
+        were last used `idle_seconds` ago or earlier, or those that only this context has claimed. Blocks in use or
+        protected stay."""
+        _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, context=context)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
             return scan(self._pool, "evict", "operator", dry_run, wanted)
@@ -219,12 +221,15 @@ class Administrator:
         age_seconds: float | None = None,
         slots: int | None = None,
         num_bytes: int | None = None,
+        context: bytes | None = None,
         dry_run: bool = False,
     ) -> Sweep:
-        """Remove blocks: all, by exact keys, key prefixes, idle time or age, or the next ones by count.
+        """Remove blocks: all, by exact keys, key prefixes, idle time or age, those of a context, or the next ones by
+        count.
 
-        By all, keys and prefixes, protected and leased blocks go too, and stores in flight do not become visible;
-        a leased slot is reused only when its lease or load ends. The others remove evictable blocks only.
+        By all, keys, prefixes and context, protected and leased blocks go too, and stores in flight do not become
+        visible; a leased slot is reused only when its lease or load ends. The others remove evictable blocks only. The
+        blocks of a context are those that its claim covers, also where others share them.
         """
         _exactly_one(
             all=everything or None,
@@ -234,6 +239,7 @@ class Administrator:
             age_seconds=age_seconds,
             slots=slots,
             bytes=num_bytes,
+            context=context,
         )
         if everything:
             return purge_matching(self._pool, lambda key: True, dry_run)
@@ -370,6 +376,17 @@ class Administrator:
         with self._pool.lock:
             self._pool.settings_revision += name != self._pool.policy
             self._pool.set_policy(name)
+
+    # -- contexts -------------------------------------------------------------------------------------------
+
+    def release_context(self, context: bytes) -> int:
+        """No further request of this context is expected, in any namespace: its claims end, and blocks that nothing
+        else has used are the first to be evicted. Returns how many blocks it had claimed. Raises `NotFoundError`."""
+        raise NotFoundError(f"there is no context {context.hex()}")
+
+    def set_context(self, context: bytes, resume_in: float) -> None:
+        """The next request of this context is expected in so many seconds. Raises `NotFoundError`."""
+        raise NotFoundError(f"there is no context {context.hex()}")
 
     # -- protections ----------------------------------------------------------------------------------------
 

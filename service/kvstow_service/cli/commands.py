@@ -23,6 +23,7 @@ COMMANDS = {
     "trace": _Command("replay", "Generate request traces."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),
     "describe": _Command("get", "Show one thing in full: the server, a pool, a rank, ..."),
+    "plot": _Command("plot", "Draw the hits of a pool by its size."),
     "top": _Command("top", "Watch the server live."),
     "events": _Command("watching", "Print events as they happen, until Ctrl-C."),
     "doctor": _Command("watching", "Tell what is wrong, whom it concerns, and what mends it."),

@@ -15,6 +15,7 @@ import click
 
 from kvstow.stats import EngineStats, Histogram
 from kvstow.status import SOURCE_KINDS, Readiness
+from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.connection import TIME, Connection, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
@@ -22,6 +23,7 @@ from kvstow_service.cli.output import Format, emit, format_flag, format_option, 
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client, Route
+    from kvstow_api.columns import Columns
 
 _PAGE = 1000
 
@@ -100,6 +102,15 @@ _NOUNS = (
         described=False,
         route="get_tier",
     ),
+    _Noun(
+        "curve",
+        "curve",
+        "What a pool of other sizes would have hit lately, and what follows for its size.",
+        (_POOL,),
+        described=False,
+        in_pool=True,
+        route="get_pool_curve",
+    ),
     _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False, route="get_log_levels"),
 )
 _ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name for noun in _NOUNS}}
@@ -164,8 +175,15 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
         click.echo(note, err=True)
     if style == "name":
         return "".join(f"{getattr(item, kind.name)}\n" for item in view.items)
-    text = text_of(view, style, lambda view: table(view.items, kind, wide=style == "wide"), one_line=watched)
+    text = text_of(view, style, lambda view: _shown(view, kind, wide=style == "wide"), one_line=watched)
     return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
+
+
+def _shown(view: Any, kind: Columns, *, wide: bool) -> str:
+    """The table; of a curve, also what follows from it, or why there is none."""
+    if not isinstance(view, PoolCurveView):
+        return table(view.items, kind, wide=wide)
+    return f"{table(view.items, kind, wide=wide)}\n\n{view.advice}" if view.items else view.advice
 
 
 def _note(view: Any, options: dict[str, Any]) -> str:

@@ -96,6 +96,7 @@ def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
             stats=call(routes.get_stats, pool=pool),
             ranks=call(routes.list_ranks, pool=pool).items,
             curves=call(routes.get_curves, pool=pool),
+            curve=call(routes.get_pool_curve, pool=pool),
         )
     except ApiError as error:
         if error.problem is None or error.problem.status != 404:

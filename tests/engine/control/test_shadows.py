@@ -304,6 +304,12 @@ def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[byte
     assert [point.num_slots for point in curve.points] == [20, 40, 80, 160, 320, 640, 1280]
     assert [point.lru for point in curve.points] == pytest.approx(ratios[0])
     assert [point.own for point in curve.points] == pytest.approx(ratios[1], abs=0.02)
+    seen: set[bytes] = set()
+    again = 0
+    for chain in requests:
+        again += len(seen.intersection(chain))
+        seen.update(chain)
+    assert curve.everything == pytest.approx(again / sum(map(len, requests)))
 
 
 def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:

@@ -42,7 +42,7 @@ def compute(cuda: Any, rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def one_part_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LEAST_BYTES", 1)
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
 
 
 def _reader(rank: Any, part: int, blocks: list[int], seen: dict[int, list[bytes]]) -> Callable[[], bool]:
@@ -124,6 +124,16 @@ def test_a_stream_waits_for_a_launch_once(cuda: Any, rank: Any, compute: Any) ->
     assert len(compute.work) == 1
     load.wait(3)
     assert len(compute.work) == 2
+
+
+@pytest.mark.parametrize(("blocks", "launches"), [(1, 4), (4, 8), (16, 16), (64, 16)])
+def test_a_load_has_launches_as_the_root_of_its_bytes(
+    blocks: int, launches: int, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 4096)
+    loader = make_cuda_rank([4096] * 16, layers=True).device._layers
+    ends = loader._launch_ends(blocks)
+    assert (len(ends), ends[-1]) == (launches, 16)
 
 
 def test_small_parts_share_a_launch(cuda: Any, rank: Any) -> None:

@@ -179,7 +179,8 @@ class CudaDevice:
             self._layers.copy_now(device, host, size, after)
 
     def _compute_stream(self) -> Handle:
-        return torch.cuda.current_stream(self._context.ordinal).cuda_stream
+        """As `torch.cuda.current_stream` says, without the object that it makes: that took 5 us of each layer."""
+        return torch._C._cuda_getCurrentRawStream(self._context.ordinal)
 
     def advance(self) -> None:
         if not self._closed:

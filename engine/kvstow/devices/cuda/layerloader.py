@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate
+from math import sqrt
 
 import numpy as np
 
@@ -30,8 +31,7 @@ PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])  # pages.cu
 
 _THREAD_BLOCKS, _THREADS = 4, 512
 _WARPS = _THREADS // 32
-_LEAST_BYTES = 4 << 20  # of a launch: 80 us on the link; a launch and the waits for it cost the host 30 us
-_MOST_LAUNCHES = 32  # of a load: each delays the computation by its own part at most
+_LAUNCH_BYTES = 5 << 19  # what the link moves in 50 us, which a launch and the wait for it cost the host
 _AT_A_TIME = 4  # loads; a host is two steps ahead of the device at most, with one load in each
 
 
@@ -181,9 +181,12 @@ class LayerLoader:
         driver.record_event(buffers.finished, stream)
 
     def _launch_ends(self, num_blocks: int) -> list[int]:
-        """The end of each launch, as a number of parts. Each but the last has `_LEAST_BYTES` or more to copy."""
+        """The end of each launch, as a number of parts. The computation waits for the first of `n` launches, which has
+        an `n`th of the load, and the host spends its time on all of them: the sum is least at the root of their ratio.
+        """
         ends, size = [], 0
-        least = max(_LEAST_BYTES, sum(self._part_bytes) * num_blocks // _MOST_LAUNCHES)
+        total = sum(self._part_bytes) * num_blocks
+        least = total / max(1.0, sqrt(total / _LAUNCH_BYTES))
         for number, part_bytes in enumerate(self._part_bytes):
             size += part_bytes * num_blocks
             if size >= least or number == len(self._part_bytes) - 1:

@@ -1,0 +1,32 @@
+"""What a client says of a request: which context it belongs to, and when that comes back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+CONTEXT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Hints of one request; none of them changes what it computes.
+
+    `context`: see `context_id`; None for a request without a name, whose other hints have no effect but `store`.
+    `resume_in`: the next request of the context comes so many seconds after this one's end; None if the client does
+    not know. `release`: none comes. `store`: whether the host may store the request's blocks; the host sees to that.
+    """
+
+    context: bytes | None = None
+    resume_in: float | None = None
+    release: bool = False
+    store: bool = True
+
+
+def context_id(name: str, salt: str = "") -> bytes:
+    """The id of the context that clients with this cache salt call `name`. Contexts of two salts never have the same
+    one, or a client could release those of another."""
+    digest = hashlib.blake2b(digest_size=CONTEXT_BYTES)
+    for part in (salt.encode(), name.encode()):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()

@@ -1,0 +1,168 @@
+"""Shares of blocks that hit, by the size of the pool: drawn with characters, or as a PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstow.errors import ConfigError, MissingPackageError
+from kvstow_service.cli.output import styled
+
+_COLOURS = ("green", "blue", "yellow", "magenta", "cyan", "red")
+_MARKS = "●○◆◇▲△"
+"""Distinguish the lines on terminals without colours."""
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a braille character by row and column: it has four rows of two dots."""
+_BLANK = 0x2800
+"""The braille character without dots."""
+_Cell = tuple[str, str | None]
+_WIDTH, _HEIGHT = 72, 15
+_AXIS = 8  # columns on the left
+
+
+class Line(NamedTuple):
+    """The share of each size, None where it is unknown."""
+
+    name: str
+    ratios: Sequence[float | None]
+
+
+class Plot(NamedTuple):
+    """Lines over sizes in slots, which grow, with a label for each. `now`: the number of the pool's present size.
+    `limit`: a share that no size exceeds."""
+
+    title: str
+    sizes: Sequence[int]
+    labels: Sequence[str]
+    lines: Sequence[Line]
+    now: int | None = None
+    limit: float | None = None
+    limit_name: str = ""
+
+
+def drawn(plot: Plot, width: int = _WIDTH, height: int = _HEIGHT) -> str:
+    """The plot as text, with a legend below it."""
+    columns = max(10, width - _AXIS)
+    top = _top(plot)
+    places = [round(share * (columns - 1)) for share in _shares(plot.sizes)]
+    lines = [styled(plot.title, bold=True)]
+    for number, row in enumerate(_canvas(plot, places, top, columns, height)):
+        at = top * (height - 1 - number) / (height - 1)
+        label = f"{100 * at:.0f} %" if number in (0, height // 2, height - 1) else ""
+        text = "".join(styled(one, colour) if colour else one for one, colour in row).rstrip()
+        lines.append(f"{label:>{_AXIS - 2}} │{text}")
+    lines.append(" " * (_AXIS - 1) + "└" + "─" * (columns - 1))
+    lines.append(_below(plot, places, columns))
+    legend = [styled(f"{_mark(number)} {line.name}", _colour(number)) for number, line in enumerate(plot.lines)]
+    if plot.limit is not None:
+        legend.append(f"┈ {plot.limit_name} {100 * plot.limit:.1f} %")
+    if plot.now is not None:
+        legend.append("┊ now")
+    lines.append(" " * _AXIS + "   ".join(legend))
+    return "\n".join(lines)
+
+
+def _canvas(plot: Plot, places: Sequence[int], top: float, columns: int, height: int) -> list[list[_Cell]]:
+    """Characters with their colours, row by row."""
+    cells: list[list[_Cell]] = [[(" ", None)] * columns for _ in range(height)]
+    if plot.now is not None:
+        for row in cells:
+            row[places[plot.now]] = ("┊", None)
+    if plot.limit is not None:
+        cells[_row(plot.limit, top, height)] = [("┈", None)] * columns
+    for number, line in enumerate(plot.lines):
+        for (at, column), bits in _dots(line, places, top, height).items():
+            before = ord(cells[at][column][0]) - _BLANK
+            merged = bits | (before if 0 < before <= 0xFF else 0)
+            cells[at][column] = (chr(_BLANK + merged), _colour(number))
+    for number, line in reversed(list(enumerate(plot.lines))):
+        for place, ratio in zip(places, line.ratios, strict=True):
+            if ratio is not None:
+                cells[_row(ratio, top, height)][place] = (_mark(number), _colour(number))
+    return cells
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _mark(number: int) -> str:
+    return _MARKS[number % len(_MARKS)]
+
+
+def _top(plot: Plot) -> float:
+    ratios = [ratio for line in plot.lines for ratio in line.ratios if ratio is not None]
+    highest = max([*ratios, plot.limit or 0.0], default=0.0)
+    return min(1.0, max(0.05, math.ceil(highest * 20 + 0.1) / 20))
+
+
+def _shares(sizes: Sequence[int]) -> list[float]:
+    """Where each size is between the first and the last: a doubling takes the same room everywhere."""
+    first, last = math.log2(sizes[0]), math.log2(sizes[-1])
+    return [(math.log2(size) - first) / (last - first) if last > first else 0.5 for size in sizes]
+
+
+def _row(ratio: float, top: float, height: int) -> int:
+    return height - 1 - round(min(1.0, ratio / top) * (height - 1))
+
+
+def _dots(line: Line, places: Sequence[int], top: float, height: int) -> dict[tuple[int, int], int]:
+    """Braille bits by row and column of the straight lines between neighbours."""
+    found: dict[tuple[int, int], int] = {}
+    known = [(place, ratio) for place, ratio in zip(places, line.ratios, strict=True) if ratio is not None]
+    for (left, low), (right, high) in pairwise(known):
+        for step in range(2 * left, 2 * right + 1):
+            share = (step - 2 * left) / max(1, 2 * (right - left))
+            ratio = low + share * (high - low)
+            dot = round((1 - min(1.0, ratio / top)) * (4 * (height - 1))) + 2
+            row, column = min(height - 1, dot // 4), step // 2
+            found[row, column] = found.get((row, column), 0) | _DOTS[dot % 4][step % 2]
+    return found
+
+
+def _below(plot: Plot, places: Sequence[int], columns: int) -> str:
+    """The labels of the sizes, as many as there is room for; that of the present size in any case."""
+    text = [" "] * (_AXIS + columns + 8)
+    wanted = list(range(len(plot.labels)))
+    if plot.now is not None:
+        wanted.insert(0, plot.now)
+    for number in wanted:
+        label = plot.labels[number]
+        begin = max(0, min(_AXIS + places[number] - len(label) // 2, len(text) - len(label)))
+        end = begin + len(label)
+        if all(char == " " for char in text[max(0, begin - 1) : end + 1]):
+            text[begin:end] = label
+    return "".join(text).rstrip()
+
+
+def save(plot: Plot, path: Path) -> None:
+    """As a PNG. Raises `MissingPackageError` without matplotlib, and `ConfigError` if the file cannot be written."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingPackageError("a plot as a PNG", "matplotlib", "plot") from None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, line in enumerate(plot.lines):
+        known = [(size, 100 * ratio) for size, ratio in zip(plot.sizes, line.ratios, strict=True) if ratio is not None]
+        axes.plot(*zip(*known, strict=True), marker="o", markersize=4, label=line.name, color=f"C{number}")
+    if plot.limit is not None:
+        axes.axhline(100 * plot.limit, linestyle=":", color="gray", label=f"{plot.limit_name} {plot.limit:.1%}")
+    if plot.now is not None:
+        axes.axvline(plot.sizes[plot.now], linestyle="--", color="black", linewidth=1, label="now")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(plot.sizes, plot.labels)
+    axes.minorticks_off()
+    axes.set_ylim(0, 100 * _top(plot))
+    axes.set_ylabel("% of the blocks hit")
+    axes.set_xlabel("size of the pool")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(plot.title, loc="left", fontsize=10)
+    try:
+        figure.savefig(path, dpi=150, format="png")
+    except OSError as error:
+        raise ConfigError("--png", str(path), f"a writable file ({error.strerror})") from error

@@ -1,0 +1,88 @@
+"""The curve of a pool: embedded and of a node."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.conftest import CAPACITY, RANKS, SLOT_BYTES
+from tests.api.fakenode import FakeNode
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
+
+pytestmark = pytest.mark.anyio
+
+LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + CAPACITY // 2)]
+"""More blocks than the pool has, used one after another: without a larger pool, none of them hits in the order of last
+use."""
+
+
+def use_loop(session: Any, requests: int) -> None:
+    for number in range(requests):
+        session.use([LOOP[number % len(LOOP)]])
+
+
+async def test_nothing_is_said_before_there_is_evidence(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any
+) -> None:
+    use_loop(engine, 100)
+    body = (await client.get("/v1/pools/host/curve")).json()
+    assert (body["items"], body["next_useful"], body["enough"], body["everything"]) == ([], None, None, None)
+    assert body["advice"].startswith("too early to tell")
+    assert (body["num_slots"], body["num_bytes"]) == (CAPACITY, CAPACITY * SLOT_BYTES * RANKS)
+    doctor = (await client.get("/v1/doctor")).json()
+    assert doctor["skipped"]["pool_size"] == body["advice"]
+    assert "pool_size" not in {one["name"] for one in doctor["conditions"]}
+
+
+async def test_the_curve_has_sizes_shares_and_what_follows(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any
+) -> None:
+    engine.admin.set_policy("lru")
+    use_loop(engine, 400)
+    body = (await client.get("/v1/pools/host/curve")).json()
+    assert [size["num_slots"] for size in body["items"]] == [CAPACITY * 2**number // 8 for number in range(7)]
+    assert [size["num_bytes"] for size in body["items"]][3] == CAPACITY * SLOT_BYTES * RANKS
+    assert [size["times"] for size in body["items"]] == [0.125, 0.25, 0.5, 1, 2, 4, 8]
+    assert [size["ratio"] for size in body["items"]][:4] == [0.0] * 4
+    assert body["next_useful"]["num_slots"] == 2 * CAPACITY
+    assert body["end"] == body["next_useful"]
+    assert body["items"][4]["ratio"] > 0.85
+    assert body["requests"] >= 300
+    assert body["advice"].startswith("twice the memory (256 KiB) would add ")
+    assert f"{body['requests']:,} requests" in body["advice"]
+    assert body["saved_seconds_per_hour"] is None
+    doctor = (await client.get("/v1/doctor")).json()
+    (told,) = [one for one in doctor["conditions"] if one["name"] == "pool_size"]
+    assert (told["what"], told["severity"], doctor["healthy"]) == (body["advice"], "info", True)
+    readiness = (await client.get("/v1/readiness")).json()
+    assert body["advice"] in [one["what"] for one in readiness["conditions"]]
+
+
+async def test_a_pool_without_a_curve_says_so(launch: Any, clock: FakeClock) -> None:
+    engine = OffloadEngine(EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, curve=False), clock=clock)
+    client = await launch(directory=EmbeddedDirectory(engine, CAPACITY))
+    body = (await client.get("/v1/pools/host/curve")).json()
+    assert (body["items"], body["advice"]) == ([], "the pool follows no curve: its setting `curve` is off")
+    assert (await client.get("/v1/pools/other/curve")).status_code == 404
+
+
+async def test_each_pool_of_a_node_has_its_own(launch: Any, clock: FakeClock) -> None:
+    node = FakeNode(clock)
+    node.shares_memory = True
+    first, second = node.attach("a"), node.attach("b")
+    use_loop(first.control, 400)
+    use_loop(second.control, 10)
+    client = await launch(directory=node)
+    body = (await client.get("/v1/pools/a/curve")).json()
+    assert body["pool"] == "a"
+    assert body["items"][3]["num_bytes"] == 16 * SLOT_BYTES, "all ranks have the same memory"
+    assert (await client.get("/v1/pools/b/curve")).json()["items"] == []
+    (told,) = [one for one in (await client.get("/v1/doctor")).json()["conditions"] if one["name"] == "pool_size"]
+    assert (told["pool"], told["what"]) == ("a", f"pool a: {body['advice']}")
+    assert "`--memory`" in told["fix"]

@@ -1,0 +1,134 @@
+"""What follows from a curve for the size of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.status import Curve, CurvePoint
+from kvstow_api.sizing import GAIN, LOSS, REST, Sizing, advise, derive
+
+NOW = 4096
+GIB = 1 << 30
+SLOT = 1 << 26  # 4,096 of them are 256 GiB
+
+
+def curve(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float] | None = None) -> Curve:
+    """Seven sizes from an eighth to eight times the pool."""
+    pairs = zip(ratios, lru or ratios, strict=True)
+    points = tuple(CurvePoint(NOW * 2**number // 8, other, own) for number, (own, other) in enumerate(pairs))
+    return Curve(points, max(everything, *ratios), 1.0, 2600, 33_280)
+
+
+def sizing(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float] | None = None) -> Sizing:
+    found = derive(curve(ratios, everything, lru), NOW, "auto")
+    assert found is not None
+    return found
+
+
+def words(ratios: Sequence[float], everything: float = 0.0, seconds: float | None = None) -> str:
+    return advise(sizing(ratios, everything), SLOT, seconds)
+
+
+def test_a_larger_size_is_named_with_its_gain_its_worth_and_its_end() -> None:
+    assert words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.374], seconds=344.4) == (
+        "twice the memory (512 GiB) would add 9 points to the 25.0 % of blocks that hit, 31 s of prefill a minute; "
+        "above 1 TiB less than a point is left (seen in the last 2,600 requests, 33,280 blocks)"
+    )
+    assert "a pool that never evicts would hit 60.0 %" in words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.4], 0.6)
+
+
+def test_a_smaller_size_that_would_do_is_named() -> None:
+    assert words([0.1, 0.247, 0.249, 0.25, 0.25, 0.25, 0.25]).startswith(
+        "a quarter of it (64 GiB) would do, and hit 24.7 % of the blocks instead of 25.0 % (seen"
+    )
+
+
+def test_both_are_named_where_a_step_comes_later() -> None:
+    found = words([0.1, 0.1, 0.1, 0.1, 0.1, 0.5, 0.5])
+    assert found.startswith("four times the memory (1 TiB) would add 40 points to the 10.0 %")
+    assert "; an eighth of it (32 GiB) would do" in found
+
+
+def test_a_size_that_fits_says_what_its_neighbours_would_change() -> None:
+    assert words([0.05, 0.1, 0.2, 0.25, 0.256, 0.26, 0.262]).startswith(
+        "the size fits, and 25.0 % of the blocks hit; half of it would lose 5 points; "
+        "twice the memory would add 0.6 points"
+    )
+
+
+def test_no_size_helps_prompts_that_never_repeat() -> None:
+    assert words([0.0, 0.0, 0.0, 0.001, 0.001, 0.002, 0.003]).startswith(
+        "no size would help: a pool that never evicts would hit 0.3 % of the blocks"
+    )
+
+
+def test_a_pool_that_chooses_its_order_is_expected_to_choose_the_better_one() -> None:
+    own, lru = [0.05, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3], [0.01, 0.02, 0.1, 0.2, 0.4, 0.4, 0.4]
+    chosen = sizing(own, lru=lru)
+    assert chosen.next is not None
+    assert chosen.next.ratio == 0.4
+    fixed = derive(curve(own, lru=lru), NOW, "4")
+    assert fixed is not None
+    assert fixed.next is None
+
+
+def test_nothing_follows_where_the_curve_is_of_another_size() -> None:
+    found = curve([0.1] * 7)
+    assert derive(found, NOW * 100, "auto") is None
+    assert derive(found, 0, "auto") is None
+    assert derive(replace(found, points=()), NOW, "auto") is None
+    tiny = replace(found, points=(CurvePoint(0, 0.0, 0.0), CurvePoint(1, 0.1, 0.1), CurvePoint(2, 0.1, 0.1)))
+    assert derive(tiny, 2, "auto") is not None
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+ratios = st.lists(st.floats(0, 1), min_size=7, max_size=7)
+
+
+@given(ratios, st.floats(0, 1))
+def test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss(
+    given_ratios: list[float], everything: float
+) -> None:
+    found = sizing(given_ratios, everything)
+    if found.next is not None:
+        assert found.next.num_slots > NOW
+        assert found.next.ratio - found.now.ratio >= GAIN * found.next.doublings
+        assert found.end is None or found.end.num_slots >= found.next.num_slots
+    if found.enough is not None:
+        assert found.enough.num_slots < NOW
+        assert found.now.ratio - found.enough.ratio <= LOSS
+    if found.end is not None:
+        assert found.end.num_slots >= NOW
+        assert found.everything - found.end.ratio < REST
+
+
+@given(ratios)
+def test_a_larger_pool_is_never_said_to_hit_less(given_ratios: list[float]) -> None:
+    shown = [size.ratio for size in sizing(given_ratios).sizes]
+    assert shown == sorted(shown)
+
+
+@given(ratios, st.integers(4, 6), st.floats(0, 1))
+def test_more_hits_of_larger_pools_recommend_no_larger_size(given_ratios: list[float], at: int, more: float) -> None:
+    """Nothing that a larger size gains delays the next useful one."""
+    better = [ratio if number < at else min(1.0, ratio + more) for number, ratio in enumerate(given_ratios)]
+    before, after = sizing(given_ratios).next, sizing(better).next
+    if before is not None:
+        assert after is not None
+        assert after.num_slots <= before.num_slots
+
+
+@pytest.mark.parametrize("seconds", [None, 600.0])
+@given(given_ratios=ratios)
+def test_every_curve_has_one_sentence_that_says_what_it_rests_on(
+    seconds: float | None, given_ratios: list[float]
+) -> None:
+    found = words(given_ratios, seconds=seconds)
+    assert found.endswith("(seen in the last 2,600 requests, 33,280 blocks)")
+    assert ". " not in found

@@ -1,0 +1,109 @@
+"""`kvstow get curve` and `kvstow plot curve` against a real server, and the drawing itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.service.cli.conftest import CAPACITY, SLOT_BYTES, Host, Run
+
+from kvstow.errors import ConfigError, MissingPackageError
+from kvstow_api.answers import PoolCurveView
+from kvstow_api.client.client import decode
+from kvstow_api.openapi import EXAMPLES
+from kvstow_service.cli.failures import ExitCode
+from kvstow_service.cli.plot import of_curve
+from kvstow_service.cli.plotting import Line, Plot, drawn, save
+
+VIEW = decode(PoolCurveView, EXAMPLES["PoolCurveView"])
+LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + CAPACITY // 2)]
+
+
+@pytest.fixture
+def busy(host: Host) -> Host:
+    """Its pool would hit everything with twice the memory."""
+    for number in range(400):
+        host.engine.use([LOOP[number % len(LOOP)]])
+    return host
+
+
+def test_the_curve_is_listed_with_what_follows_from_it(busy: Host, run: Run) -> None:
+    told = run("get", "curve", "--server", busy.url)
+    lines = told.stdout.splitlines()
+    assert lines[0].split() == ["SLOTS", "SIZE", "TIMES", "HITS", "OWN", "ORDER", "LRU", "NOTE"]
+    (now,) = [line for line in lines if line.endswith("now")]
+    assert now.split()[:4] == ["16", "128", "KiB", "1"]
+    assert lines[-2] == ""
+    assert lines[-1].startswith("twice the memory (256 KiB) would add ")
+    found = json.loads(run("get", "curve", "--server", busy.url, "-o", "json").stdout)
+    assert (found["advice"], found["num_bytes"]) == (lines[-1], CAPACITY * SLOT_BYTES * 2)
+    assert run("get", "curve", "--server", busy.url, "-o", "name").stdout.split()[0] == "2"
+
+
+def test_the_curve_is_drawn_with_what_follows_from_it(busy: Host, run: Run) -> None:
+    told = run("plot", "curve", "--server", busy.url)
+    assert told.exit_code == 0
+    assert "● policy auto" in told.stdout
+    assert "┊ now" in told.stdout
+    assert told.stdout.splitlines()[-1].startswith("twice the memory (256 KiB) would add ")
+
+
+def test_nothing_is_drawn_before_there_is_evidence(host: Host, run: Run, tmp_path: Path) -> None:
+    told = run("plot", "curve", "--server", host.url, "--png", str(tmp_path / "curve.png"))
+    assert told.exit_code == ExitCode.NOT_READY
+    assert "too early to tell" in told.stderr
+    assert not (tmp_path / "curve.png").exists()
+    assert run("get", "curve", "--server", host.url).stdout.startswith("too early to tell")
+
+
+def test_a_png_needs_matplotlib(busy: Host, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    told = run("plot", "curve", "--server", busy.url, "--png", str(tmp_path / "curve.png"))
+    assert told.exit_code == ExitCode.ERROR
+    assert "needs matplotlib, which is not installed: pip install '.[plot]'" in told.stderr
+    with pytest.raises(MissingPackageError):
+        save(of_curve(VIEW), tmp_path / "curve.png")
+
+
+def test_a_png_is_written_where_it_should_be(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save(of_curve(VIEW), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="--png"):
+        save(of_curve(VIEW), tmp_path / "nowhere" / "curve.png")
+
+
+# -- the drawing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_drawing_has_its_lines_at_their_heights() -> None:
+    plot = Plot("hits", [1, 2, 4], ["one", "two", "four"], [Line("rising", [0.0, 0.25, 0.5])], now=1)
+    lines = drawn(plot, width=48, height=11).splitlines()
+    assert lines[0] == "hits"
+    rows = lines[1:12]
+    assert [number for number, row in enumerate(rows) if "●" in row] == [1, 5, 10], "of 55, 25 and 0 %"
+    assert len({row.index("┊") for row in rows if "┊" in row}) == 1
+    assert sum("┊" in row for row in rows) > 5
+    assert rows[-1].strip().startswith("0 % │●")
+    assert [lines[-2].split(), lines[-1].split()] == [["one", "two", "four"], ["●", "rising", "┊", "now"]]
+    assert all(len(line) <= 48 + 8 for line in lines)
+
+
+def test_labels_that_have_no_room_are_left_out_but_not_that_of_now() -> None:
+    sizes = [1000, 1010, 1020, 1030, 2000]
+    plot = Plot("", sizes, list(map(str, sizes)), [Line("", [0.1] * 5)], now=2)
+    assert drawn(plot, width=40).splitlines()[-2].split() == ["1020", "2000"]
+
+
+@pytest.mark.parametrize("ratios", [[None, 0.5, None], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+def test_gaps_and_extremes_are_drawn(ratios: list[float | None]) -> None:
+    text = drawn(Plot("", [1, 2, 4], ["a", "b", "c"], [Line("x", ratios)], limit=1.0, limit_name="all"))
+    assert text.count("●") == sum(ratio is not None for ratio in ratios) + 1
+    assert "┈ all 100.0 %" in text
+
+
+def test_one_size_is_drawn() -> None:
+    assert "●" in drawn(Plot("", [8], ["a"], [Line("x", [0.5])]))
