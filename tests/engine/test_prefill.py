@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from kvstow.prefill import PrefillCost, PrefillFit, PromptPart, weighted_median
+from kvstow.stats import PrefillStats
 
 A, B = 5e-5, 2e-9
 
@@ -96,3 +97,14 @@ def test_the_speed_is_that_in_the_middle_of_the_contexts() -> None:
     assert PrefillCost(1e-4).tokens_per_second == pytest.approx(10_000)
     assert PrefillCost(1e-4, 1e-8, 20_000.0).tokens_per_second == pytest.approx(5_000)
     assert PrefillCost(0.0).tokens_per_second is None
+
+
+def test_what_is_saved_never_falls_and_pays_for_waiting_first() -> None:
+    stats = PrefillStats()
+    saved = []
+    for seconds, waited in [(0.0, 2.0), (3.0, 0.0), (0.0, 5.0), (1.0, 0.0), (10.0, 1.0)]:
+        stats.count(tokens=10, seconds=seconds, waited=waited)
+        saved.append(stats.seconds_saved)
+    assert saved == [0.0, 1.0, 1.0, 1.0, 6.0]
+    assert saved[-1] == stats.hit_seconds - stats.load_wait_seconds
+    assert stats.hit_tokens == 50
