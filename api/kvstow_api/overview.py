@@ -92,8 +92,8 @@ class Chart(NamedTuple):
 
 class Sizes(NamedTuple):
     """What pools of other sizes would hit: a label and a share for each size, the shares in the order of last use
-    beside it, and the numbers of the present and the next useful size. Empty, apart from `words`, without a curve.
-    `words`: what follows; empty if a condition tells it."""
+    beside it (none if that is the pool's own order), and the numbers of the present and of the next useful size.
+    Without a curve there are only `words`. `words`: what follows; empty if a condition tells it."""
 
     labels: tuple[str, ...]
     ratios: tuple[float, ...]
@@ -101,6 +101,7 @@ class Sizes(NamedTuple):
     now: int | None
     next: int | None
     top: float
+    scale: str
     figures: tuple[Row, ...]
     words: str
 
@@ -270,9 +271,11 @@ def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
     now = next((number for number, size in enumerate(items) if size.times == 1), None)
     figures = []
     if now is not None:
-        figures.append(Row("hits", percent(items[now].ratio), f"now, {format_size(curve.num_bytes)}"))
+        figures.append(Row("hits", percent(items[now].ratio), f"now, with {format_size(curve.num_bytes)}"))
     if (better := curve.next_useful) is not None:
-        figures.append(Row("next", percent(better.ratio), f"next useful size, {format_size(better.num_bytes)}"))
+        figures.append(
+            Row("next", percent(better.ratio), f"with {format_size(better.num_bytes)}, the next useful size")
+        )
     if curve.saved_seconds_per_hour is not None:
         figures.append(Row("saved", duration(curve.saved_seconds_per_hour), "of prefill saved an hour"))
     top = max([0.05, *(size.ratio for size in items)])
@@ -283,6 +286,8 @@ def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
         now=now,
         next=next((number for number, size in enumerate(items) if size == better), None),
         top=top,
+        scale=f"0 to {percent(top)} of the blocks, by the size on all ranks"
+        + ("" if curve.policy == "lru" else f"; solid: policy {curve.policy}, dashed: in the order of last use"),
         figures=tuple(figures),
         words="" if is_told else curve.advice,
     )

@@ -103,10 +103,7 @@ def _parts(sizing: Sizing, slot_bytes: int, seconds_per_ratio: float | None) -> 
             f"{_named(larger, slot_bytes)} would add {_points(larger.ratio - now.ratio)} to the "
             f"{percent(now.ratio)} of blocks that hit{_worth(larger.ratio - now.ratio, seconds_per_ratio)}"
         )
-        if sizing.end is not None:
-            parts.append(f"above {format_size(sizing.end.num_slots * slot_bytes)} less than a point is left")
-        else:
-            parts.append(f"a pool that never evicts would hit {percent(sizing.everything)}")
+        parts.append(_rest(sizing, larger, slot_bytes))
     if smaller is not None:
         parts.append(
             f"{_named(smaller, slot_bytes)} would do, and hit {percent(smaller.ratio)} of the blocks "
@@ -120,6 +117,17 @@ def _parts(sizing: Sizing, slot_bytes: int, seconds_per_ratio: float | None) -> 
         if (double := neighbours.get(1)) is not None:
             parts.append(f"twice the memory would add {_points(double.ratio - now.ratio)}")
     return parts
+
+
+def _rest(sizing: Sizing, larger: Size, slot_bytes: int) -> str:
+    """What sizes above the next useful one would add."""
+    end = sizing.end
+    if end is None:
+        return f"a pool that never evicts would hit {percent(sizing.everything)}"
+    if end == larger:
+        return "above that less than a point is left"
+    gain = _points(end.ratio - sizing.now.ratio)
+    return f"{format_size(end.num_slots * slot_bytes)} would add {gain}, and above that less than a point is left"
 
 
 def _named(size: Size, slot_bytes: int) -> str:

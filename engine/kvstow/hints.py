@@ -6,6 +6,10 @@ import hashlib
 from dataclasses import dataclass
 
 CONTEXT_BYTES = 16
+MOST_NAME_CHARS = 256
+"""Of the name of a context."""
+LONGEST_PAUSE = 7 * 24 * 3600.0
+"""Seconds. No hint looks further ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +19,22 @@ class Hints:
     `context`: see `context_id`; None for a request without a name, whose other hints have no effect but `store`.
     `resume_in`: the next request of the context comes so many seconds after this one's end; None if the client does
     not know. `release`: none comes. `store`: whether the host may store the request's blocks; the host sees to that.
+    `name`: what the client calls the context, for people. `ignored`: the `HINTS_IGNORED` for which hints were left out.
     """
 
     context: bytes | None = None
     resume_in: float | None = None
     release: bool = False
     store: bool = True
+    name: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 def context_id(name: str, salt: str = "") -> bytes:
     """The id of the context that clients with this cache salt call `name`. Contexts of two salts never have the same
     one, or a client could release those of another."""
     digest = hashlib.blake2b(digest_size=CONTEXT_BYTES)
-    for part in (salt.encode(), name.encode()):
-        digest.update(len(part).to_bytes(8, "big") + part)
+    for part in (salt, name):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
     return digest.digest()

@@ -45,6 +45,9 @@ LOAD_CHOICES = (
     "async_rank",
 )
 """Which way a load went, and why: by layer, within the step that computes with it, or before that step (async)."""
+HINTS_IGNORED = ("malformed", "unknown", "invalid", "no_context", "rate")
+"""Why hints of a request were ignored: they are no object, one has an unknown name or a value that it cannot have, they
+are about a context and name none, or an engine sent too many within a second."""
 ERRORS = (
     "store_failed",
     "load_failed",
@@ -297,6 +300,9 @@ class Counters:
     allocation_failures: Annotated[
         int, Exposed("allocation_failures", "Stores that did not find room for all their blocks")
     ] = 0
+    hints_ignored: Annotated[
+        dict[str, int], Exposed("hints_ignored", "Requests of which some hint was ignored, by reason", "reason")
+    ] = field(default_factory=lambda: dict.fromkeys(HINTS_IGNORED, 0))
 
     def count_lookup(self, queried: int, hits: int, refusal: str | None) -> None:
         lookups = self.lookups

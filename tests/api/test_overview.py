@@ -239,8 +239,8 @@ def test_sizes_have_their_shares_and_what_the_next_one_would_add() -> None:
     assert (sizes.labels[0], sizes.labels[-1], sizes.now, sizes.next) == ("2 GiB", "128 GiB", 3, 4)
     assert (sizes.ratios, sizes.top) == ((0.06, 0.11, 0.18, 0.25, 0.34, 0.37, 0.374), 0.374)
     assert [(row.value, row.note) for row in sizes.figures] == [
-        ("25.0 %", "now, 16 GiB"),
-        ("34.0 %", "next useful size, 32 GiB"),
+        ("25.0 %", "now, with 16 GiB"),
+        ("34.0 %", "with 32 GiB, the next useful size"),
         ("1h 26m", "of prefill saved an hour"),
     ]
     assert sizes.lru == (0.04, 0.07, 0.11, 0.16, 0.28, 0.36, 0.372)

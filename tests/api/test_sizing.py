@@ -37,7 +37,8 @@ def words(ratios: Sequence[float], everything: float = 0.0, seconds: float | Non
 def test_a_larger_size_is_named_with_its_gain_its_worth_and_its_end() -> None:
     assert words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.374], seconds=344.4) == (
         "twice the memory (512 GiB) would add 9 points to the 25.0 % of blocks that hit, 31 s of prefill a minute; "
-        "above 1 TiB less than a point is left (seen in the last 2,600 requests, 33,280 blocks)"
+        "1 TiB would add 12 points, and above that less than a point is left "
+        "(seen in the last 2,600 requests, 33,280 blocks)"
     )
     assert "a pool that never evicts would hit 60.0 %" in words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.4], 0.6)
 

@@ -39,10 +39,11 @@ from kvstow.attach.wire import (
     U64s,
     decoded,
 )
+from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
-from kvstow.plaintext import plain
+from kvstow.plaintext import is_plain, plain
 from kvstow.prefill import PrefillCost, PrefillNews
-from kvstow.stats import LOAD_CHOICES
+from kvstow.stats import HINTS_IGNORED, LOAD_CHOICES
 
 _T = TypeVar("_T")
 
@@ -228,12 +229,28 @@ class Use(Packed, frozen=True):
     keys: Keys
     start: U32
     looked_up: tuple[U32, U32]
+    hints: Hints | None = None
     source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
 
     def check(self) -> None:
         first, stop = self.looked_up
         if stop < first:
             raise ValueError(f"it has looked up blocks from {first} to {stop}")
+        if self.hints is not None:
+            _check_hints(self.hints)
+
+
+def _check_hints(hints: Hints) -> None:
+    """The type is the control plane's, which needs no msgspec."""
+    context, resume_in = hints.context, hints.resume_in
+    if context is not None and len(context) != CONTEXT_BYTES:
+        raise ValueError(f"the id of a context has {len(context)} bytes; allowed: {CONTEXT_BYTES}")
+    if resume_in is not None and not 0 <= resume_in <= LONGEST_PAUSE:
+        raise ValueError(f"a request is to resume in {resume_in} seconds; allowed: 0 to {LONGEST_PAUSE:.0f}")
+    if not is_plain(hints.name, MOST_NAME_CHARS):
+        raise ValueError(f"a context is named {hints.name[:100]!a}; allowed: {MOST_NAME_CHARS} printable characters")
+    if not set(hints.ignored) <= set(HINTS_IGNORED):
+        raise ValueError(f"hints were ignored for {ascii(hints.ignored)[:100]}; allowed: {', '.join(HINTS_IGNORED)}")
 
 
 class CountLookup(Packed, frozen=True):

@@ -44,6 +44,7 @@ from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdent
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
+from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
 from kvstow.prefill import PrefillNews
@@ -299,10 +300,11 @@ class AttachedEngine:
         *,
         start: int = 0,
         looked_up: tuple[int, int] | None = None,
+        hints: Hints | None = None,
         source: Source = NO_SOURCE,
     ) -> None:
         """See `Session.use`."""
-        self._tell(Use(keys, start, looked_up or (0, len(keys)), source))
+        self._tell(Use(keys, start, looked_up or (0, len(keys)), hints, source))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.

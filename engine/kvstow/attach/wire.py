@@ -27,7 +27,7 @@ Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 class Kind(IntEnum):

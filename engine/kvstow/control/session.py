@@ -317,6 +317,9 @@ class Session:
         """
         pool = self.pool
         with pool.lock:
+            if hints is not None and not start:
+                for reason in hints.ignored:
+                    pool.counters.hints_ignored[reason] += 1
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             used = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = used.least if start else 0

@@ -320,8 +320,7 @@ class NodeHost:
         self._sessions[session_id].complete(call)
 
     def use(self, session_id: str, call: Use) -> None:
-        control, source = self._sessions[session_id].control, Source(*call.source)
-        control.use(call.keys, start=call.start, looked_up=call.looked_up, source=source)
+        self._sessions[session_id].use(call)
 
     def count_lookup(self, session_id: str, call: CountLookup) -> None:
         self._sessions[session_id].control.count_lookup(call.queried, call.hits, Source(*call.source))

@@ -35,6 +35,7 @@ from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.wire import MOST_LISTED, SENT_BY, VERSION, Kind, Message, Packed, refusal_of
 from kvstow.errors import AttachRefusedError, ProtocolError
+from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, RankReport
 
 POOL = PoolIdentity(
@@ -83,7 +84,8 @@ MESSAGES: list[Any] = [
     Completions(1, "boot", (Completion(7, "done", None, 4096, 0.25, 0.5), Completion(8, "failed", "no device"))),
     SettledOps((SettledOp(7, "store", "source_free"), SettledOp(8, "load", "failed", "x" * 50)), 5),
     calls.Use([b"abc"], 7, (2, 9)),
-    calls.Use([b"abc"], 7, (2, 9), (b"lora", b"salt", b"")),
+    calls.Use([b"abc"], 0, (0, 1), Hints(bytes(16), 2.5, release=True, store=False, name="trip", ignored=("unknown",))),
+    calls.Use([b"abc"], 7, (2, 9), None, (b"lora", b"salt", b"")),
     calls.CountLookup(100, 99, (b"", b"", b"eight678")),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),
@@ -235,6 +237,23 @@ def test_values_out_of_range_are_malformed() -> None:
         calls.CountLookup.unpack(calls.CountLookup(0, 1).pack())
     with pytest.raises(ProtocolError, match="it has looked up blocks from 9 to 8"):
         calls.Use.unpack(calls.Use([], 0, (9, 8)).pack())
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        Hints(b"short"),
+        Hints(bytes(16), -1.0),
+        Hints(bytes(16), float("nan")),
+        Hints(bytes(16), LONGEST_PAUSE + 1),
+        Hints(bytes(16), name="x" * (MOST_NAME_CHARS + 1)),
+        Hints(bytes(16), name="two\nlines"),
+        Hints(ignored=("boredom",)),
+    ],
+)
+def test_hints_have_limits(hints: Hints) -> None:
+    with pytest.raises(ProtocolError, match="use: "):
+        calls.Use.unpack(calls.Use([], 0, (0, 0), hints).pack())
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
     with pytest.raises(ProtocolError, match="too short for what it says"):

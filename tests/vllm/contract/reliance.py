@@ -12,6 +12,11 @@ NEWER: dict[str, str] = {
     "KVConnectorBase_V1.get_external_cache_hit_sources": "0.32",
     "KVCacheConfig.prefix_cacheable_group_ids": "0.30",
     "KVConnectorBase_V1.supports_sleep_mode": "0.33",
+    "Request.session_id": "0.28",
+    "Request.kv_hints": "0.31",
+    "KvHintsEnvelope.actions": "0.31",
+    "KvHintAction.action_type": "0.31",
+    "KvHintAction.payload": "0.31",
     "KVConnectorBase_V1.unregister_kv_caches": "0.33",
     "KVConnectorBase_V1.restore_kv_caches": "0.33",
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": "0.30",
@@ -83,7 +88,10 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue"): """fake_free_list_head fake_free_list_tail
         prepend_n remove""",
     ("vllm.v1.outputs", "KVConnectorOutput"): "finished_recving kv_connector_worker_meta",
-    ("vllm.v1.request", "Request"): "all_token_ids block_hashes lora_request",
+    ("vllm.v1.request", "Request"): """all_token_ids block_hashes cache_salt kv_hints kv_transfer_params lora_request
+        session_id""",
+    ("vllm.v1.kv_hints.protocol", "KvHintsEnvelope"): "actions",
+    ("vllm.v1.kv_hints.protocol", "KvHintAction"): "action_type payload",
     ("vllm.lora.request", "LoRARequest"): "adapter_id name",
     ("vllm.distributed.kv_events", "BlockStored"): """block_hashes block_size extra_keys group_idx kv_cache_spec_kind
         kv_cache_spec_sliding_window lora_id lora_name medium parent_block_hash token_ids""",

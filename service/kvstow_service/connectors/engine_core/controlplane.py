@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from kvstow.errors import LeaseError
+from kvstow.hints import Hints
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
@@ -129,7 +130,15 @@ class ControlPlane(Protocol):
     def source_key(self) -> bytes:
         """Of the digests of sources (`source_of`); empty while there is none."""
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None: ...
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int,
+        looked_up: tuple[int, int],
+        hints: Hints | None,
+        source: Source,
+    ) -> None: ...
 
     def count_lookup(self, queried: int, hits: int, source: Source) -> None: ...
 
@@ -201,8 +210,16 @@ class EmbeddedControl:
     def source_key(self) -> bytes:
         return self._engine.pool.sources.key
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None:
-        self._engine.use(keys, start=start, looked_up=looked_up, source=source)
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int,
+        looked_up: tuple[int, int],
+        hints: Hints | None,
+        source: Source,
+    ) -> None:
+        self._engine.use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
 
     def count_lookup(self, queried: int, hits: int, source: Source) -> None:
         self._engine.count_lookup(queried, hits, source)

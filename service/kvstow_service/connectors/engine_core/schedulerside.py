@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.hints import UnstoredHashes, hints_of
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
@@ -83,7 +84,7 @@ class SchedulerSide:
             self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
         self._stores.offer_again = self._finder.offer_again
         self._states = RecurrentStates(self._gpu, self._stores) if groups.has_states else None
-        self._ended = EndedRequests(control, groups, self._stores)
+        self._ended = EndedRequests(control, groups, self._stores, clock)
 
     # -- admission ------------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._planner.number)
+        self._note_first_computed(tracked, load_tokens)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
@@ -147,6 +149,13 @@ class SchedulerSide:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
+
+    @staticmethod
+    def _note_first_computed(tracked: TrackedRequest, load_tokens: int) -> None:
+        first = tracked.start + load_tokens
+        if tracked.loading and not load_tokens:  # the load has ended, and vLLM continues after its last good block
+            first = tracked.request.num_computed_tokens
+        tracked.computed_from = min(tracked.computed_from, first)
 
     def fetched_tokens(self, request: Request) -> int:
         """How many of the tokens that the request loads in this admission came from the fleet tier."""
@@ -170,6 +179,8 @@ class SchedulerSide:
         self.policy.finished(request.request_id)
         if self._gpu.known_hashes is not None:
             self._gpu.known_hashes.add_ended(tracked)
+        if self._gpu.unstored is not None:
+            self._gpu.unstored.end(tracked)
         if tracked.adapter is not None:
             tracked.adapter.check(now=True)
         if tracked.has_run:
@@ -182,12 +193,23 @@ class SchedulerSide:
             if tracked is not None:
                 self._loads.release_hit(tracked)
                 self._shared_loads.ended(tracked)
+                if self._gpu.unstored is not None:
+                    self._gpu.unstored.end(tracked)
             adapter = None if self._adapters is None else self._adapters.of(request)
-            tracked = TrackedRequest(request, self._groups.num_tables, adapter)
+            tracked = TrackedRequest(request, self._groups.num_tables, adapter, hints_of(request))
             self._requests[request.request_id] = tracked
+            self._heed_store_hint(tracked)
             if request.block_hashes:
                 self._gpu.hash_bytes = len(request.block_hashes[0])
         return tracked
+
+    def _heed_store_hint(self, tracked: TrackedRequest) -> None:
+        if not tracked.may_store and self._gpu.unstored is None:
+            first = self._groups.groups[0]
+            most = 2 * len(self._gpu.pool.blocks) * max(group.hashes_per_block for group in self._groups.groups)
+            self._gpu.unstored = UnstoredHashes(most, first.block_tokens // first.hashes_per_block)
+        if self._gpu.unstored is not None:
+            self._gpu.unstored.begin(tracked)
 
     # -- one step -------------------------------------------------------------------------------------------
 

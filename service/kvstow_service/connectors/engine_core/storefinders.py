@@ -147,7 +147,7 @@ class EagerStores:
     def _complete_tokens(self, tracked: TrackedRequest) -> int:
         """The number of tokens up to which the request's blocks can be stored, in whole strides of `alignment`, where
         hits end. vLLM caches the blocks of a group with a window no earlier."""
-        if tracked.withheld or not tracked.has_keys:
+        if tracked.withheld or not tracked.has_keys or not tracked.may_store:
             return 0
         end, num_hashes = tracked.confirmed_tokens - self._late_tokens, len(tracked.request.block_hashes)
         for group in self._groups:
@@ -305,7 +305,8 @@ class LazyStores:
                 self._head = None  # look again, for blocks freed next or blocks beyond `most`
                 break
             content, block_id = block.block_hash, block.block_id
-            if content is not None and content not in (self._offered.get(block_id), self._not_stored.get(block_id)):
+            known = self._offered.get(block_id), self._not_stored.get(block_id)
+            if content is not None and content not in known and not self._gpu.is_unstored(content):
                 self._offered[block_id] = content
                 hashes.append(content)
                 blocks.append(block_id)
@@ -365,7 +366,11 @@ class RecurrentStates:
             if request_id not in gone
             for _, block_id, _ in entries
         ]
-        kept = [block for block in blocks if not block.is_null and block.block_hash is not None]
+        kept = [
+            block
+            for block in blocks
+            if not block.is_null and block.block_hash is not None and not self._gpu.is_unstored(block.block_hash)
+        ]
         self._gpu.pool.touch(kept)
         self._waiting += [(block, block.block_hash) for block in kept]
 

@@ -5,8 +5,10 @@ still have to be stored."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +16,7 @@ from kvstow.keys import make_key
 from kvstow.results import Awaited, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.hints import UnstoredHashes
 from kvstow_service.connectors.engine_core.kvevents import EventFeed, Origins
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.stepplan import StepPlanner
@@ -54,6 +57,8 @@ class GPUBlocks:
         """Length of a request's block hash; 0 until a request has one."""
         self.known_hashes: KnownHashes | None = None
         """Set if requests may have LoRA adapters."""
+        self.unstored: UnstoredHashes | None = None
+        """Set while requests come that are not to be stored."""
         self._sources: dict[int, list[Any]] = {}  # by op
 
     def offer_of(self, block_hashes: Sequence[bytes], blocks: Sequence[int]) -> Offer:
@@ -74,6 +79,11 @@ class GPUBlocks:
                 if content != (plain := block_hash[begin:-_GROUP_ID_BYTES]):
                     self.known_hashes.note(key, plain)
         return offer
+
+    def is_unstored(self, block_hash: bytes) -> bool:
+        """Whether what vLLM caches under this hash was computed by a request that lets nothing be stored."""
+        begin = -_GROUP_ID_BYTES - self.hash_bytes
+        return self.unstored is not None and block_hash[begin:-_GROUP_ID_BYTES] in self.unstored
 
     @property
     def has_sources(self) -> bool:
@@ -239,7 +249,7 @@ class Backlog:
                 continue
             queued.discard(block_id)
             block_hash = gpu_blocks[block_id].block_hash
-            if block_hash is not None:
+            if block_hash is not None and not self._gpu.is_unstored(block_hash):
                 hashes.append(block_hash)
                 blocks.append(block_id)
         queue.extend(waiting)
@@ -390,11 +400,13 @@ class Stores:
 
 
 class _EndedRequest(NamedTuple):
-    """A request whose last store is number `last_store` or an older one. Its blocks after `end` tokens are in order."""
+    """A request whose last store is number `last_store` or an older one, and that ended at the time `at`. Its blocks
+    after `end` tokens are in order."""
 
     last_store: int
     tracked: TrackedRequest
     end: int
+    at: float
 
 
 class EndedRequests:
@@ -405,8 +417,10 @@ class EndedRequests:
     marked as used at that time, the beginning last.
     """
 
-    def __init__(self, control: ControlPlane, groups: KVGroups, stores: Stores) -> None:
-        self._control, self._groups, self._stores = control, groups, stores
+    def __init__(
+        self, control: ControlPlane, groups: KVGroups, stores: Stores, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._control, self._groups, self._stores, self._clock = control, groups, stores, clock
         self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.groups)
         self._leaving: list[_EndedRequest] = []  # the backlog may contain their blocks
         self._ended: deque[_EndedRequest] = deque()
@@ -414,8 +428,10 @@ class EndedRequests:
     def add_ended(self, tracked: TrackedRequest) -> None:
         """A request that has run ends."""
         if not tracked.withheld:
-            end = tracked.confirmed_tokens // self._groups.alignment * self._groups.alignment
-            self._leaving.append(_EndedRequest(0, tracked, end))
+            alignment, end = self._groups.alignment, tracked.confirmed_tokens
+            if not tracked.may_store:  # the others were not stored, and no pool should have kept them
+                end = min(end, tracked.computed_from)
+            self._leaving.append(_EndedRequest(0, tracked, end // alignment * alignment, self._clock()))
 
     def tell_uses(self, most: int, *, backlog_moves: bool) -> None:
         """Tell of at most `most` blocks, starting at the ends of requests; one request may take several steps.
@@ -426,15 +442,19 @@ class EndedRequests:
             self._leaving = []
         oldest, alignment = self._stores.oldest, self._groups.alignment
         while most > 0 and self._ended and self._ended[0].last_store < oldest:
-            last_store, tracked, end = self._ended.popleft()
+            last_store, tracked, end, at = self._ended.popleft()
             start = max(0, end - max(1, most // self._blocks_per_stride) * alignment)
             keys = tracked.keys_between(self._groups, start, end)
             first, stop = self._position(tracked.looked_up.start), self._position(tracked.looked_up.stop)
+            hints = tracked.hints
+            if hints is not None and hints.resume_in is not None:
+                hints = replace(hints, resume_in=max(0.0, hints.resume_in - (self._clock() - at)))
             source = tracked.source(self._control.source_key)
-            self._control.use(keys, start=self._position(start), looked_up=(first, stop), source=source)
+            position = self._position(start)
+            self._control.use(keys, start=position, looked_up=(first, stop), hints=hints, source=source)
             most -= len(keys)
             if start:
-                self._ended.appendleft(_EndedRequest(last_store, tracked, start))
+                self._ended.appendleft(_EndedRequest(last_store, tracked, start, at))
 
     def _position(self, num_tokens: int) -> int:
         """How many keys a chain has before the block that begins after so many tokens."""

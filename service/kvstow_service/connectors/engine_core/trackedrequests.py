@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from kvstow.hints import Hints
 from kvstow.keys import make_key
 from kvstow.messages import Op
 from kvstow.results import Awaited, Lease
@@ -81,12 +83,14 @@ class TrackedRequest:
     `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its lookup
     was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`: it was
     computed since, so its tokens are more than the promise of a load. `adapter`: its LoRA adapter, which is part of its
-    keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes` has.
+    keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes` has. `hints`: what its client says
+    of its blocks. `computed_from`: it has computed no token before this one.
     """
 
     request: Request
     num_groups: InitVar[int]
     adapter: Adapter | None = None
+    hints: Hints | None = None
     offered_tokens: int = 0
     hit: Hit | None = None
     begun: BegunLoad | None = None
@@ -104,6 +108,7 @@ class TrackedRequest:
     admitted_at: int = -1
     has_run: bool = False
     known_hashes: int = 0
+    computed_from: int = sys.maxsize
     tables: list[list[int]] = field(init=False)
     _keys: list[list[bytes]] = field(init=False)
     _source: tuple[bytes, Source] | None = None
@@ -127,6 +132,11 @@ class TrackedRequest:
     def has_keys(self) -> bool:
         """Whether its blocks have keys: not if it is unknown which version of its adapter computes them."""
         return self.adapter is None or self.adapter.is_named
+
+    @property
+    def may_store(self) -> bool:
+        """Whether its client lets its blocks be stored."""
+        return self.hints is None or self.hints.store
 
     def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
         """Keys of the group's blocks `first` to `end`, as far as they are known. Each key is made once."""

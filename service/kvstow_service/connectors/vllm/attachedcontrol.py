@@ -13,6 +13,7 @@ from kvstow.attach.calls import EventPage, Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import TRANSIENT_REFUSALS, SessionTicket, number_of
+from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, KeyRun, Lease, Settled, StoreGrant
@@ -434,9 +435,17 @@ class AttachedControl:
     def store_room(self) -> int:
         return 0 if self._failure is not None or self._is_slow else self.engine.store_room()
 
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], source: Source) -> None:
-        if keys and self._engine is not None:
-            self._engine.use(keys, start=start, looked_up=looked_up, source=source)
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int,
+        looked_up: tuple[int, int],
+        hints: Hints | None,
+        source: Source,
+    ) -> None:
+        if (keys or hints is not None) and self._engine is not None:
+            self._engine.use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
         if self._engine is None:

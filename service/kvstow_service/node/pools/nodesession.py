@@ -25,14 +25,17 @@ from kvstow.attach.calls import (
     SettledOp,
     SettledOps,
     StoreBegun,
+    Use,
 )
 from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
 from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
 from kvstow.prefill import PrefillCost
+from kvstow.source import Source
 from kvstow.status import SessionStatus
 from kvstow_service.node.attach.sessionhost import Later, SessionLink
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
@@ -204,6 +207,26 @@ _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
 
 
+HINTS_PER_SECOND = 1000
+"""Of one session, as many at once, too. No engine ends so many requests."""
+
+
+class Rate:
+    """Admits so many a second, and as many at once after a second without."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second = self._left = per_second
+        self._at = 0.0
+
+    def admits(self, now: float) -> bool:
+        self._left = min(self._per_second, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 class SessionTier(Protocol):
     """The fleet tier of a session's namespace: see `NamespaceTier`."""
 
@@ -317,6 +340,7 @@ class NodeSession(MemoryHolder):
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
         self.waits = MemoryWaits(pool.clock)
+        self._hint_rate = Rate(HINTS_PER_SECOND)
         self._began = pool.clock()
 
     @property
@@ -422,6 +446,13 @@ class NodeSession(MemoryHolder):
         if grant.op is None:
             return StoreBegun(0, (), (), tuple(grant.unplaced), grant.outcomes, room)
         return StoreBegun(grant.op.op_id, grant.accepted, grant.op.slots, tuple(grant.unplaced), grant.outcomes, room)
+
+    def use(self, call: Use) -> None:
+        hints = call.hints
+        if hints is not None and not self._hint_rate.admits(self.pool.clock()):
+            hints = Hints(ignored=("rate",))
+        source = Source(*call.source)
+        self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints, source=source)
 
     def read_events(self, call: ReadEvents) -> EventPage:
         """O(events returned), whatever the other namespaces of the pool do."""

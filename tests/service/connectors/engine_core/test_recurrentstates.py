@@ -40,7 +40,8 @@ class StateHost(VllmHost):
 
     def __init__(self, prompt: str = PROMPT) -> None:
         super().__init__(GROUPS)
-        self.ask(FakeRequest("r", prompt))
+        self.request = FakeRequest("r", prompt)
+        self.ask(self.request)
         self.state = self.pool.blocks[20]
         self.state.block_hash = gpu_hashes(PROMPT, STATE)[1]
 
@@ -60,6 +61,17 @@ def test_a_state_is_stored_one_step_after_it_was_handed_over() -> None:
     assert host.state.ref_cnt == 1  # the store's own
     host.ranks[0].say(1, "done")
     assert [block.key for block in host.engine.blocks().blocks] == [keys_of(PROMPT, STATE)[1].hex()]
+
+
+def test_a_state_of_a_request_that_lets_nothing_be_stored_is_left_out() -> None:
+    host = StateHost("another prompt")
+    unstored = FakeRequest("unstored", PROMPT)
+    unstored.kv_transfer_params = {"kvstow": {"store": False}}
+    host.ask(unstored)
+    host.side.admit(unstored, [[1, 2, 3, 4, 5], [20]], 0)
+    assert host.plan((1, 20, 8)) == []
+    assert host.state.ref_cnt == 0
+    assert host.plan() == []
 
 
 def test_a_state_that_is_refused_is_offered_again() -> None:

@@ -64,6 +64,7 @@ class FakeRequest:
         self.num_computed_tokens = self.num_output_placeholders = 0
         self.skip_reading_prefix_cache = False
         self.lora_request: Any = None
+        self.kv_transfer_params: Any = None
         self.tables: list[list[Block]] = []
 
     @property

@@ -143,8 +143,13 @@ class SlowConnection:
             case Release():
                 self._session.release(message.lease_ids)
             case Use():
-                source = Source(*message.source)
-                self._session.control.use(message.keys, start=message.start, looked_up=message.looked_up, source=source)
+                self._session.control.use(
+                    message.keys,
+                    start=message.start,
+                    looked_up=message.looked_up,
+                    hints=message.hints,
+                    source=Source(*message.source),
+                )
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits, Source(*message.source))
             case Prefill():

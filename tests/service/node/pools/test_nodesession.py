@@ -10,10 +10,12 @@ import pytest
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import key_of
 
-from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending
+from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending, Use
 from kvstow.attach.wire import Message
+from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.pools.nodesession import (
+    HINTS_PER_SECOND,
     MOST_SECONDS,
     MOST_WAITING,
     STALLED_SECONDS,
@@ -182,3 +184,17 @@ def test_waits_are_bounded_in_time_and_number() -> None:
     waits.expire()
     assert answered == list(range(MOST_WAITING))
     assert waits.put(10, TOKENS, lambda: answered.append(-1))
+
+
+def test_more_hints_than_an_engine_can_send_are_ignored(bench: HostBench) -> None:
+    engine = bench.start()
+    use = Use([], 0, (0, 0), Hints(context_id("trip"), ignored=("unknown",)))
+
+    def send(count: int) -> dict[str, int]:
+        for _ in range(count):
+            bench.host.use(engine.session_id, use)
+        return {reason: num for reason, num in engine.pool.counters.hints_ignored.items() if num}
+
+    assert send(HINTS_PER_SECOND + 2) == {"unknown": HINTS_PER_SECOND, "rate": 2}
+    bench.clock.advance(1)
+    assert send(1) == {"unknown": HINTS_PER_SECOND + 1, "rate": 2}

@@ -1,0 +1,300 @@
+"""Hints of requests: what is read of them, what is ignored, and that nothing is stored of those that say so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.service.connectors.engine_core.test_lazystores import lazy_host
+from tests.service.connectors.engine_core.vllmhost import FakeRequest, VllmHost, keys_of
+
+from kvstow.attach.calls import Use
+from kvstow.hints import Hints, context_id
+from kvstow.stats import HINTS_IGNORED
+from kvstow_service.connectors.engine_core.hints import UnstoredHashes, hints_of
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+PROMPT = "abcdefgh"
+
+
+def request_with(given: Any, tokens: str = PROMPT, name: str = "r", **fields: Any) -> Any:
+    request = FakeRequest(name, tokens)
+    for field, value in {"kv_transfer_params": {"kvstow": given}, **fields}.items():
+        setattr(request, field, value)
+    return request
+
+
+def read(given: Any, **fields: Any) -> Hints:
+    found = hints_of(request_with(given, **fields))
+    assert found is not None
+    return found
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_hints() -> None:
+    found = read({"context": "trip", "resume_in": 20, "release": False, "store": True})
+    assert found == Hints(context_id("trip"), 20.0, release=False, store=True, name="trip")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "n1"}},
+        {"kv_transfer_params": ["kvstow"]},
+        {"kv_transfer_params": None, "kv_hints": SimpleNamespace(actions=[SimpleNamespace(action_type="pin")])},
+    ],
+)
+def test_a_request_without_hints(fields: dict[str, Any]) -> None:
+    assert hints_of(request_with(None, **fields)) is None
+
+
+@pytest.mark.parametrize(
+    ("hints", "ignored"),
+    [
+        ("trip", ("malformed",)),
+        ({"resume_in": 5}, ("no_context",)),
+        ({"release": True}, ("no_context",)),
+        ({"context": "trip", "resume_at": 5}, ("unknown",)),
+        ({"context": "", "store": False}, ("invalid",)),
+        ({"context": "x" * 257}, ("invalid",)),
+        ({"context": "a\nb"}, ("invalid",)),
+        ({"context": "half a pair: \ud800"}, ("invalid",)),
+        ({"context": 7}, ("invalid",)),
+        ({"context": "trip", "resume_in": -1}, ("invalid",)),
+        ({"context": "trip", "resume_in": float("nan")}, ("invalid",)),
+        ({"context": "trip", "resume_in": 10**400}, ("invalid",)),
+        ({"context": "trip", "resume_in": True}, ("invalid",)),
+        ({"context": "trip", "resume_in": "5"}, ("invalid",)),
+        ({"context": "trip", "release": 1, "priority": 3}, ("unknown", "invalid")),
+        ({"context": "trip", "store": "no"}, ("invalid",)),
+    ],
+)
+def test_bad_hints_are_ignored_and_counted(hints: Any, ignored: tuple[str, ...]) -> None:
+    found = read(hints)
+    assert found.ignored == ignored
+    assert (found.resume_in, found.release) == (None, False)
+    assert set(ignored) <= set(HINTS_IGNORED)
+
+
+def test_a_bad_hint_leaves_the_others() -> None:
+    found = read({"context": "trip", "resume_in": -1, "store": False})
+    assert (found.context, found.resume_in, found.store) == (context_id("trip"), None, False)
+
+
+def test_a_session_is_a_context() -> None:
+    assert read(None, session_id="s1") == Hints(context_id("s1"), name="s1")
+    assert read({"resume_in": 2}, session_id="s1") == Hints(context_id("s1"), 2.0, name="s1")
+    assert read({"context": "branch"}, session_id="s1").name == "branch"
+
+
+def test_hints_in_vllms_envelope() -> None:
+    action = SimpleNamespace(action_type="kvstow", payload={"context": "trip", "resume_in": 3})
+    envelope = SimpleNamespace(actions=[SimpleNamespace(action_type="other", payload={}), action])
+    assert read(None, kv_transfer_params=None, kv_hints=envelope) == Hints(context_id("trip"), 3.0, name="trip")
+    both = request_with({"context": "own"}, kv_hints=envelope)
+    assert (hints := hints_of(both)) is not None
+    assert hints.name == "own"
+
+
+def test_contexts_of_two_salts_differ() -> None:
+    named = {"context": "trip"}
+    ids = {read(named, cache_salt=salt).context for salt in (None, "alice", "bob")}
+    assert len(ids) == 3
+    assert read({"context": "rip"}, cache_salt="t").context != read({"context": "ip"}, cache_salt="tr").context
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["context", "resume_in", "release", "store", "priority"])
+
+
+@given(
+    params=JSON | st.fixed_dictionaries({"kvstow": JSON | st.dictionaries(NAMES, JSON)}),
+    session=JSON,
+    salt=st.none() | st.text(),
+)
+def test_no_hint_is_an_error(params: Any, session: Any, salt: str | None) -> None:
+    """What is read can be sent to a service, which accepts it."""
+    hints = hints_of(request_with(None, kv_transfer_params=params, session_id=session, cache_salt=salt))
+    assert hints is None or set(hints.ignored) <= set(HINTS_IGNORED)
+    use = Use([b"k"], 0, (0, 1), hints)
+    assert Use.unpack(use.pack()) == use
+
+
+# -- what the pool gets ------------------------------------------------------------------------------------------------
+
+
+class Spy:
+    """Notes the hints of each use."""
+
+    def __init__(self, host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hints: list[tuple[int, Hints | None]] = []
+        use = host.engine.use
+
+        def noted(keys: Any, *, start: int, looked_up: Any, hints: Hints | None) -> None:
+            self.hints.append((start, hints))
+            use(keys, start=start, looked_up=looked_up, hints=hints)
+
+        monkeypatch.setattr(host.engine, "use", noted)
+
+
+def test_hints_come_with_each_part_of_a_use_and_count_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = VllmHost(step_blocks=3)
+    spy = Spy(host, monkeypatch)
+    request = request_with({"context": "trip", "resume_in": 10, "when": 3}, PROMPT + "ijkl")
+    host.run(request)
+    host.step()
+    host.finish(request)
+    host.clock.advance(4)
+    while host.side.has_pending_stores or not spy.hints or spy.hints[-1][0]:
+        host.step()
+    assert [start > 0 for start, _ in spy.hints] == [True] * (len(spy.hints) - 1) + [False]
+    assert len(spy.hints) > 1
+    assert {hints and hints.resume_in for _, hints in spy.hints} == {6.0}
+    assert host.engine.stats().hints_ignored["unknown"] == 1
+
+
+def test_a_request_without_hints_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = VllmHost()
+    spy = Spy(host, monkeypatch)
+    request = FakeRequest("r", PROMPT)
+    host.run(request)
+    host.finish(request)
+    host.step()
+    host.step()
+    assert spy.hints == [(0, None)]
+
+
+# -- store: false ------------------------------------------------------------------------------------------------------
+
+
+def unstored(tokens: str = PROMPT, name: str = "unstored") -> Any:
+    return request_with({"store": False}, tokens, name)
+
+
+def finish(host: VllmHost, request: FakeRequest, steps: int = 4) -> None:
+    host.finish(request)
+    for _ in range(steps):
+        host.step()
+
+
+def test_nothing_of_it_is_stored() -> None:
+    host = VllmHost()
+    host.run(request := unstored())
+    finish(host, request)
+    assert host.stored() == set()
+
+
+def test_it_loads_and_others_store_what_they_share() -> None:
+    host = VllmHost()
+    host.store(*keys_of(PROMPT[:4]))
+    request = unstored()
+    assert host.ask(request) == 4
+    host.admit(request, load=4)
+    host.step()
+    host.resume(request, run=4)
+    host.step({request: 4})
+    finish(host, request)
+    assert host.stored() == set(keys_of(PROMPT[:4]))
+    other = FakeRequest("other", PROMPT)
+    host.run(other, local=len(PROMPT))
+    finish(host, other)
+    assert host.stored() == set(keys_of(PROMPT))
+
+
+def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = VllmHost()
+    used: list[list[bytes]] = []
+    monkeypatch.setattr(host.engine, "use", lambda keys, **_: used.append(list(keys)))
+    host.store(*keys_of(PROMPT[:4]))
+    request = unstored()
+    host.ask(request)
+    host.admit(request, load=4)
+    host.step()
+    host.resume(request, run=4)
+    host.step({request: 4})
+    finish(host, request)
+    assert used == [keys_of(PROMPT[:4])]
+
+
+def test_the_backlog_stores_none_of_its_blocks() -> None:
+    """They are in GPU blocks whose former contents wait to be stored."""
+    host = VllmHost(gpu_blocks=5)
+    host.engine.admin.drain("stop_stores", None)
+    first = FakeRequest("first", PROMPT)
+    host.run(first)
+    finish(host, first)
+    host.run(request := unstored("ABCDEFGH"))
+    finish(host, request)
+    host.engine.admin.undrain()
+    for _ in range(600):
+        host.step()
+    assert not host.side.has_pending_stores
+    assert host.stored() == set()
+
+
+def test_lazily_none_of_its_blocks_is_stored_until_another_request_has_them() -> None:
+    host = lazy_host(ahead=8)
+    host.run(request := unstored())
+    finish(host, request)
+    assert host.stored() == set()
+    other = FakeRequest("other", PROMPT)
+    host.run(other, local=len(PROMPT))
+    finish(host, other)
+    third = FakeRequest("third", "zz")  # takes the block that is evicted next
+    host.run(third)
+    finish(host, third)
+    assert host.stored() == {*keys_of(PROMPT), *keys_of("zz")}
+
+
+def test_lazily_what_it_has_found_is_stored() -> None:
+    host = lazy_host(ahead=8)
+    first = FakeRequest("first", PROMPT[:4])
+    host.run(first, copy=False)
+    host.finish(first)
+    request = unstored()
+    host.ask(request, 4)
+    host.run(request, local=4)
+    finish(host, request)
+    assert host.stored() == set(keys_of(PROMPT[:4]))
+
+
+def test_what_a_failed_load_left_to_compute_is_its_own() -> None:
+    host = lazy_host(ahead=8)
+    host.store(*keys_of(PROMPT[:4]))
+    request = unstored()
+    host.ask(request)
+    host.admit(request, load=4)
+    plan = host.step(copy=False)
+    (op,) = plan.loads.ops
+    for rank in host.ranks:
+        rank.say(op.op_id, "failed")
+    host.side.settle()
+    host.side.failed_loads.continuing({request.request_id})
+    host.resume(request, run=8, computed=0)
+    host.step({request: 8})
+    finish(host, request)
+    assert host.stored() == set()
+
+
+def test_the_hashes_that_are_kept_have_a_bound() -> None:
+    known = UnstoredHashes(4, 2)
+    for number in range(3):
+        tracked = TrackedRequest(unstored(PROMPT + str(number)), 1, hints=Hints(store=False), computed_from=0)
+        known.begin(tracked)
+        assert tracked.request.block_hashes[3] in known
+        known.end(tracked)
+    old = TrackedRequest(unstored("zzzzzzzz"), 1, hints=Hints(store=False), computed_from=0)
+    known.begin(old)
+    known.end(old)
+    assert all(block_hash in known for block_hash in old.request.block_hashes)
+    assert tracked.request.block_hashes[0] not in known
