@@ -172,7 +172,7 @@ def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
 
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
     used: list[int] = []
-    engine: Any = SimpleNamespace(use=lambda keys, start, looked_up, hints: used.append(len(keys)))
+    engine: Any = SimpleNamespace(use=lambda keys, **_: used.append(len(keys)), source_key=b"")
     stores: Any = SimpleNamespace(newest=0, oldest=1)
     ended = EndedRequests(engine, ONE_GROUP, stores)
     for count in range(65):
