@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace, runtime: str) -> None:
         running.callback(admin.stop)
         ranks = build_ranks(arguments.ranks, pool, kv_blocks := blocks_needed(requests, options.concurrency))
         for number, rank in enumerate(ranks):
-            running.callback(rank.close)
+            running.callback(rank.worker.close)
             agent = RankAgent(number, rank.worker, Rendezvous("embeddedhost", environ))
             agent.start()
             running.callback(agent.stop)
-            rank.start_pinning()
+            rank.worker.start()
         workers, kv = [rank.worker for rank in ranks], LocalKV([rank.kv for rank in ranks])
         driver = ReplayDriver(EmbeddedOffload(engine), workers, kv, requests, options, kv_blocks=kv_blocks)
         result = driver.run(stops.requested)

@@ -260,9 +260,9 @@ MUTANTS = [
     ),
     Mutant(
         "a_replay_ends_with_a_rank",
-        "service/kvstow_service/replay/engineprocess.py",
-        '        logger.warning("%s", error)\n        return 1\n',
-        "        pipe.send(Failed(error))\n        return 1\n",
+        "service/kvstow_service/replay/processes.py",
+        '        logger.warning("%s", error)\n',
+        "        pipe.send(error)\n",
         "tests/service/replay/test_attached.py::test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache",
     ),
     Mutant(

@@ -93,10 +93,10 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv remoteranks offload ranks result driver launcher summary rankprocess "
-    "engineprocess",
+    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks result driver "
+    "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
+    "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",

@@ -25,7 +25,7 @@ from bench.gpu import figures
 from bench.gpu.plain import PlainCopies
 from bench.gpu.rank import BOTH, GIB, KIB, KVCache, Shape, Traffic
 from bench.report import Table, verdict
-from kvstow.devices.base import Fence, PreparedLoad
+from kvstow.devices.base import Fence
 from kvstow.devices.cuda import CudaDevice
 from kvstow.devices.cuda.copier import Transfer
 from kvstow.messages import Direction
@@ -115,11 +115,8 @@ class MeteredDevice:
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
         return self._begun(self._meter.give(self._device.launch_store, op_id, blocks, slots, after))
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> PreparedLoad:
-        return self._meter.give(self._device.prepare_load, op_id, slots)
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Transfer:
-        return self._begun(self._meter.give(self._device.launch_load, load, blocks, after))
+    def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        return self._begun(self._meter.give(self._device.launch_load, op_id, blocks, slots, after))
 
     def advance(self) -> None:
         self._meter.look(self._device.advance, self._transfers)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kvstow.devices.base import Device, Fence, Ticket, TicketState, start_load
+from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
@@ -227,10 +227,8 @@ class CopyThread:
             copy.queue_seconds = self._clock() - copy.submitted
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)
-                if op.direction == "store":
-                    copy.ticket = self._device.launch_store(op.op_id, op.blocks, op.slots, after)
-                else:
-                    copy.ticket = start_load(self._device, op.op_id, op.blocks, op.slots, after)
+                launch = self._device.launch_store if op.direction == "store" else self._device.launch_load
+                copy.ticket = launch(op.op_id, op.blocks, op.slots, after)
             except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its completion
                 return _failed(op, error)
         return None

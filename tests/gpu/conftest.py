@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Ticket, TicketState, start_load
+from kvstow.devices.base import Ticket, TicketState
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import pointers_to_fields
@@ -154,7 +154,7 @@ class GpuRank:
         return self._looked_at(self.device.launch_store(next(self._ids), blocks, slots, after))
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Ticket:
-        return self._looked_at(start_load(self.device, next(self._ids), blocks, slots, after))
+        return self._looked_at(self.device.launch_load(next(self._ids), blocks, slots, after))
 
     def _looked_at(self, ticket: Ticket) -> Ticket:
         self.device.advance()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import TicketState, start_load
+from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaRegistrar, DriverError
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import CopyError, PinError
@@ -94,18 +94,9 @@ def test_blocks_that_do_not_exist_are_refused(make_rank: MakeRank, finish: Finis
     assert finish(rank.load([0], [0])) is TicketState.DONE, "nothing of them was queued"
 
 
-def test_a_load_that_is_never_launched_delays_no_other(make_rank: MakeRank, finish: Finish) -> None:
-    rank = make_rank()
-    prepared = [rank.device.prepare_load(op_id, range(8)) for op_id in range(5)]
-    assert finish(rank.load([0], [0])) is TicketState.DONE
-    assert finish(rank.store([1], [1])) is TicketState.DONE
-    for load in prepared:
-        load.close()
-
-
 def test_ops_of_a_closed_device_fail(make_rank: MakeRank, finish: Finish) -> None:
     rank = make_rank()
-    start_load(rank.device, 1, [0], [0], None)
+    rank.device.launch_load(1, [0], [0], None)
     never_begun = rank.device.launch_store(2, [0], [0], None)
     rank.device.close()
     assert finish(never_begun) is TicketState.FAILED

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import torch
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaFence, DriverError
+from kvstow.layeredloads import LayeredLoads
 from kvstow.layout import Part, Span
 from kvstow.messages import Op, StepPlan
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]
+MakeStored = Callable[..., tuple[Any, Any]]
 
 _new_stream: Any = torch.cuda.Stream  # untyped in torch
 _ROUNDS = 150
@@ -30,6 +33,61 @@ def _end(rank: Any, load: Any) -> None:
     while load.ticket.poll() is not TicketState.DONE:
         assert time.monotonic() < deadline
         rank.device.advance()
+
+
+@pytest.fixture
+def make_stored(make_rank: MakeRank, finish: Finish) -> MakeStored:
+    """Makes a rank whose first slots have what its first blocks had; returns it with these bytes."""
+
+    def make(pages: Sequence[int] = (8192,) * 4, *, stored: int = 4, **given: Any) -> tuple[Any, Any]:
+        rank = make_rank(list(pages), **given)
+        rank.tensors[-1].fill_(7)  # the driver loads the kernel now, which it could not beside a latch's
+        rank.scramble()
+        expected = rank.blocks(range(stored))
+        assert finish(rank.store(range(stored), range(stored))) is TicketState.DONE
+        return rank, expected
+
+    return make
+
+
+@contextmanager
+def _plane_of(rank: Any, latch: Any = None) -> Iterator[tuple[DataPlane, LayeredLoads]]:
+    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
+    try:
+        assert plane.layered is not None
+        yield plane, plane.layered
+    finally:
+        if latch is not None:
+            latch.open()
+        plane.close()
+
+
+def _wrong_rounds(
+    rank: Any,
+    latch: Any,
+    compute: Callable[[int, Callable[[int], None]], None],
+    is_right: Callable[[int], bool],
+    *,
+    waits: bool,
+    stream: Any,
+    rounds: int = _ROUNDS,
+) -> int:
+    """Load beside a computation, again and again, and return how often that went wrong. `compute` calls what it is
+    given before it touches a part. A latch holds each load back, so that one that does not wait is always too early."""
+    wrong = 0
+    for number in range(rounds):
+        rank.scramble()
+        latch.close()
+        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
+        with torch.cuda.stream(stream):
+            compute(number, load.wait if waits else lambda part: None)
+        if not waits:
+            stream.synchronize()
+        latch.open()
+        torch.cuda.synchronize()
+        wrong += not is_right(number)
+        _end(rank, load)
+    return wrong
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -76,42 +134,29 @@ def test_parts_may_divide_a_region(make_rank: MakeRank, finish: Finish) -> None:
 
 @pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["waits", "control"])
 def test_a_layer_attends_after_its_pages_came(
-    waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish, monkeypatch: pytest.MonkeyPatch
+    waits: bool, wrong: int, make_stored: MakeStored, latch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A latch holds the load back, so that a computation that does not wait is always too early."""
     monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
-    rank = make_rank([8192] * 4)
-    expected = rank.blocks(range(4))
-    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
-    compute: Any = _new_stream()
-    found = 0
-    for _ in range(_ROUNDS):
-        rank.scramble()
-        latch.close()
-        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
-        with torch.cuda.stream(compute):
-            seen = []
-            for part in range(4):
-                if waits:
-                    load.wait(part)
-                seen.append(rank.tensors[part][:4].clone())
-        if not waits:
-            compute.synchronize()
-        latch.open()
-        torch.cuda.synchronize()
-        found += not np.array_equal(torch.cat(seen, dim=1).cpu().numpy(), expected)
-        _end(rank, load)
-    assert found == wrong
+    rank, expected = make_stored()
+    seen: list[Any] = []
+
+    def attend(number: int, wait: Callable[[int], None]) -> None:
+        seen.clear()
+        for part in range(4):
+            wait(part)
+            seen.append(rank.tensors[part][:4].clone())
+
+    def is_right(number: int) -> bool:
+        return np.array_equal(torch.cat(seen, dim=1).cpu().numpy(), expected)
+
+    assert _wrong_rounds(rank, latch, attend, is_right, waits=waits, stream=_new_stream()) == wrong
 
 
 @pytest.mark.parametrize(("fenced", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["fenced", "control"])
 def test_pages_land_after_the_older_work_that_writes_them(
-    fenced: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+    fenced: bool, wrong: int, make_stored: MakeStored, latch: Any
 ) -> None:
-    rank = make_rank([8192] * 4)
-    rank.tensors[3].fill_(7)  # the driver loads the kernel now, which it could not beside the latch's
-    expected = rank.blocks(range(4))
-    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    rank, expected = make_stored()
     found = 0
     for number in range(_ROUNDS):
         latch.close()
@@ -130,17 +175,12 @@ def test_pages_land_after_the_older_work_that_writes_them(
     assert found == wrong
 
 
-def test_a_pool_that_shrinks_keeps_what_a_load_reads(make_rank: MakeRank, latch: Any, finish: Finish) -> None:
-    rank = make_rank([1 << 16] * 4, blocks=16, slots=16, chunk_bytes=1 << 18)
-    expected = rank.blocks(range(16))
-    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+def test_a_pool_that_shrinks_keeps_what_a_load_reads(make_stored: MakeStored, latch: Any) -> None:
+    rank, expected = make_stored([1 << 16] * 4, stored=16, blocks=16, slots=16, chunk_bytes=1 << 18)
     rank.scramble()
-    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
-    try:
+    with _plane_of(rank, latch) as (plane, layered):
         latch.close()
-        assert plane.layered is not None
-        op = Op(1, "load", tuple(range(16)), tuple(range(16)))
-        load = plane.layered.load((op,), CudaFence.record(latch.stream))
+        load = layered.load((Op(1, "load", _first(16), _first(16)),), CudaFence.record(latch.stream))
         rank.pool.set_target(2)
         threading.Event().wait(0.1)
         latch.open()
@@ -149,19 +189,18 @@ def test_a_pool_that_shrinks_keeps_what_a_load_reads(make_rank: MakeRank, latch:
         assert np.array_equal(rank.blocks(range(16)), expected)
         assert plane.wait_completions(_PATIENCE)
         assert [one.mark for one in plane.take_completions()] == ["done"]
-    finally:
-        latch.open()
-        plane.close()
+
+
+def _first(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
 
 
 @pytest.mark.parametrize("number", [0, 2, 3])
 def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
-    number: int, make_rank: MakeRank, finish: Finish, monkeypatch: pytest.MonkeyPatch
+    number: int, make_stored: MakeStored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
-    rank = make_rank([8192] * 4)
-    expected = rank.blocks(range(8))
-    assert finish(rank.store(range(8), range(8))) is TicketState.DONE
+    rank, expected = make_stored(stored=8)
     rank.scramble()
     loader, left = rank.device._layers, [number]
     launch = loader._driver.launch
@@ -174,20 +213,14 @@ def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
         launch(function, *arguments)
 
     monkeypatch.setattr(loader._driver, "launch", launch_once_less)
-    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
-    try:
-        assert plane.layered is not None
-        assert plane.layered.load((Op(1, "load", tuple(range(8)), tuple(range(8))),), None) is None
+    with _plane_of(rank) as (_, layered):
+        assert layered.load((Op(1, "load", _first(8), _first(8)),), None) is None
         assert np.array_equal(rank.blocks(range(8)), expected)
-        assert plane.layered.failure is not None
-    finally:
-        plane.close()
+        assert layered.failure is not None
 
 
-def test_a_blocking_copy(make_rank: MakeRank, finish: Finish) -> None:
-    rank = make_rank([8192, 1000], gaps=[0, 8])
-    expected = rank.blocks(range(4))
-    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+def test_a_blocking_copy(make_stored: MakeStored) -> None:
+    rank, expected = make_stored([8192, 1000], gaps=[0, 8])
     rank.scramble()
     rank.device.load_now([4, 5, 6, 7], range(4), None)
     assert np.array_equal(rank.blocks([4, 5, 6, 7]), expected)
@@ -195,43 +228,32 @@ def test_a_blocking_copy(make_rank: MakeRank, finish: Finish) -> None:
 
 @pytest.mark.parametrize(("patient", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["at its end", "control"])
 def test_a_slot_gets_other_bytes_when_the_kernel_has_read_it(
-    patient: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+    patient: bool, wrong: int, make_stored: MakeStored, latch: Any
 ) -> None:
     """The control plane gives a slot away when its load is complete."""
-    rank = make_rank([8192] * 4)
-    rank.tensors[3].fill_(7)  # the driver loads the kernel now, which it could not beside the latch's
-    expected = rank.blocks(range(4))
-    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
+    rank, expected = make_stored()
     stored, found = iter(range(1_000_000, 2_000_000)), 0
+    with _plane_of(rank, latch) as (plane, layered):
 
-    def store(source: int) -> None:
-        plane.submit(StepPlan((Op(next(stored), "store", tuple(range(source, source + 4)), tuple(range(4))),)))
+        def store(source: int) -> None:
+            plane.submit(StepPlan((Op(next(stored), "store", tuple(range(source, source + 4)), _first(4)),)))
+            _end_of(plane, 1)
 
-    try:
-        assert plane.layered is not None
         for number in range(_ROUNDS):
             for tensor in rank.tensors:
                 tensor[4:8].fill_((number + 1) % 256)
             store(0)
-            _end_of(plane, 1)
             latch.close()
-            load = plane.layered.load(
-                (Op(number + 1, "load", (8, 9, 10, 11), tuple(range(4))),), CudaFence.record(latch.stream)
-            )
-            assert load is not None
+            op = Op(number + 1, "load", (8, 9, 10, 11), _first(4))
+            assert layered.load((op,), CudaFence.record(latch.stream)) is not None
             if not patient:
                 store(4)
-                _end_of(plane, 1)
             latch.open()
             _end_of(plane, 1)
             if patient:
                 store(4)
-                _end_of(plane, 1)
             found += not np.array_equal(rank.blocks((8, 9, 10, 11)), expected)
-        assert found == wrong
-    finally:
-        latch.open()
-        plane.close()
+    assert found == wrong
 
 
 def _end_of(plane: DataPlane, number: int) -> None:
@@ -248,12 +270,10 @@ def _end_of(plane: DataPlane, number: int) -> None:
 @pytest.mark.parametrize("graphs", ["piecewise", "full"])
 @pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, 50)], ids=["waits", "control"])
 def test_graphs_that_read_the_pages_are_replayed_behind_them(
-    graphs: str, waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+    graphs: str, waits: bool, wrong: int, make_stored: MakeStored, latch: Any
 ) -> None:
     """A piece for each layer waits for that layer; a graph of all layers waits for all of them."""
-    rank = make_rank([8192] * 4)
-    expected = rank.blocks(range(4))
-    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
+    rank, expected = make_stored()
     compute: Any = _new_stream()
     seen = [torch.zeros((4, 8192), dtype=torch.uint8, device="cuda") for _ in range(4)]
     pieces = [[part] for part in range(4)] if graphs == "piecewise" else [list(range(4))]
@@ -269,74 +289,49 @@ def test_graphs_that_read_the_pages_are_replayed_behind_them(
         graph.replay()
         captured.append((graph, piece[-1]))
     torch.cuda.synchronize()
-    found = 0
-    for _ in range(50):
-        rank.scramble()
-        latch.close()
-        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
-        with torch.cuda.stream(compute):
-            for graph, part in captured:
-                if waits:
-                    load.wait(part)
-                graph.replay()
-        if not waits:
-            compute.synchronize()
-        latch.open()
-        torch.cuda.synchronize()
-        found += not np.array_equal(torch.cat(seen, dim=1).cpu().numpy(), expected)
-        _end(rank, load)
-    assert found == wrong
+
+    def replay(number: int, wait: Callable[[int], None]) -> None:
+        for graph, part in captured:
+            wait(part)
+            graph.replay()
+
+    def is_right(number: int) -> bool:
+        return np.array_equal(torch.cat(seen, dim=1).cpu().numpy(), expected)
+
+    assert _wrong_rounds(rank, latch, replay, is_right, waits=waits, stream=compute, rounds=50) == wrong
 
 
-def test_two_loads_of_one_step_and_one_of_the_next(make_rank: MakeRank, latch: Any, finish: Finish) -> None:
-    rank = make_rank([8192, 1000, 4096], blocks=16, slots=16)
-    expected = rank.blocks(range(16))
-    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+def test_two_loads_of_one_step_and_one_of_the_next(make_stored: MakeStored, latch: Any) -> None:
+    rank, expected = make_stored([8192, 1000, 4096], stored=16, blocks=16, slots=16)
     rank.scramble()
-    plane = DataPlane(0, rank.pool, rank.device, layers=rank.device)
-    try:
-        assert plane.layered is not None
+    with _plane_of(rank, latch) as (plane, layered):
         latch.close()
         fence = CudaFence.record(latch.stream)
-        ops = [
-            Op(one, "load", tuple(range(4 * one, 4 * one + 4)), tuple(range(4 * one, 4 * one + 4))) for one in range(3)
-        ]
-        first, second = plane.layered.load(ops[:2], fence), plane.layered.load(ops[2:], fence)
+        places = [tuple(range(4 * one, 4 * one + 4)) for one in range(3)]
+        ops = [Op(one, "load", four, four) for one, four in enumerate(places)]
+        first, second = layered.load(ops[:2], fence), layered.load(ops[2:], fence)
         assert first is not None
         assert second is not None
         latch.open()
         second.wait(2)  # loads of a rank end in the order in which they began
         assert np.array_equal(rank.blocks(range(12)), expected[:12])
         _end_of(plane, 3)
-    finally:
-        latch.open()
-        plane.close()
 
 
 @pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["waits", "control"])
 def test_blocks_of_a_request_that_is_gone_are_written_behind_its_load(
-    waits: bool, wrong: int, make_rank: MakeRank, latch: Any, finish: Finish
+    waits: bool, wrong: int, make_stored: MakeStored, latch: Any
 ) -> None:
     """It was aborted or preempted behind its step, and another request computes into its blocks. The step has ended
     with a wait for all of its load."""
-    rank = make_rank([8192] * 4)
-    rank.tensors[3].fill_(7)  # the driver loads the kernel now, which it could not beside the latch's
-    assert finish(rank.store(range(4), range(4))) is TicketState.DONE
-    compute: Any = _new_stream()
-    found = 0
-    for number in range(_ROUNDS):
-        rank.scramble()
-        latch.close()
-        load = rank.device.load_layers(range(4), range(4), CudaFence.record(latch.stream))
-        with torch.cuda.stream(compute):
-            if waits:
-                load.wait(3)
-            for tensor in rank.tensors:
-                tensor[:4].fill_(number % 256)
-        if not waits:
-            compute.synchronize()
-        latch.open()
-        torch.cuda.synchronize()
-        found += not (rank.blocks(range(4)) == number % 256).all()
-        _end(rank, load)
-    assert found == wrong
+    rank, _ = make_stored()
+
+    def overwrite(number: int, wait: Callable[[int], None]) -> None:
+        wait(3)
+        for tensor in rank.tensors:
+            tensor[:4].fill_(number % 256)
+
+    def is_right(number: int) -> bool:
+        return bool((rank.blocks(range(4)) == number % 256).all())
+
+    assert _wrong_rounds(rank, latch, overwrite, is_right, waits=waits, stream=_new_stream()) == wrong

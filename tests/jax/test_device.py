@@ -929,7 +929,12 @@ def test_pinned_memory_that_a_platform_lays_out_in_another_way_is_not_written_in
 ) -> None:
     from kvstow.devices.jax import hostcopies
 
-    monkeypatch.setattr(hostcopies.PinnedBuffer, "upload", lambda self: -self._rows)
+    upload = hostcopies.LoadBuffer.upload
+
+    def upload_wrongly(self: hostcopies.LoadBuffer) -> jax.Array:
+        return -self._rows if isinstance(self._rows, jax.Array) else upload(self)  # pinned, or ordinary memory
+
+    monkeypatch.setattr(hostcopies.LoadBuffer, "upload", upload_wrongly)
     rank = make_rank(host_memory="pinned")
     assert rank.device.notice is not None
     assert "loads do not use pinned memory" in rank.device.notice

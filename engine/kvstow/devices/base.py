@@ -7,11 +7,8 @@ host's thread, and where there is one nothing but it gives the device work.
 Ordering. A store reads its blocks only after the compute work that `after` names. A load may read its slots at once;
 it writes its blocks only after `after`. Compute work never waits for a store.
 
-Slots. From `launch_store` or `prepare_load` to the final state of the ticket, or until the prepared load is closed, the
-slots belong to the op: the control plane does not reuse them, and the caller holds their memory (`SlotPool.hold`).
-
-Loads. They take two calls, because a load layer by layer is prepared once. A prepared load has nothing that another op
-may need, so one that is never launched cannot hold up others.
+Slots. From its launch to the final state of its ticket the slots belong to the op: the control plane does not reuse
+them, and the caller holds their memory (`SlotPool.hold`).
 
 Errors. The failure of one op is in its ticket. `advance` raises if the device no longer knows what is under way: then
 the caller closes the device, and its ops have ended only after that.
@@ -23,6 +20,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+
+from kvstow.errors import CopyError
+from kvstow.memory.slotpool import Int64Array, SlotPool
 from kvstow.messages import LoadLaunch, StagedLoad
 
 
@@ -57,13 +58,6 @@ class Ticket(Protocol):
         """Time of the copy itself, measured by the device; final with the final state."""
 
 
-class PreparedLoad(Protocol):
-    """The slots of a load, checked. Its owner launches it once or closes it."""
-
-    def close(self) -> None:
-        """Free what `prepare_load` has taken. Idempotent; does nothing after a launch."""
-
-
 class Device(Protocol):
     """One rank's device with its KV cache and its pool."""
 
@@ -79,13 +73,9 @@ class Device(Protocol):
         """Queue the copy of block `blocks[i]` to slot `slots[i]`, to start once `after` has finished. Touches neither
         itself. After an error nothing is queued."""
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> PreparedLoad:
-        """Begin a load from these slots. May start to copy them into staging memory of this load alone; touches no
-        block. After an error nothing is left behind."""
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Ticket:
-        """Queue the copy of the prepared slot `i` to block `blocks[i]`, which is written once `after` has finished.
-        Touches no block itself. After an error nothing is queued, and `load` is still to be closed."""
+    def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
+        """Queue the copy of slot `slots[i]` to block `blocks[i]`, which is written once `after` has finished. Touches
+        no block itself. After an error nothing is queued."""
 
     def advance(self) -> None:
         """Start queued work, loads before stores, and notice what has finished. Never waits for the device, and starts
@@ -156,11 +146,17 @@ class Launcher(Protocol):
         """Ops that still need the host fail. May be called by any thread. Idempotent."""
 
 
-def start_load(device: Device, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
-    """Prepare a load and launch it. After an error nothing is queued or left behind."""
-    load = device.prepare_load(op_id, slots)
-    try:
-        return device.launch_load(load, blocks, after)
-    except BaseException:
-        load.close()
-        raise
+def checked(what: str, numbers: Sequence[int], end: int, why: str = "") -> Int64Array:
+    """The numbers of blocks or slots, as an array. Raises `CopyError` unless each is one from 0 to `end - 1`."""
+    values = np.array(numbers, np.int64)
+    if len(values) and not 0 <= values.min() <= values.max() < end:
+        allowed = f"0 to {end - 1}{why}" if end else "none"
+        raise CopyError(f"{what} {values.min()} to {values.max()}; allowed: {allowed}")
+    return values
+
+
+def checked_slots(pool: SlotPool, slots: Sequence[int], blocks: Sequence[int]) -> Int64Array:
+    """As `checked`, for the slots of an op. Raises `CopyError` also unless there are as many blocks."""
+    if len(blocks) != len(slots):
+        raise CopyError(f"{len(blocks)} blocks and {len(slots)} slots; allowed: as many of each")
+    return checked("slots", slots, pool.pinned_slots, ", which are pinned")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.devices.base import Fence, PreparedLoad, TicketState
+from kvstow.devices.base import Fence, TicketState, checked, checked_slots
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Part, Region
 from kvstow.memory.slotpool import SlotPool
@@ -45,43 +44,21 @@ class CpuTicket:
     def __init__(self, copy: Callable[[], None], after: Fence | None) -> None:
         self._copy, self._after = copy, after
         self._state = TicketState.PENDING
-        self._error: BaseException | None = None
-        self._seconds = 0.0
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds
+        self.error: BaseException | None = None
+        self.seconds = 0.0
 
     def poll(self) -> TicketState:
-        if self._state is TicketState.PENDING:
-            try:
-                if self._after is None or self._after.query():
-                    self._run()
-            except Exception as error:  # noqa: BLE001 - poll never raises: the ticket carries the error
-                self._state, self._error = TicketState.FAILED, error
-        return self._state
-
-    def _run(self) -> None:
-        started = time.perf_counter()
+        if self._state is not TicketState.PENDING:
+            return self._state
         try:
-            self._copy()
-        finally:
-            self._seconds = time.perf_counter() - started
-        self._state = TicketState.DONE
-
-
-@dataclass(frozen=True, slots=True)
-class CpuLoad:
-    """A `PreparedLoad`."""
-
-    slots: Sequence[int]
-
-    def close(self) -> None:
-        """There is nothing to free."""
+            if self._after is None or self._after.query():
+                started = time.perf_counter()
+                self._copy()
+                self.seconds = time.perf_counter() - started
+                self._state = TicketState.DONE
+        except Exception as error:  # noqa: BLE001 - poll never raises: the ticket carries the error
+            self._state, self.error = TicketState.FAILED, error
+        return self._state
 
 
 class CpuLayeredLoad:
@@ -139,16 +116,11 @@ class CpuDevice:
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
         return CpuTicket(lambda: self._move(blocks, slots, _store_run), after)
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> CpuLoad:
-        return CpuLoad(slots)
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> CpuTicket:
-        assert isinstance(load, CpuLoad)
-        return CpuTicket(lambda: self._move(blocks, load.slots, _load_run), after)
+    def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
+        return CpuTicket(lambda: self._move(blocks, slots, _load_run), after)
 
     def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuLayeredLoad:
-        self._check(blocks, slots)
-        places: list[int] = self._pool.addresses(np.array(slots, np.int64)).tolist()
+        places = self._places(blocks, slots)
         return CpuLayeredLoad([partial(self._move_part, part, blocks, places) for part in self._parts], after)
 
     def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
@@ -175,24 +147,18 @@ class CpuDevice:
         self._pages = []
 
     def _move(self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[Rows, Rows], None]) -> None:
-        self._check(blocks, slots)
-        stride = self._pool.slot_stride
-        places: list[int] = self._pool.addresses(np.array(slots, np.int64)).tolist()
+        places, stride = self._places(blocks, slots), self._pool.slot_stride
         for run in merge_runs(blocks, places, stride):
             for kv, offset in self._pages:
                 copy(kv[run.block : run.block + run.length], rows_at(run.place + offset, run.length, stride, kv))
 
-    def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def _places(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
+        """The addresses of the slots, all of it checked."""
         if self._closed:
             raise CopyError("the device is closed")
-        if len(blocks) != len(slots):
-            raise CopyError(f"{len(blocks)} blocks and {len(slots)} slots; allowed: as many of each")
-        if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
-            raise CopyError(f"blocks {min(blocks)} to {max(blocks)}; allowed: 0 to {self._num_blocks - 1}")
-        if slots and min(slots) < 0:
-            raise CopyError(f"slot {min(slots)}; allowed: 0 or more")
-        if slots and max(slots) >= (pinned := self._pool.pinned_slots):
-            raise CopyError(f"slot {max(slots)} is not pinned; the pool has {pinned} slots pinned")
+        checked("blocks", blocks, self._num_blocks)
+        addresses: list[int] = self._pool.addresses(checked_slots(self._pool, slots, blocks)).tolist()
+        return addresses
 
 
 def _store_run(kv: Rows, host: Rows) -> None:

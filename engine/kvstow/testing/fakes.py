@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvstow.devices.base import Device, Fence, PreparedLoad, Ticket, TicketState
+from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import PinError
 
 
@@ -114,21 +114,9 @@ class FakeTicket:
         self.state = TicketState.FAILED
 
 
-class FakeLoad:
-    """A prepared load; `device.prepared` has it until it is launched or closed."""
-
-    def __init__(self, op_id: int, prepared: dict[int, FakeLoad]) -> None:
-        self.op_id = op_id
-        self._prepared = prepared
-        prepared[op_id] = self
-
-    def close(self) -> None:
-        self._prepared.pop(self.op_id, None)
-
-
 class FakeDevice:
     """Returns `FakeTicket`s by op id. `launch_error` is raised by the next `launch_store` or `launch_load`,
-    `advance_error` by each `advance`. `prepared`: loads that were neither launched nor closed."""
+    `advance_error` by each `advance`."""
 
     name, copies_alone = "fake", True
 
@@ -137,21 +125,14 @@ class FakeDevice:
         self.advance_error: Exception | None = None
         self.close_error: Exception | None = None
         self.closed = False
-        self.prepared: dict[int, FakeLoad] = {}
         self._tickets: dict[int, FakeTicket] = {}
         self._begun = threading.Condition()
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
         return self._begin(op_id)
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> FakeLoad:
-        return FakeLoad(op_id, self.prepared)
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> FakeTicket:
-        assert isinstance(load, FakeLoad)
-        ticket = self._begin(load.op_id)
-        load.close()
-        return ticket
+    def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
+        return self._begin(op_id)
 
     def advance(self) -> None:
         if self.advance_error is not None:

@@ -138,7 +138,8 @@ def run_attached(
     options: ReplayOptions,
 ) -> AttachedResult:
     from kvstow_service.replay.driver import check_fits
-    from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
+    from kvstow_service.replay.engineprocess import EngineSpec
+    from kvstow_service.replay.launcher import EngineLauncher
 
     check_fits(requests, blocks)
     specs = [

@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 
 from kvstow.errors import KvstowError
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
+from kvstow_service.replay.engineprocess import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
 
 _POLL_SECONDS = 0.02
 DEADLINE_SECONDS = 300.0
@@ -193,9 +194,10 @@ class Engine:
         wait([self._result], DEADLINE_SECONDS)
 
     def _run(self) -> AttachedResult:
-        with self._log.open("ab") as log:
-            launcher = EngineLauncher([self._spec], on_request=self._count, may_begin=self._may_begin, children_log=log)
-            return launcher.run(self._stop)
+        launcher = EngineLauncher(
+            [self._spec], on_request=self._count, may_begin=self._may_begin, children_log=self._log
+        )
+        return launcher.run(self._stop)
 
     def _count(self, finished: int) -> None:
         self.finished = finished

@@ -15,7 +15,8 @@ from kvstow.bytesize import format_size, parse_size
 from kvstow_service.demo.claims import Claim
 from kvstow_service.demo.processes import DEADLINE_SECONDS, Engine, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.launcher import AttachedResult, EngineSpec
+from kvstow_service.replay.engineprocess import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, even_shape, generate_trace
 
 _SAME = 0.99

@@ -105,8 +105,8 @@ class _Computed:
 class Position(NamedTuple):
     """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
 
-    in_flight: tuple[int, ...]
-    next: int
+    in_flight: tuple[int, ...] = ()
+    next: int = 0
 
 
 @dataclass(slots=True)
@@ -163,8 +163,9 @@ class ReplayDriver:
         """Those that wait for an answer, in the order of their questions."""
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
-        self._tally = Tally()
-        self._copies = CopyTally(self._tally)
+        self.tally = Tally()
+        """The figures that are counted here, while `run` goes on."""
+        self._copies = CopyTally(self.tally)
         self._model_is_free = 0.0
         """When the model has computed what it has been given."""
         self._started = self._ended = 0.0
@@ -202,15 +203,10 @@ class ReplayDriver:
             self._ended = time.monotonic()
         return self.result()
 
-    @property
-    def tally(self) -> Tally:
-        """The figures that are counted here, while `run` goes on."""
-        return self._tally
-
     def result(self) -> ReplayResult:
         """The figures now; while `run` goes on they may be of slightly different moments."""
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
-        return self._tally.freeze(self._offload.figures(), seconds=seconds, ranks=len(self._workers))
+        return self.tally.freeze(self._offload.figures(), seconds=seconds, ranks=len(self._workers))
 
     def _finished(self, stop: threading.Event) -> bool:
         return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
@@ -280,9 +276,9 @@ class ReplayDriver:
     def _start(self, number: int, request: TraceRequest) -> None:
         job = _Job(number, request.keys(), self._free.take(len(request.hash_ids)), started=time.monotonic())
         self._jobs[number] = job
-        self._tally.blocks += len(job.keys)
+        self.tally.blocks += len(job.keys)
         if not number:
-            self._tally.first_blocks = len(job.keys)
+            self.tally.first_blocks = len(job.keys)
         self._ask(job, self._offload.find(job.keys), self._found)
 
     def _ask(self, job: _Job, answer: Awaited[_T], then: Callable[[_Job, _T], None]) -> None:
@@ -316,9 +312,9 @@ class ReplayDriver:
             self._store(job)
             return
         job.loaded = len(op.blocks)
-        self._tally.hit_blocks += job.loaded
+        self.tally.hit_blocks += job.loaded
         if not job.number:
-            self._tally.first_hit_blocks = job.loaded
+            self.tally.first_hit_blocks = job.loaded
         self._plan_op(op, job)
 
     def _store(self, job: _Job) -> None:
@@ -334,7 +330,7 @@ class ReplayDriver:
         self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
 
     def _computed(self, job: _Job, _: None) -> None:
-        self._tally.request_seconds += time.monotonic() - job.started
+        self.tally.request_seconds += time.monotonic() - job.started
         keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
         self._kv.compute(keys, blocks)
         if keys:
@@ -380,19 +376,19 @@ class ReplayDriver:
 
     def _stored(self, settled: Settled) -> None:
         if settled.mark == "done":
-            self._tally.stored_blocks += len(settled.blocks)
+            self.tally.stored_blocks += len(settled.blocks)
             return
         _log.warning("a store of %d blocks failed: %s", len(settled.blocks), settled.error)
-        self._tally.failed_stores += len(settled.blocks)
+        self.tally.failed_stores += len(settled.blocks)
 
     def _finish(self, job: _Job) -> None:
         self._release(job)
         self._offload.use(job.keys)
         self._free_blocks(job)
         del self._jobs[job.number]
-        self._tally.requests += 1
+        self.tally.requests += 1
         if self._on_request is not None:
-            self._on_request(self._tally.requests)
+            self._on_request(self.tally.requests)
 
     def _release(self, job: _Job) -> None:
         if job.hold is not None:
@@ -411,7 +407,7 @@ class ReplayDriver:
             self._free.give_back(job.blocks)
         self._asking.clear()
         self._ops.clear()
-        self._tally.abandoned = len(self._jobs)
+        self.tally.abandoned = len(self._jobs)
         self._jobs.clear()
 
     # Figures.
@@ -424,7 +420,7 @@ class ReplayDriver:
     def _count_drops(self, outcomes: dict[str, int]) -> None:
         for outcome, count in outcomes.items():
             if outcome.startswith("dropped") and count:
-                self._tally.drops[outcome] += count
+                self.tally.drops[outcome] += count
 
 
 def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:

@@ -1,25 +1,21 @@
-"""One engine of an attached replay: a process with the scheduler half; its ranks are processes of their own.
-
-`python -m kvstow_service.replay.engineprocess FD`, started by `kvstow_service.replay.launcher`.
-"""
+"""One engine of an attached replay: a process with the scheduler half; its ranks are processes of their own."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from kvstow.errors import KvstowError, ProcessEndedError
-from kvstow_service.replay.driver import ReplayDriver
-from kvstow_service.replay.launcher import Begin, EngineSpec, Finish, Progress
+from kvstow_service.replay.driver import Position, ReplayDriver
 from kvstow_service.replay.offload import AttachedOffload, pool_identity
-from kvstow_service.replay.remoteranks import Failed, RemoteRanks, parent_pipe
-
-logger = logging.getLogger("kvstow.replay")
+from kvstow_service.replay.processes import Pipe
+from kvstow_service.replay.remoteranks import RemoteRanks
+from kvstow_service.replay.result import Tally
+from kvstow_service.replay.trace import ReplayOptions, Shape, TraceRequest
 
 _FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
 _ABSENT_SECONDS = 2.0  # the same while no service answers
@@ -29,14 +25,46 @@ _PROGRESS_SECONDS = 0.1
 _WAIT_SECONDS = 0.02
 
 
-class ReplayEngine:
-    """Replays on the main thread. Another thread waits for the parent's word, and ends the process if that goes."""
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine's process needs. `is_held`: it attaches at once, and starts no request before it gets `begin`."""
 
-    def __init__(self, pipe: Connection[Any, Any], spec: EngineSpec) -> None:
+    name: str
+    socket: Path
+    shape: Shape
+    num_ranks: int
+    kv_blocks: int
+    wanted_bytes: int
+    requests: Sequence[TraceRequest]
+    options: ReplayOptions
+    is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far this life of an engine is. `sessions`: how often it has attached; `problem`: why it is not attached now;
+    `waits`: look-ups that the service has answered later, because its fleet tier might have more, or a rank was still
+    registering what was found; `position` counts in the requests that it was given."""
+
+    tally: Tally = field(default_factory=Tally)
+    position: Position = field(default_factory=Position)
+    seconds: float = 0.0
+    slots: int = 0
+    sessions: int = 0
+    seconds_without: float = 0.0
+    problem: str | None = None
+    waits: int = 0
+    is_last: bool = False
+
+
+class ReplayEngine:
+    """Replays on the main thread. Another one makes the calls of the parent, and ends the process if that goes."""
+
+    def __init__(self, pipe: Pipe, spec: EngineSpec) -> None:
         self._pipe, self._spec = pipe, spec
         self._stop = threading.Event()
         self._may_begin = threading.Event()
-        self._told = 0.0
+        self._reported = 0.0
 
     def run(self) -> None:
         spec = self._spec
@@ -57,14 +85,14 @@ class ReplayEngine:
                 spec.requests,
                 spec.options,
                 kv_blocks=spec.kv_blocks,
-                on_request=lambda finished: self._tell_progress(driver, offload),
+                on_request=lambda finished: self._report_progress(driver, offload),
                 wait=offload.wait,
             )
             self._started = time.monotonic()
             driver.run(self._stop)
             last = self._progress(driver, offload, is_last=True)
             logging.disable(logging.WARNING)  # the processes see each other leave
-        offload.close()  # after the ranks: they say themselves that they have let go
+        offload.close()  # after the ranks, which release their memory by themselves
         self._pipe.send(last)
 
     def _wait_for_ranks(self, ranks: RemoteRanks) -> None:
@@ -97,10 +125,10 @@ class ReplayEngine:
                 return
             offload.wait(_WAIT_SECONDS)
 
-    def _tell_progress(self, driver: ReplayDriver, offload: AttachedOffload) -> None:
+    def _report_progress(self, driver: ReplayDriver, offload: AttachedOffload) -> None:
         now = time.monotonic()
-        if now >= self._told + _PROGRESS_SECONDS:
-            self._told = now
+        if now >= self._reported + _PROGRESS_SECONDS:
+            self._reported = now
             self._pipe.send(self._progress(driver, offload))
 
     def _progress(self, driver: ReplayDriver, offload: AttachedOffload, *, is_last: bool = False) -> Progress:
@@ -117,32 +145,21 @@ class ReplayEngine:
             is_last=is_last,
         )
 
+    def begin(self) -> None:
+        """Start with the first request. For an engine that is held."""
+        self._may_begin.set()
+
+    def finish(self) -> None:
+        """Start no request any more, and end when those in flight have."""
+        self._stop.set()
+
     def _listen(self) -> None:
         try:
             while True:
-                match self._pipe.recv():
-                    case Begin():
-                        self._may_begin.set()
-                    case Finish():
-                        self._stop.set()
+                self._pipe.recv()(self)
         except (EOFError, OSError):
             os._exit(1)  # the parent has gone; the ranks end with this process
 
 
-def main() -> int:
-    pipe = parent_pipe()
-    spec: EngineSpec = pipe.recv()
-    logging.basicConfig(level=logging.WARNING, format=f"{spec.name}: %(message)s", stream=sys.stderr)
-    try:
-        ReplayEngine(pipe, spec).run()
-    except ProcessEndedError as error:  # of a rank: the launcher starts the engine again, as if it had died
-        logger.warning("%s", error)
-        return 1
-    except KvstowError as error:
-        pipe.send(Failed(error))
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run_engine(pipe: Pipe, spec: EngineSpec) -> None:
+    ReplayEngine(pipe, spec).run()

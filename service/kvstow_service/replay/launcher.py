@@ -1,5 +1,4 @@
-"""Engines of an attached replay: started, started again when they die, and summed up; and what the launcher and they
-send each other."""
+"""Engines of an attached replay: started, started again when they die, and summed up."""
 
 from __future__ import annotations
 
@@ -9,58 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait as wait_for_pipes
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, Self
 
 from kvstow.errors import ProcessEndedError
-from kvstow_service.replay.driver import Position
+from kvstow_service.replay.engineprocess import EngineSpec, Progress, ReplayEngine, run_engine
 from kvstow_service.replay.offload import PoolCounts
-from kvstow_service.replay.remoteranks import Child, Failed
+from kvstow_service.replay.processes import Child
 from kvstow_service.replay.result import ReplayResult, Tally
-from kvstow_service.replay.trace import ReplayOptions, Shape, TraceRequest
-
-ENGINE_MODULE = "kvstow_service.replay.engineprocess"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What an engine's process needs: the first message to it. `is_held`: it attaches at once, and starts no request
-    before the launcher says `Begin`."""
-
-    name: str
-    socket: Path
-    shape: Shape
-    num_ranks: int
-    kv_blocks: int
-    wanted_bytes: int
-    requests: Sequence[TraceRequest]
-    options: ReplayOptions
-    is_held: bool = False
-
-
-class Begin(NamedTuple):
-    """Start with the first request. For an engine whose `EngineSpec` says `is_held`."""
-
-
-class Finish(NamedTuple):
-    """Start no request any more, and end when those in flight have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far this life of an engine is. `sessions`: how often it has attached; `problem`: why it is not attached now;
-    `waits`: look-ups that the service has answered later, as one with a fleet tier does;
-    `position` counts in the requests that it was given."""
-
-    tally: Tally
-    position: Position
-    seconds: float
-    slots: int
-    sessions: int
-    seconds_without: float
-    problem: str | None
-    waits: int
-    is_last: bool = False
-
 
 _WAIT_SECONDS = 0.05  # the longest that the loop is blind to a stop
 _FUTILE_LIVES = 3  # in a row, without a request finished
@@ -78,6 +32,12 @@ class EngineLife:
     first_hit_blocks: int
     seconds: float
     end: str
+
+    @classmethod
+    def of(cls, progress: Progress, end: str) -> Self:
+        one = progress.tally
+        found = one.requests, one.blocks, one.hit_blocks, one.first_blocks, one.first_hit_blocks
+        return cls(*found, progress.seconds, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +91,11 @@ class AttachedResult:
 
 class EngineLauncher:
     """Runs engines until each has replayed its trace. One that dies is started again, and goes on with the requests
-    that it had not finished. `on_request` hears how many requests are finished. One thread uses it.
+    that it had not finished. `on_request` gets the number of finished requests. One thread uses it.
 
-    `may_begin`: whether the engine with this process id may start its first request; it is asked again and again until
-    it says so, for each process of an engine. Without it, an engine decides by itself. `children_log`: where the
-    processes write, if not to the standard error of this one."""
+    `may_begin`: whether the engine with this process id may start its first request; it is called again and again until
+    it may, for each process of an engine. Without it, an engine decides by itself. `children_log`: where the processes
+    write, if not to the standard error of this one."""
 
     def __init__(
         self,
@@ -144,11 +104,11 @@ class EngineLauncher:
         on_request: Callable[[int], None] = lambda finished: None,
         log: Callable[[str], None] = lambda line: None,
         may_begin: Callable[[int], bool] | None = None,
-        children_log: IO[bytes] | None = None,
+        children_log: Path | None = None,
     ) -> None:
-        held = [replace(spec, is_held=may_begin is not None) for spec in specs]
-        self._engines = [_Engine(spec, log, may_begin, children_log) for spec in held]
+        self._engines = [_Engine(replace(spec, is_held=may_begin is not None), log, children_log) for spec in specs]
         self._on_request = on_request
+        self._may_begin = may_begin or (lambda pid: True)
 
     def run(self, stop: threading.Event) -> AttachedResult:
         """After `stop` no request starts, and what is in flight may finish. Raises the error of an engine that cannot
@@ -157,103 +117,76 @@ class EngineLauncher:
         try:
             for engine in self._engines:
                 engine.start()
-            while running := [engine for engine in self._engines if engine.child is not None]:
+            while running := [(engine, engine.child) for engine in self._engines if engine.child is not None]:
                 if stop.is_set():
-                    for engine in running:
+                    for engine, _ in running:
                         engine.finish()
-                wait_for_pipes([engine.child.pipe for engine in running if engine.child], _WAIT_SECONDS)
-                for engine in running:
-                    engine.receive()
+                wait_for_pipes([child.pipe for _, child in running], _WAIT_SECONDS)
+                for engine, child in running:
+                    engine.receive(child)
                 self._on_request(sum(engine.tally().requests for engine in self._engines))
-                for engine in running:
-                    engine.begin_if_allowed()
+                for engine, _ in running:
+                    if engine.child is not None and engine.is_held and self._may_begin(engine.child.pid):
+                        engine.begin(engine.child)
         finally:
             for engine in self._engines:
-                engine.close()
-        return self._result(time.monotonic() - begun)
-
-    def _result(self, seconds: float) -> AttachedResult:
+                if engine.child is not None:
+                    engine.child.join(0.0)
         results = tuple(engine.result() for engine in self._engines)
         tally = Tally()
         for engine in self._engines:
             tally.add(engine.tally())
         slots = max(result.result.slots for result in results)
-        total = tally.freeze(PoolCounts(slots), seconds=seconds, ranks=results[0].result.ranks)
-        return AttachedResult(total, results)
+        seconds = time.monotonic() - begun
+        return AttachedResult(tally.freeze(PoolCounts(slots), seconds=seconds, ranks=results[0].result.ranks), results)
 
 
 class _Engine:
     """One engine, over all its lives."""
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        log: Callable[[str], None],
-        may_begin: Callable[[int], bool] | None,
-        children_log: IO[bytes] | None,
-    ) -> None:
-        self._spec, self._log = spec, log
-        self._may_begin, self._children_log = may_begin, children_log
-        self._is_held = False
+    def __init__(self, spec: EngineSpec, log: Callable[[str], None], children_log: Path | None) -> None:
+        self._spec, self._log, self._children_log = spec, log, children_log
         self._waiting: Sequence[int] = range(len(spec.requests))
         """Numbers of the requests that the current life was given."""
-        self._ended: list[tuple[Progress | None, str]] = []
-        self._now: Progress | None = None
+        self._ended: list[tuple[Progress, str]] = []
+        self._now = Progress()
         self._is_finishing = False
+        self.is_held = False
         self.child: Child | None = None
 
     def start(self) -> None:
         requests = [self._spec.requests[number] for number in self._waiting]
-        self._now = None
-        self.child = Child(ENGINE_MODULE, replace(self._spec, requests=requests), self._children_log)
-        self._is_held = self._spec.is_held
-        if self._is_finishing:
-            self.child.send(Finish())
+        self._now, self.is_held = Progress(), self._spec.is_held
+        self.child = Child(run_engine, replace(self._spec, requests=requests), self._children_log)
 
-    def begin_if_allowed(self) -> None:
-        if self._may_begin is None or self.child is None or not self._is_held:
-            return
-        if self._may_begin(self.child.process.pid):
-            self._is_held = False
-            self.child.send(Begin())
+    def begin(self, child: Child) -> None:
+        self.is_held = False
+        child.send(ReplayEngine.begin)
 
     def finish(self) -> None:
         if not self._is_finishing and self.child is not None:
             self._is_finishing = True
-            self.child.send(Finish())
+            self.child.send(ReplayEngine.finish)
 
-    def receive(self) -> None:
-        assert self.child is not None
+    def receive(self, child: Child) -> None:
         try:
-            for message in self.child.receive():
-                if isinstance(message, Failed):
-                    raise message.error
-                self._now = message
+            for self._now in child.receive():
+                pass
         except EOFError:
-            self._end()
+            self._end(child)
 
-    def close(self) -> None:
-        if self.child is not None:
-            self.child.join(0.0)
-            self.child = None
-
-    def _end(self) -> None:
-        assert self.child is not None
-        now, how = self._now, self.child.describe_end()
+    def _end(self, child: Child) -> None:
+        now, how = self._now, child.describe_end()
         self.child = None
-        if now is not None and now.is_last:
-            self._ended.append((now, "finished"))
+        self._ended.append((now, "finished" if now.is_last else how))
+        self._now = Progress()
+        if now.is_last or self._is_finishing:
             return
-        self._ended.append((now, how))
-        self._now = None
-        if now is not None:
-            position = now.position
-            numbers = [*position.in_flight, *range(position.next, len(self._waiting))]
-            self._waiting = [self._waiting[number] for number in numbers]
-        if self._is_finishing:
-            return
-        futile = [life is None or not life.tally.requests for life, _ in self._ended[-_FUTILE_LIVES:]]
-        if len(futile) == _FUTILE_LIVES and all(futile):
+        numbers = [*now.position.in_flight, *range(now.position.next, len(self._waiting))]
+        self._waiting = [self._waiting[number] for number in numbers]
+        if len(self._ended) >= _FUTILE_LIVES and not any(
+            life.tally.requests for life, _ in self._ended[-_FUTILE_LIVES:]
+        ):
             raise ProcessEndedError(f"{self._spec.name} ended {_FUTILE_LIVES} times in a row at once: {how}")
         self._log(f"{self._spec.name} ended ({how}); it is started again with {len(self._waiting)} requests to go")
         self.start()
@@ -261,38 +194,19 @@ class _Engine:
     def tally(self) -> Tally:
         """Of all lives."""
         total = Tally()
-        for life, _ in self._ended:
-            if life is not None:
-                total.add(life.tally)
-        if self._now is not None and self.child is not None:
-            total.add(self._now.tally)
+        for life in (*(life for life, _ in self._ended), self._now):
+            total.add(life.tally)
         return total
 
     def result(self) -> EngineResult:
-        lives = [life for life, _ in self._ended if life is not None]
-        slots = max((life.slots for life in lives), default=0)
-        seconds = sum(life.seconds for life in lives)
+        lives = [life for life, _ in self._ended]
+        seconds, slots = sum(life.seconds for life in lives), max((life.slots for life in lives), default=0)
         return EngineResult(
             self._spec.name,
             self.tally().freeze(PoolCounts(slots), seconds=seconds, ranks=self._spec.num_ranks),
-            tuple(_life(progress, end) for progress, end in self._ended),
+            tuple(EngineLife.of(progress, end) for progress, end in self._ended),
             sum(life.sessions for life in lives),
             sum(life.seconds_without for life in lives),
             lives[-1].problem if lives else None,
             sum(life.waits for life in lives),
         )
-
-
-def _life(progress: Progress | None, end: str) -> EngineLife:
-    if progress is None:
-        return EngineLife(0, 0, 0, 0, 0, 0.0, end)
-    tally = progress.tally
-    return EngineLife(
-        tally.requests,
-        tally.blocks,
-        tally.hit_blocks,
-        tally.first_blocks,
-        tally.first_hit_blocks,
-        progress.seconds,
-        end,
-    )

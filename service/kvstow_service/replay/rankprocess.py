@@ -1,48 +1,61 @@
 """One rank of an attached replay: a process with a KV cache and an attached worker.
 
-`python -m kvstow_service.replay.rankprocess FD`, started by `kvstow_service.replay.remoteranks`.
+It makes the engine's calls in their order: what a step computes is written before the step's stores read it, and what a
+load has brought is checked before its blocks are overwritten.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from kvstow.attach.hello import SessionTicket
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
-from kvstow.errors import KvstowError
+from kvstow.keys import BlockKey
+from kvstow.layout import KVLayout
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly
-from kvstow.messages import StepPlan
-from kvstow_service.replay.kv import HostKV
-from kvstow_service.replay.remoteranks import (
-    Checked,
-    CheckRank,
-    Completed,
-    Failed,
-    Join,
-    RankSpec,
-    Ready,
-    Scrub,
-    StopRank,
-    Submit,
-    Usable,
-    Write,
-    parent_pipe,
-)
+from kvstow.messages import Completion, StepPlan
+from kvstow_service.replay.kv import HostKV, Verification
+from kvstow_service.replay.processes import Pipe
 
 _WAIT_SECONDS = 0.05  # the longest that news other than completions take
 
 
-class Rank:
-    """Does what the engine says on the main thread. Another thread tells the engine what is complete."""
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank's process needs. `socket`: of the node service."""
 
-    def __init__(self, pipe: Connection[Any, Any], spec: RankSpec, running: ExitStack) -> None:
+    rank: int
+    engine: str
+    socket: Path
+    layout: KVLayout
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, rank {self.rank}"
+
+
+class RankNews(NamedTuple):
+    """A rank sends it once when it has its KV cache, and then whenever something is new."""
+
+    boot_id: str
+    usable_slots: int
+    completions: Sequence[Completion]
+    found: Verification | None
+
+
+class Rank:
+    """The engine calls it on the main thread. Another thread reports what is complete."""
+
+    def __init__(self, pipe: Pipe, spec: RankSpec, running: ExitStack) -> None:
         self._pipe, self._kv = pipe, HostKV.allocate(spec.rank, spec.layout)
         self._sending = threading.Lock()
         self._stop = threading.Event()
@@ -55,36 +68,37 @@ class Rank:
         running.pop_all()  # they are the data plane's
         self._worker = AttachedWorker(spec.socket, self._plane, self._pool, engine=spec.engine)
         running.callback(self._worker.close)
-        self._reporter = threading.Thread(target=self._report, name="kvstow-report", daemon=True)
 
     def run(self) -> None:
+        """Until the engine closes the pipe: then this raises `EOFError` or `OSError`."""
         self._worker.start()
-        self._send(Ready())
-        self._reporter.start()
+        self._send()
+        reporter = threading.Thread(target=self._report, name="kvstow-report", daemon=True)
+        reporter.start()
         try:
-            while self._do(self._pipe.recv()):
-                pass
+            while True:
+                call, arguments = self._pipe.recv()
+                call(self, *arguments)
         finally:
+            logging.disable(logging.WARNING)  # the other ranks leave, too
             self._stop.set()
-            self._reporter.join()
+            reporter.join()
 
-    def _do(self, message: object) -> bool:
-        """Obey one message; False for the last one."""
-        match message:
-            case Join(ticket):
-                self._worker.join(ticket)
-            case Write(keys, blocks):
-                self._kv.write(keys, blocks)
-            case Submit(ops):
-                self._worker.submit(StepPlan(ops))
-            case CheckRank(keys, blocks):
-                self._send(Checked(self._kv.check(keys, blocks)))
-            case Scrub(blocks):
-                self._kv.scrub(blocks)
-            case StopRank():
-                logging.disable(logging.WARNING)  # the other ranks leave, too
-                return False
-        return True
+    def join(self, ticket: SessionTicket | None) -> None:
+        """Join this session of the engine; None: there is none at the moment."""
+        self._worker.join(ticket)
+
+    def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        self._kv.write(keys, blocks)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._worker.submit(plan)
+
+    def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        self._send(found=self._kv.check(keys, blocks))
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        self._kv.scrub(blocks)
 
     def _report(self) -> None:
         usable = 0
@@ -92,31 +106,15 @@ class Rank:
             while not self._stop.is_set():
                 self._plane.wait_completions(_WAIT_SECONDS)
                 completions = self._worker.take_completions()
-                if completions:
-                    self._send(Completed(self._plane.boot_id, completions))
-                if usable != self._pool.pinned_slots:
+                if completions or usable != self._pool.pinned_slots:
                     usable = self._pool.pinned_slots
-                    self._send(Usable(usable))
+                    self._send(completions)
 
-    def _send(self, message: object) -> None:
+    def _send(self, completions: Sequence[Completion] = (), found: Verification | None = None) -> None:
         with self._sending:
-            self._pipe.send(message)
+            self._pipe.send(RankNews(self._plane.boot_id, self._pool.pinned_slots, completions, found))
 
 
-def main() -> int:
-    pipe = parent_pipe()
-    spec: RankSpec = pipe.recv()
-    name = f"{spec.engine}, rank {spec.rank}"
-    logging.basicConfig(level=logging.WARNING, format=f"{name}: %(message)s", stream=sys.stderr)
-    try:
-        with ExitStack() as running, suppress(EOFError, OSError):  # the engine has gone
-            Rank(pipe, spec, running).run()
-    except KvstowError as error:
-        with suppress(OSError):
-            pipe.send(Failed(error))
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run_rank(pipe: Pipe, spec: RankSpec) -> None:
+    with ExitStack() as running, suppress(EOFError, OSError):
+        Rank(pipe, spec, running).run()

@@ -30,7 +30,7 @@ from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.replay.kv import HostKV, KVCache, LocalKV, NoKV, RankKV
+from kvstow_service.replay.kv import HostKV, KVCache, LocalKV, NoKV
 from kvstow_service.replay.trace import Shape, even_shape
 
 
@@ -142,20 +142,13 @@ class SimulatedWorker:
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """One rank whose data plane lives in this process. Owns all it names."""
+    """One rank whose data plane lives in this process, and owns the pool. `worker.start` begins to pin, and
+    `worker.close` ends all of it."""
 
     worker: DataPlane
     pool: HostPool
     layout: KVLayout
-    kv: RankKV
-
-    def start_pinning(self) -> None:
-        """Returns at once; the pool becomes usable slot by slot."""
-        self.worker.start()
-
-    def close(self) -> None:
-        """End the copy thread, then unregister and unmap the pool. Idempotent."""
-        self.worker.close()
+    kv: HostKV
 
 
 def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None) -> list[LocalRank]:
@@ -164,7 +157,7 @@ def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape
         ranks = []
         for rank in range(num_ranks):
             ranks.append(build_rank(rank, config, kv_blocks, shape))
-            undo.callback(ranks[-1].close)
+            undo.callback(ranks[-1].worker.close)
         undo.pop_all()
     return ranks
 
@@ -239,11 +232,11 @@ def local_session(
         engine = OffloadEngine(config)
         stack.callback(engine.close)
         ranks = build_ranks(config.num_ranks, pool, kv_blocks, shape)
-        for rank in ranks:
-            stack.callback(rank.close)
-        for rank in ranks:
-            rank.start_pinning()
         workers = [rank.worker for rank in ranks]
+        for worker in workers:
+            stack.callback(worker.close)
+        for worker in workers:
+            worker.start()
         while not stop.is_set():
             usable = _report(engine, workers)
             if on_pinned is not None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Ticket, start_load
+from kvstow.devices.base import Ticket
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
@@ -402,7 +402,7 @@ class CudaRank:
         return self._looked_at(self.device.launch_store(1, blocks, slots, after))
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Polled:
-        return self._looked_at(start_load(self.device, 2, blocks, slots, after))
+        return self._looked_at(self.device.launch_load(2, blocks, slots, after))
 
     def _looked_at(self, ticket: Ticket) -> Polled:
         self.device.advance()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import TicketState, start_load
+from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.device import CANDIDATES, NEVER, choose_threshold
@@ -181,7 +181,7 @@ def test_no_more_batches_are_queued_than_configured(
 def test_one_advance_adds_no_more_loads_than_allowed_to_those_under_way(cuda: Any, make_cuda_rank: MakeRank) -> None:
     """Finished batches are replaced in addition, so that the queue never gets shorter."""
     rank = make_cuda_rank([4096], blocks=40, slots=40, staging_bytes=1, loads_per_advance=3)
-    ticket: Any = start_load(rank.device, 1, range(40), range(40), None)
+    ticket: Any = rank.device.launch_load(1, range(40), range(40), None)
     begun = []
     for _ in range(3):
         rank.device.advance()
@@ -207,7 +207,7 @@ def test_a_device_starts_loads_before_stores(
 
     monkeypatch.setattr(driver, "launch", noted)
     rank.device.launch_store(1, [0], [0], None)
-    start_load(rank.device, 2, [1], [1], None)
+    rank.device.launch_load(2, [1], [1], None)
     rank.device.advance()
     assert launched == ["scatter", "gather"]
 
@@ -360,41 +360,22 @@ def test_bad_slots_and_blocks_are_refused_before_anything_is_queued(cuda: Any, m
     assert _queued(cuda) == []
 
 
-@strategies
-def test_a_load_that_is_never_launched_delays_no_other_and_takes_nothing(
-    options: Any, cuda: Any, make_cuda_rank: MakeRank
-) -> None:
-    rank = make_cuda_rank([4096], staging_bytes=1, **options)
-    live = dict(cuda.live)
-    prepared = [rank.device.prepare_load(op_id, range(8)) for op_id in range(5)]
-    assert (cuda.live, _queued(cuda)) == (live, [])
-    assert _finish(cuda, rank.load([0], [0])) is DONE
-    assert _finish(cuda, rank.store([0], [0])) is DONE
-    for load in prepared:
-        load.close()
-    rank.device.close()
-
-
 def test_a_load_whose_launch_fails_leaves_nothing_behind(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank()
-    load = rank.device.prepare_load(1, [0])
     for blocks, what in (([8], "blocks 8 to 8"), ([0, 1], "2 blocks")):
         with pytest.raises(CopyError, match=what):
-            rank.device.launch_load(load, blocks, None)
+            rank.device.launch_load(1, blocks, [0], None)
     assert _queued(cuda) == []
     expected = rank.slot(0)
-    assert _finish(cuda, Polled(rank.device, rank.device.launch_load(load, [1], None))) is DONE
+    assert _finish(cuda, Polled(rank.device, rank.device.launch_load(1, [1], [0], None))) is DONE
     assert rank.block(1) == expected
 
 
-def test_a_load_prepared_before_the_device_was_closed_is_not_launched(make_cuda_rank: MakeRank) -> None:
+def test_a_closed_device_launches_no_load(make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank()
-    load = rank.device.prepare_load(1, [0])
     rank.device.close()
     with pytest.raises(CopyError, match="closed"):
-        rank.device.launch_load(load, [0], None)
-    with pytest.raises(CopyError, match="closed"):
-        rank.device.prepare_load(2, [0])
+        rank.device.launch_load(1, [0], [0], None)
 
 
 def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
@@ -406,7 +387,7 @@ def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
 def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
     short, long = rank.store([0, 1], [0, 1]), rank.store(range(2, 8), range(2, 8))
-    never_begun = start_load(rank.device, 1, [0], [0], None)
+    never_begun = rank.device.launch_load(1, [0], [0], None)
     expected = rank.block(1)
     rank.device.close()
     rank.device.close()

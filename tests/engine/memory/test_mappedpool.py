@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kvstow.devices.base import TicketState, start_load
+from kvstow.devices.base import TicketState
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConflictError, CopyError, InvalidRequestError, PinError
 from kvstow.layout import KVLayout, Region
@@ -412,7 +412,7 @@ def test_copies_reach_every_extent(make_pool: MakePool, extents: Extents, eventu
     for pages in kv:
         pages[:] = 0
     back = blocks[::-1]
-    load = start_load(device, 2, back, slots, None)
+    load = device.launch_load(2, back, slots, None)
     assert load.poll() is TicketState.DONE
     for pages, expected in zip(kv, before, strict=True):
         assert (pages[back] == expected[blocks]).all()

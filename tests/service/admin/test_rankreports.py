@@ -47,12 +47,12 @@ def ranks(client: httpx.Client, tmp_path: Path) -> Iterator[list[LocalRank]]:
     for number, rank in enumerate(ranks):
         agents.append(RankAgent(number, rank.worker, AdminAddress("http://kvstow", "secret", tmp_path / "admin.sock")))
         agents[-1].start()
-        rank.start_pinning()
+        rank.worker.start()
     yield ranks
     for agent in agents:
         agent.stop()
     for rank in ranks:
-        rank.close()
+        rank.worker.close()
 
 
 def usable_slots(client: httpx.Client) -> int:

@@ -57,8 +57,8 @@ class Storm:
         agents = [RankAgent(n, rank.worker, AdminAddress(self.url, "agent")) for n, rank in enumerate(self.ranks)]
         running.callback(listeners.close)
         for rank in self.ranks:
-            running.callback(rank.close)
-            rank.start_pinning()
+            running.callback(rank.worker.close)
+            rank.worker.start()
         parts: list[AdminServer | Ticker | RankAgent] = [server, ticker, *agents]
         for part in parts:
             part.start()

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstow.devices.base import Fence, PreparedLoad
+from kvstow.devices.base import Fence
 from kvstow.devices.cpu import CpuDevice
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.cli import app
@@ -65,8 +65,10 @@ def test_a_trace_from_standard_input_can_be_truncated(trace: str) -> None:
 def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = CpuDevice.launch_load
 
-    def flip_a_byte(self: CpuDevice, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> object:
-        ticket = launch(self, load, blocks, after)
+    def flip_a_byte(
+        self: CpuDevice, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
+    ) -> object:
+        ticket = launch(self, op_id, blocks, slots, after)
         poll = ticket.poll
 
         class Flipping:

@@ -1,7 +1,6 @@
 """An engine's process for tests of the launcher, which does what its name says.
 
-Run as `python -m tests.service.replay.fakeengine FD`. It "finishes" a request for each one that it is given, and counts
-the request's hash ids as blocks.
+It "finishes" a request for each one that it is given, and counts the request's hash ids as blocks.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import sys
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow_service.replay.driver import Position
-from kvstow_service.replay.launcher import Begin, EngineSpec, Finish, Progress
-from kvstow_service.replay.remoteranks import Failed, parent_pipe
+from kvstow_service.replay.engineprocess import EngineSpec, Progress, ReplayEngine
+from kvstow_service.replay.processes import Pipe
 from kvstow_service.replay.result import Tally
 
 
@@ -24,12 +23,10 @@ def progress(spec: EngineSpec, finished: int, in_flight: tuple[int, ...], *, is_
     return Progress(tally, position, 1.0, 100, 1, 0.0, None, 0, is_last)
 
 
-def main() -> None:
-    pipe = parent_pipe()
-    spec: EngineSpec = pipe.recv()
+def run_fake_engine(pipe: Pipe, spec: EngineSpec) -> None:
     count = len(spec.requests)
     if spec.is_held:
-        assert isinstance(pipe.recv(), Begin)
+        assert pipe.recv() is ReplayEngine.begin
     match spec.name:
         case "dies with 1 and 3 in flight" if count == 10:
             pipe.send(progress(spec, 3, (1, 3), is_last=False))
@@ -38,15 +35,10 @@ def main() -> None:
             print("dying", flush=True)
             sys.exit(3)
         case "cannot work":
-            pipe.send(Failed(InsufficientMemoryError("1 TiB of KV cache do not fit")))
-            sys.exit(1)
+            raise InsufficientMemoryError("1 TiB of KV cache do not fit")
         case "waits to be finished":
             pipe.send(progress(spec, 0, (), is_last=False))
-            assert isinstance(pipe.recv(), Finish)
+            assert pipe.recv() is ReplayEngine.finish
             pipe.send(progress(spec, 0, (), is_last=True))
-            sys.exit(0)
+            return
     pipe.send(progress(spec, count, (), is_last=True))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,8 @@ from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
+from kvstow_service.replay.engineprocess import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
 from kvstow_service.replay.summary import attached_rows
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 from kvstow_service.tiers.hostedtiers import TierChoice

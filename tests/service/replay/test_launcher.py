@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.service.replay.fakeengine import run_fake_engine
 
 from kvstow.errors import InsufficientMemoryError, ProcessEndedError
 from kvstow_service.replay import launcher
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher, EngineSpec
+from kvstow_service.replay.engineprocess import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 
 pytestmark = pytest.mark.process
@@ -27,8 +28,7 @@ def spec(name: str, requests: int = 10) -> EngineSpec:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(launcher, "ENGINE_MODULE", "tests.service.replay.fakeengine")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[3])])
+    monkeypatch.setattr(launcher, "run_engine", run_fake_engine)
 
     def run_engines(*specs: EngineSpec, stop: threading.Event | None = None, **given: object) -> AttachedResult:
         return EngineLauncher(specs, **given).run(stop or threading.Event())  # type: ignore[arg-type]
@@ -91,6 +91,6 @@ def test_each_process_of_an_engine_is_held_until_it_may_begin(run: Run) -> None:
 
 
 def test_what_an_engine_writes_goes_to_the_log_of_the_children(run: Run, tmp_path: Path) -> None:
-    with (tmp_path / "log").open("wb") as log, pytest.raises(ProcessEndedError):
-        run(spec("dies at once"), children_log=log)
+    with pytest.raises(ProcessEndedError):
+        run(spec("dies at once"), children_log=tmp_path / "log")
     assert (tmp_path / "log").read_text() == "dying\n" * 3

@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import torch
 
-from kvstow.devices.base import Fence, PreparedLoad, TicketState
+from kvstow.devices.base import Fence, TicketState
 from kvstow.devices.cpu import CpuDevice, Rows, rows_at
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
@@ -47,15 +47,6 @@ class SimulatedTicket:
         is_first = not self.staged
         fenced = is_first == (self.direction == "store")
         return self.due[not is_first] <= tick and not (fenced and self.after is not None and not self.after.query())
-
-
-@dataclass(frozen=True)
-class SimulatedLoad:
-    op_id: int
-    slots: Sequence[int]
-
-    def close(self) -> None:
-        """There is nothing to free."""
 
 
 class SimulatedDevice:
@@ -95,12 +86,10 @@ class SimulatedDevice:
     ) -> SimulatedTicket:
         return self._begin(op_id, "store", blocks, slots, after)
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> SimulatedLoad:
-        return SimulatedLoad(op_id, slots)
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> SimulatedTicket:
-        assert isinstance(load, SimulatedLoad)
-        return self._begin(load.op_id, "load", blocks, load.slots, after)
+    def launch_load(
+        self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
+    ) -> SimulatedTicket:
+        return self._begin(op_id, "load", blocks, slots, after)
 
     def advance(self) -> None:
         """Copies are done in `tick`."""

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kvstow.config import COPY_STRATEGIES, CopyStrategy
-from kvstow.devices.base import Fence, PreparedLoad
+from kvstow.devices.base import Fence, checked, checked_slots
 from kvstow.devices.cuda.context import CudaRegistrar, Timer, new_stream, primary_context
 from kvstow.devices.cuda.copier import LoadCopier, PageKernels, StoreCopier, Transfer
 from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle, Int64Array
 from kvstow.devices.cuda.layerloader import CudaLayeredLoad, LayerLoader
-from kvstow.devices.cuda.plan import BatchedCopies, Split
+from kvstow.devices.cuda.plan import Split
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Part, Region
 from kvstow.memory.slotpool import SlotPool
@@ -55,19 +55,6 @@ class CudaOptions:
             value = getattr(self, key)
             if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
                 raise ConfigError(key, value, "a whole number, 1 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSlots:
-    """The addresses of an op's slots, in ascending order of the slots; where each was in the order given; and the
-    copies between them and staging buffers. Also a `PreparedLoad`."""
-
-    addresses: Int64Array
-    order: Int64Array
-    staged: BatchedCopies
-
-    def close(self) -> None:
-        """There is nothing to free: loads share the staging buffers, and use them from the launch on."""
 
 
 class CudaDevice:
@@ -147,30 +134,26 @@ class CudaDevice:
         return self._context.driver.notice
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
-        transfer = self._planned(self._planned_slots(slots), blocks, after)
+        transfer = self._planned(blocks, slots, after)
         self._stores.queue(transfer)
         return transfer
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> PlannedSlots:
-        return self._planned_slots(slots)
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Transfer:
-        assert isinstance(load, PlannedSlots)
-        transfer = self._planned(load, blocks, after)
+    def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        transfer = self._planned(blocks, slots, after)
         self._loads.queue(transfer)
         return transfer
 
     def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CudaLayeredLoad:
         assert self._layers is not None
-        places = self._checked_slots(slots)
-        targets, addresses = self._checked_blocks(blocks, len(places)), self._pool.addresses(places)
+        targets, places = self._checked(blocks, slots)
+        addresses = self._pool.addresses(places)
         with self._context.current():
             return self._layers.load(targets, addresses, after)
 
     def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
         assert self._layers is not None
-        places = self._checked_slots(slots)
-        targets, addresses = self._checked_blocks(blocks, len(places)), self._pool.addresses(places)
+        targets, places = self._checked(blocks, slots)
+        addresses = self._pool.addresses(places)
         rows = list(zip(self._bases, self._layout.regions, self._layout.offsets, strict=True))
         device = np.concatenate([base + targets * region.stride_bytes for base, region, _ in rows])
         host = np.concatenate([addresses + offset for _, _, offset in rows])
@@ -203,36 +186,19 @@ class CudaDevice:
             rest.callback(self._stores.drain)
             context.enter_context(self._context.current())
 
-    def _planned_slots(self, slots: Sequence[int]) -> PlannedSlots:
-        places = self._checked_slots(slots)
-        order = np.argsort(places)  # consecutive slots are copied in one piece
-        addresses = self._pool.addresses(places[order])
-        return PlannedSlots(addresses, order, self._split.staged_copies(addresses, self._registrar.starts()))
-
-    def _planned(self, where: PlannedSlots, blocks: Sequence[int], after: Fence | None) -> Transfer:
+    def _planned(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
         """An op with everything its batches need. No copier has it yet, so an error leaves nothing behind."""
-        targets = self._checked_blocks(blocks, len(where.addresses))[where.order]
-        direct = self._split.direct_copies(targets, where.addresses, self._registrar.starts())
-        return Transfer(targets, self._split.num_batches(len(targets)), where.staged, direct, after)
+        targets, places = self._checked(blocks, slots)
+        order = np.argsort(places)  # consecutive slots are copied in one piece
+        targets, addresses, seams = targets[order], self._pool.addresses(places[order]), self._registrar.starts()
+        staged = self._split.staged_copies(addresses, seams)
+        direct = self._split.direct_copies(targets, addresses, seams)
+        return Transfer(targets, self._split.num_batches(len(targets)), staged, direct, after)
 
-    def _checked_blocks(self, blocks: Sequence[int], num_slots: int) -> Int64Array:
-        if len(blocks) != num_slots:
-            raise CopyError(f"{len(blocks)} blocks and {num_slots} slots; allowed: as many of each")
+    def _checked(self, blocks: Sequence[int], slots: Sequence[int]) -> tuple[Int64Array, Int64Array]:
         if self._closed:
             raise CopyError("the device is closed")
-        values = np.array(blocks, np.int64)
-        if len(values) and not 0 <= values.min() <= values.max() < self._num_blocks:
-            raise CopyError(f"blocks {values.min()} to {values.max()}; allowed: 0 to {self._num_blocks - 1}")
-        return values
-
-    def _checked_slots(self, slots: Sequence[int]) -> Int64Array:
-        if self._closed:
-            raise CopyError("the device is closed")
-        values = np.array(slots, np.int64)
-        pinned = self._pool.pinned_slots
-        if len(values) and not 0 <= values.min() <= values.max() < pinned:
-            raise CopyError(f"slots {values.min()} to {values.max()}; allowed: 0 to {pinned - 1}, which are pinned")
-        return values
+        return checked("blocks", blocks, self._num_blocks), checked_slots(self._pool, slots, blocks)
 
 
 def _direct_regions(driver: Driver, layout: KVLayout, options: CudaOptions) -> list[bool]:

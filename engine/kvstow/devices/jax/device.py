@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import numpy as np
-
-from kvstow.devices.base import Fence, PreparedLoad
+from kvstow.devices.base import Fence, checked, checked_slots
 from kvstow.devices.jax.deviceloads import DeviceLoads, LoadTicket
 from kvstow.devices.jax.devicestores import DeviceStores, Gather, StoreTicket
 from kvstow.devices.jax.hostcopies import PAST_CACHE_BYTES, BytesInFlight, RangeCopier, cached_copy_bytes, load_buffers
@@ -57,17 +55,6 @@ class JaxOptions:
             value = getattr(self, key)
             if type(value) is not int or value < 1:
                 raise ConfigError(key, value, "a whole number, 1 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class JaxLoad:
-    """A `PreparedLoad`. `slots`: their addresses."""
-
-    op_id: int
-    slots: Sequence[int]
-
-    def close(self) -> None:
-        """There is nothing to free: loads take buffers when it is their turn."""
 
 
 class JaxDevice:
@@ -125,7 +112,7 @@ class JaxDevice:
     def gather(self, blocks: Sequence[int]) -> Gather:
         with self._launching:
             self._require_host()
-            self._check_blocks(blocks)
+            checked("blocks", blocks, self._num_blocks)
             return self._stores.gather(blocks)
 
     def launch_rest(self) -> None:
@@ -170,21 +157,16 @@ class JaxDevice:
             raise CopyError(
                 "the blocks of a store are gathered by the host's thread, with `gather`, before it is queued"
             )
-        self._require_as_many(blocks, slots)
-        ticket = StoreTicket(after, self._addresses(slots))
+        ticket = StoreTicket(after, self._addresses(blocks, slots))
         self._stores.queue(ticket)
         return ticket
 
-    def prepare_load(self, op_id: int, slots: Sequence[int]) -> JaxLoad:
-        return JaxLoad(op_id, self._addresses(slots))
-
-    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> LoadTicket:
-        assert isinstance(load, JaxLoad)
+    def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> LoadTicket:
         if not isinstance(after, LoadTicket):
             raise CopyError("the host's thread has to announce a load, with `expect`, before it is queued")
-        self._require_as_many(blocks, load.slots)
-        self._check_blocks(blocks)
-        self._loads.queue(after, blocks, load.slots)
+        addresses = self._addresses(blocks, slots)
+        checked("blocks", blocks, self._num_blocks)
+        self._loads.queue(after, blocks, addresses)
         return after
 
     def advance(self) -> None:
@@ -201,25 +183,12 @@ class JaxDevice:
         self._loads.close()
         self._stores.close()
 
-    def _check_blocks(self, blocks: Sequence[int]) -> None:
-        if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
-            raise CopyError(f"blocks {min(blocks)} to {max(blocks)}; allowed: 0 to {self._num_blocks - 1}")
-
-    def _addresses(self, slots: Sequence[int]) -> list[int]:
-        self._require_open()
-        pinned = self._pool.pinned_slots
-        if slots and not 0 <= min(slots) <= max(slots) < pinned:
-            raise CopyError(f"slots {min(slots)} to {max(slots)}; allowed: 0 to {pinned - 1}, which are pinned")
-        addresses: list[int] = self._pool.addresses(np.array(slots, np.int64)).tolist()
-        return addresses
-
-    def _require_as_many(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        if len(blocks) != len(slots):
-            raise CopyError(f"{len(blocks)} blocks and {len(slots)} slots; allowed: as many of each")
-
-    def _require_open(self) -> None:
+    def _addresses(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
+        """Of the slots, which are checked."""
         if self._stopped is not None:
             raise CopyError("the device is closed")
+        addresses: list[int] = self._pool.addresses(checked_slots(self._pool, slots, blocks)).tolist()
+        return addresses
 
     def _require_host(self) -> None:
         if threading.get_ident() != self._host:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -140,41 +140,24 @@ def _copy(ranges: Sequence[Range]) -> None:
 _ALIGNMENT = 64  # of memory that the CPU backend uses in place
 
 
-class LoadBuffer(Protocol):
-    """The rows of up to `bucket` blocks, for one device (see `DevicePrograms`)."""
+class LoadBuffer:
+    """The rows of up to `bucket` blocks, for one device (see `DevicePrograms`). They lie back to back, from `address`
+    on: in ordinary memory, which the CPU backend uses in place and other devices copy from slowly, or in JAX's own
+    pinned memory, which is written in place."""
 
-    bucket: int
-    address: int
-    """Of the first row; they lie back to back."""
+    def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype, *, pinned: bool) -> None:
+        self.bucket, self._sharding = bucket, SingleDeviceSharding(device)
+        rows = _aligned(bucket, width, dtype)
+        self._rows: np.ndarray | jax.Array = rows
+        self.address: int = rows.ctypes.data
+        if pinned:
+            host = SingleDeviceSharding(device, memory_kind="pinned_host")
+            array = jax.block_until_ready(jax.device_put(self.upload(), host))
+            self._rows, self.address = array, array.unsafe_buffer_pointer()
 
     def upload(self) -> jax.Array:
         """An array of the device with the current contents, on the host's thread. Does not wait for it. The memory may
         be written again when the program that uses the array has ended."""
-
-
-class PlainBuffer:
-    """Ordinary memory. The CPU backend uses it in place; other devices copy from it, slowly."""
-
-    def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype) -> None:
-        self.bucket, self._sharding = bucket, SingleDeviceSharding(device)
-        self._rows = _aligned(bucket, width, dtype)
-        self.address: int = self._rows.ctypes.data
-
-    def upload(self) -> jax.Array:
-        return jax.device_put(self._rows, self._sharding)
-
-
-class PinnedBuffer:
-    """Arrays in JAX's own pinned memory, which are written in place."""
-
-    def __init__(self, device: jax.Device, bucket: int, width: int, dtype: np.dtype) -> None:
-        self.bucket, self._sharding = bucket, SingleDeviceSharding(device)
-        empty = _aligned(bucket, width, dtype)
-        pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
-        self._rows = jax.block_until_ready(jax.device_put(jax.device_put(empty, self._sharding), pinned))
-        self.address: int = self._rows.unsafe_buffer_pointer()
-
-    def upload(self) -> jax.Array:
         return jax.device_put(self._rows, self._sharding)
 
 
@@ -185,8 +168,7 @@ def load_buffers(
     notice = None
     if pinned and (reason := _why_not_pinned(devices[0], sizes, width, dtype)) is not None:
         pinned, notice = False, f"loads do not use pinned memory, which makes them slow: {reason}"
-    kind: type[PinnedBuffer] | type[PlainBuffer] = PinnedBuffer if pinned else PlainBuffer
-    return [[kind(device, size, width, dtype) for device in devices] for size in sizes], notice
+    return [[LoadBuffer(device, size, width, dtype, pinned=pinned) for device in devices] for size in sizes], notice
 
 
 def _why_not_pinned(device: jax.Device, sizes: Sequence[int], width: int, dtype: np.dtype) -> str | None:
@@ -194,7 +176,7 @@ def _why_not_pinned(device: jax.Device, sizes: Sequence[int], width: int, dtype:
     way than row after row, or not tell where they are."""
     try:
         for size in sorted(set(sizes)):
-            buffer = PinnedBuffer(device, size, width, dtype)
+            buffer = LoadBuffer(device, size, width, dtype, pinned=True)
             for seed in (1, 2):  # the second round would find a stale copy of the first
                 if not _arrives(buffer, width * dtype.itemsize, seed):
                     return f"{device} does not see what is written to its pinned arrays"
@@ -203,7 +185,7 @@ def _why_not_pinned(device: jax.Device, sizes: Sequence[int], width: int, dtype:
     return None
 
 
-def _arrives(buffer: PinnedBuffer, row_bytes: int, seed: int) -> bool:
+def _arrives(buffer: LoadBuffer, row_bytes: int, seed: int) -> bool:
     sent = np.random.default_rng(seed).integers(0, 256, (buffer.bucket, row_bytes), np.uint8)
     ctypes.memmove(buffer.address, sent.ctypes.data, sent.nbytes)
     return np.array_equal(np.asarray(buffer.upload()).view(np.uint8), sent)

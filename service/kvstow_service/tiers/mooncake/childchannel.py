@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow.tier.store import ClientHealth, ClientStats, MemoryRange
@@ -137,25 +137,6 @@ _LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 
 
-class Child(Protocol):
-    """What a `ChildProcess` does; see there."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def connect(self, message: Connect, timeout: float) -> None: ...
-
-    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | CallRefused: ...
-
-    def has_ended(self) -> bool: ...
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def describe_end(self) -> str: ...
-
-
 class _Range(NamedTuple):
     """Memory that each child gets. `fd` is this channel's."""
 
@@ -175,14 +156,14 @@ class ChildChannel:
     Guarantee: when a call ends, in whatever way, no process of this channel touches the memory that the call was about.
     """
 
-    def __init__(self, purpose: str, start_child: Callable[[], Child], connect: Callable[[], Connect]) -> None:
+    def __init__(self, purpose: str, start_child: Callable[[], ChildProcess], connect: Callable[[], Connect]) -> None:
         """`purpose` names the thread and log lines. The channel's thread calls `start_child` and `connect`, which may
         raise `OSError`."""
         self._purpose, self._start_child, self._make_connect = purpose, start_child, connect
         self._changed = threading.Condition()
         # Under the condition's lock:
-        self._child: Child | None = None  # connected, with all memory
-        self._starting: Child | None = None
+        self._child: ChildProcess | None = None  # connected, with all memory
+        self._starting: ChildProcess | None = None
         self._users = 0  # threads that talk to a child; the next one starts when there are none
         self._is_trying = True
         self._problem = "it has not connected yet"
@@ -292,7 +273,7 @@ class ChildChannel:
             self._ranges = ()
 
     @contextmanager
-    def _use(self, end: float = 0.0) -> Iterator[Child]:
+    def _use(self, end: float = 0.0) -> Iterator[ChildProcess]:
         """The connected child, whose lanes stay open meanwhile; waits for it until `end`. Raises
         `TierUnavailableError`."""
         with self._changed:
@@ -313,7 +294,7 @@ class ChildChannel:
                 if self._child is not child:  # what waits for the last user waits then; else each call wakes a thread
                     self._changed.notify_all()
 
-    def _end(self, child: Child, what: str, *, timeouts: int = 0) -> str:
+    def _end(self, child: ChildProcess, what: str, *, timeouts: int = 0) -> str:
         """Kill a child and wait until it is gone: the slots of its calls are free only then. Returns what has
         happened."""
         child.kill()
@@ -325,10 +306,10 @@ class ChildChannel:
             self._changed.notify_all()
         return problem
 
-    def _add(self, child: Child, one: _Range) -> bool:
+    def _add(self, child: ChildProcess, one: _Range) -> bool:
         return self._change_memory(child, AddMemory(one.range_id, one.memory.num_bytes, one.memory.offset), one.fd)
 
-    def _change_memory(self, child: Child, request: AddMemory | RemoveMemory, *fds: int) -> bool:
+    def _change_memory(self, child: ChildProcess, request: AddMemory | RemoveMemory, *fds: int) -> bool:
         """Whether it did. A child that did not is killed, so that it has no memory at all."""
         try:
             answer = child.ask(CONTROL, request, _MEMORY_SECONDS, fds=fds)
@@ -358,7 +339,7 @@ class ChildChannel:
                     self._problem = repr(error)
             self._pause()
 
-    def _host(self, child: Child) -> None:
+    def _host(self, child: ChildProcess) -> None:
         """Connect a child, and watch it until it has ended and nobody talks to it."""
         with self._changed:
             self._stats = replace(self._stats, restarts=self._starts)
@@ -378,7 +359,7 @@ class ChildChannel:
         if not self._is_closed:
             _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
 
-    def _watch(self, child: Child) -> None:
+    def _watch(self, child: ChildProcess) -> None:
         """Returns when the child has ended."""
         with self._changed:
             self._starting = None
@@ -388,7 +369,7 @@ class ChildChannel:
         if nobody_has_noticed:
             self._end(child, "ended")
 
-    def _connect(self, child: Child) -> bool:
+    def _connect(self, child: ChildProcess) -> bool:
         """Whether the child is connected and has all memory."""
         try:
             child.connect(self._make_connect(), _START_SECONDS)

@@ -15,7 +15,7 @@ from tests.service.conftest import Eventually
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow.memfd import create_memfd
 from kvstow.tier.store import MemoryRange
-from kvstow_service.tiers.mooncake.childchannel import Child, ChildChannel, pause_after
+from kvstow_service.tiers.mooncake.childchannel import ChildChannel, ChildProcess, pause_after
 from kvstow_service.tiers.mooncake.childmessages import AddMemory, CallRefused, Connect, Done, Exists, RemoveMemory
 
 SECONDS = 30.0
@@ -95,7 +95,7 @@ class Stage:
             assert memory.fd is not None
             os.close(memory.fd)
 
-    def _start(self) -> FakeChild:
+    def _start(self) -> Any:
         child = FakeChild()
         self.prepare(child)
         self.children.append(child)
@@ -144,7 +144,7 @@ def test_a_call_that_ends_before_its_process_is_noticed(
 ) -> None:
     end = ChildChannel._end
 
-    def end_behind(self: ChildChannel, child: Child, what: str, *, timeouts: int = 0) -> str:
+    def end_behind(self: ChildChannel, child: ChildProcess, what: str, *, timeouts: int = 0) -> str:
         threading.Thread(target=end, args=(self, child, what), kwargs={"timeouts": timeouts}).start()
         return what
 

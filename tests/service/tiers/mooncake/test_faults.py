@@ -94,7 +94,7 @@ def node(cluster: Cluster) -> Iterator[Node]:
 
 
 def pid_of(client: MooncakeTransfers | MooncakeLookups) -> int:
-    pid = client.channel.pid
+    pid = client.pid
     assert pid is not None
     return pid
 
@@ -176,7 +176,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers.channel.num_calls == 1, "the call")
+    eventually(lambda: node.transfers.num_calls == 1, "the call")
     os.kill(transfers, signal.SIGKILL)
     thread.join(TIMEOUT)
     assert outcome == [(TierUnavailableError, False)]
@@ -192,7 +192,7 @@ def test_idle_processes_that_are_killed_are_replaced(node: Node, eventually: Eve
     for client in (node.transfers, node.lookups):
         before = pid_of(client)
         os.kill(before, signal.SIGKILL)
-        eventually(lambda: client.channel.pid not in (None, before), "another process", seconds=90)  # noqa: B023
+        eventually(lambda: client.pid not in (None, before), "another process", seconds=90)  # noqa: B023
         assert not is_there(before)
         assert client.health().state == "connected"
     assert node.get(1) == ["found"]
@@ -378,7 +378,7 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers.channel.num_calls == 1, "the call")
+    eventually(lambda: node.transfers.num_calls == 1, "the call")
     node.transfers.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1
@@ -390,9 +390,9 @@ _HOST = """
 import sys, time
 from kvstow_service.tiers.hostedtiers import open_store
 client = open_store(sys.argv[1]).open_transfers(0)
-while client.channel.pid is None:
+while client.pid is None:
     time.sleep(0.01)
-print(client.channel.pid, flush=True)
+print(client.pid, flush=True)
 sys.stdin.read()
 """
 

@@ -47,7 +47,7 @@ def pids_of(node: Node) -> list[int]:
     opened = node.tier
     assert opened is not None
     clients: list[Any] = [opened._shared.client, opened._lookups]
-    return [client.channel.pid for client in clients]
+    return [client.pid for client in clients]
 
 
 def is_whole(node: RunningNode) -> bool:
