@@ -147,7 +147,7 @@ test: lint ## Lint, type-check and run all tests that need only Python
 cover: COVER := 1
 cover: test ## The same with a report of the coverage
 
-soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm $(JAX_VENV)/.test ## Run the long forms of the tests, such as 100 rounds of killed services
+soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm $(JAX_VENV)/.test ## Run the long forms of the tests, such as random recoveries of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
 	$(VLLM_PYTEST) -m "vllm and soak" -s -o faulthandler_timeout=3600 tests/vllm
 	$(JAX_BIN)/python -m pytest -m "jax and soak" -s -o faulthandler_timeout=3600 tests/jax

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import admin, attach, control, policy, populate, startup, steps, tier
+from bench import admin, attach, control, policy, populate, retention, startup, steps, tier
 from bench.machine import describe
 from bench.report import PAGE, Table, page, record
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = ("control", "trace", "policy", "curve", "steps", "admin", "startup", "populate", "attach", "tier")
+BENCHMARKS = (
+    *("control", "trace", "policy", "curve", "retention", "steps", "admin", "startup", "populate", "attach", "tier"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,8 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
         return policy.run(tuple(policy.POOLS), _say)
     if name == "curve":
         return policy.run_curves(tuple(policy.CURVES), _say)
+    if name == "retention":
+        return retention.run(options.trace, _say)
     if name == "steps":
         return steps.run(options.sizes, options.repeats, _say)
     if name == "admin":

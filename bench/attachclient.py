@@ -16,7 +16,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class BareRank:
             self._register()
 
     def close(self) -> None:
-        self._connection.tell(Detach())
+        self._connection.send(Detach())
         self._connection.close()
 
     def _report(self) -> None:
@@ -99,13 +99,13 @@ class BareRank:
                 self._registered[extent_id] = slots
                 news.append(ExtentSlots(extent_id, slots))
         for piece in listed(news):
-            self._connection.tell(RegisteredExtents(piece))
+            self._connection.send(RegisteredExtents(piece))
 
     def _let_go(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
             for known in (self._grants, self._populated, self._registered):
                 known.pop(extent_id, None)
-        self._connection.tell(ReleasedExtents(tuple(extent_ids)))
+        self._connection.send(ReleasedExtents(tuple(extent_ids)))
 
 
 class AttachedSubject:
@@ -197,6 +197,8 @@ class AttachedSubject:
         return {}
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> None: ...
+
+    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> None: ...
 
     def purge_slices(self) -> None: ...
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+from unittest.mock import patch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -12,6 +14,8 @@ from kvstow.messages import Completion
 from kvstow_service.replay.ranks import SimulatedWorker
 
 SLOT_BYTES = 2 << 20
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class EngineSubject:
@@ -61,6 +65,31 @@ class EngineSubject:
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         engine = self.engine
         return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": engine.use}
+
+    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
+        """What the comparison with other orders and sizes takes of a request that ends, mean over these."""
+        pool = self.engine.pool
+        comparison = pool.comparison
+        assert comparison is not None
+        spent, count = 0.0, 0
+
+        def timed(call: Callable[P, R]) -> Callable[P, R]:
+            def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+                nonlocal spent
+                started = time.perf_counter()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    spent += time.perf_counter() - started
+
+            return wrapped
+
+        choose, use = timed(comparison.choose), timed(comparison.use)
+        with patch.object(comparison, "choose", choose), patch.object(comparison, "use", use):
+            for keys in chains:
+                self.engine.use(keys)
+                count += 1
+        return spent / count
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float:
         """To 2 %, when the blocks that would be evicted first all lie above that."""

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from math import inf
+from hashlib import blake2b
+from itertools import chain
 
 import numpy as np
 
 from bench.policytraces import TRACES, Trace
 from bench.report import Table, verdict
-from kvstow.config import EngineConfig
 from kvstow.control.comparison import CHOICES, SIZES
-from kvstow.control.engine import OffloadEngine
-from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows
-from kvstow.control.uses import hash_keys
+from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows, spread
 from kvstow.keys import make_key
-from kvstow.messages import Completion
-from kvstow_service.replay.ranks import SimulatedWorker
+from kvstow_service.replay.hittable import TimedPool, foresight_hits
 
 POOLS = {
     "conversation": (2000, 4000, 16_000),
@@ -39,70 +35,23 @@ _ARC = {
     "stays": {500: 23.77, 1000: 30.55, 2000: 37.96, 4000: 45.42, 8000: 53.11, 16_000: 60.80},
     "sessions": {500: 11.90, 1000: 15.16, 2000: 21.01, 4000: 36.96, 8000: 58.66, 16_000: 77.62},
 }
-_SLOT_BYTES = 64
 _MEAN_ERROR, _LARGEST_ERROR = 1.0, 3.0
 """Of a curve, in points: its bars."""
 
 
-class TimedPool:
-    """A control plane whose clock is that of a trace, and whose copies are done at once."""
-
-    def __init__(self, slots: int, policy: str) -> None:
-        self.now = 0.0
-        config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=slots, policy=policy, curve=False)
-        self.engine = OffloadEngine(config, clock=lambda: self.now)
-        worker = SimulatedWorker(0, _SLOT_BYTES, slots)
-        self.engine.report(worker.report())
-        self._boot_id = worker.boot_id
-
-    def serve(self, keys: Sequence[bytes], now: float) -> int:
-        """Returns the leading blocks that were found."""
-        self.now = now
-        engine = self.engine
-        lease = engine.acquire(keys)
-        found = len(lease.slots)
-        if found < len(keys):
-            op = engine.begin_store(keys[found:], range(len(keys) - found)).op
-            if op is not None:
-                engine.complete(0, self._boot_id, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
-            engine.take_settled()
-        engine.release_lease(lease)
-        engine.use(keys)
-        return found
-
-
 def keys_of(trace: Trace) -> list[list[bytes]]:
-    return [[make_key(0, block.to_bytes(32, "big")) for block in request] for request in trace.requests]
+    """As an engine makes them: they end with a hash."""
+    key_of: dict[int, bytes] = {}
+    for block in chain.from_iterable(trace.requests):
+        if block not in key_of:
+            key_of[block] = make_key(0, blake2b(block.to_bytes(8, "big"), digest_size=32).digest())
+    return [[key_of[block] for block in request] for request in trace.requests]
 
 
 def hits(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int, policy: str) -> list[int]:
     """Of each request."""
     pool = TimedPool(slots, policy)
-    return [pool.serve(chain, now) for chain, now in zip(keys, trace.times, strict=True)]
-
-
-def min_hits(trace: Trace, slots: int) -> int:
-    """With the block evicted that is used again last, or never."""
-    upcoming: dict[int, list[int]] = {}
-    for number in range(len(trace.requests) - 1, -1, -1):
-        for block in trace.requests[number]:
-            upcoming.setdefault(block, []).append(number)
-    next_use: dict[int, float] = {}
-    heap: list[tuple[float, int, int]] = []
-    found = 0
-    for request in trace.requests:
-        leading = next((at for at, block in enumerate(request) if block not in next_use), len(request))
-        found += leading
-        for depth, block in enumerate(request):
-            uses = upcoming[block]
-            uses.pop()
-            next_use[block] = uses[-1] if uses else inf
-            heappush(heap, (-next_use[block], -depth, block))
-        while len(next_use) > slots:
-            use, _, block = heappop(heap)
-            if next_use.get(block) == -use:
-                del next_use[block]
-    return found
+    return [pool.serve(each, now) for each, now in zip(keys, trace.times, strict=True)]
 
 
 def run(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
@@ -118,7 +67,7 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
         began = time.perf_counter()
         auto, lru = (100 * sum(hits(trace, keys, slots, policy)) / blocks for policy in ("auto", "lru"))
         fixed = (100 * _hits_of_choices(trace, keys, slots) / blocks).tolist()
-        optimum = 100 * min_hits(trace, slots) / blocks
+        optimum = 100 * foresight_hits(trace.requests, slots) / blocks
         arc = _ARC.get(name, {}).get(slots)
         cells = [f"{share:.2f}" for share in (auto, lru, *fixed[1:])]
         cells += ["" if arc is None else f"{arc:.2f}", f"{optimum:.2f}"]
@@ -130,10 +79,10 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
 
 def _hits_of_choices(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int) -> Floats:
     """With each `k`, all of the trace: of shadows that follow every key."""
-    shadows = Shadows([(k, 1.0) for k in CHOICES], slots, most=POOLS_FOLLOWED * slots)
+    shadows = Shadows([(k, 1.0) for k in CHOICES], slots, most=POOLS_FOLLOWED * slots * 2)
     found = np.zeros(len(CHOICES))
-    for chain, now in zip(keys, trace.times, strict=True):
-        found += shadows.use([shadows.choose(hash_keys(chain))], range(len(chain)), now).hits
+    for each, now in zip(keys, trace.times, strict=True):
+        found += spread(shadows.use([shadows.choose(each)], range(len(each)), now).hits, len(CHOICES))
     return found
 
 
@@ -142,16 +91,29 @@ def run_curves(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
     return [_curve(TRACES[name](), CURVES[name], say) for name in names]
 
 
+def _leading_repeats(trace: Trace) -> int:
+    """The hits of a pool that never evicts."""
+    seen: set[int] = set()
+    found = 0
+    for request in trace.requests:
+        found += next((at for at, block in enumerate(request) if block not in seen), len(request))
+        seen.update(request)
+    return found
+
+
 def _curve(trace: Trace, slots: int, say: Callable[[str], None]) -> Table:
     keys = keys_of(trace)
     blocks = sum(map(len, keys))
     variants = [(k, times) for k in (0.0, 1.0) for times in SIZES]
     shadows = Shadows(variants, slots)
     sampled, found = 0.0, np.zeros(len(variants))
-    for chain, now in zip(keys, trace.times, strict=True):
-        request = shadows.use([shadows.choose(hash_keys(chain))], range(len(chain)), now)
+    seen_blocks, seen_hits = 0.0, 0.0
+    for each, now in zip(keys, trace.times, strict=True):
+        request = shadows.use([shadows.choose(each)], range(len(each)), now)
         sampled += request.blocks
-        found += request.hits
+        found += spread(request.hits, len(variants))
+        seen_blocks += request.seen_blocks
+        seen_hits += request.seen_hits
     rows, errors = [], list[float]()
     for (k, times), predicted in zip(variants, 100 * found / sampled, strict=True):
         size = round(times * slots)
@@ -159,6 +121,9 @@ def _curve(trace: Trace, slots: int, say: Callable[[str], None]) -> Table:
         errors.append(abs(predicted - replayed))
         rows.append([f"{size:,}", f"{k:g}", f"{predicted:.2f}", f"{replayed:.2f}", f"{predicted - replayed:+.2f}"])
         say(f"{trace.name}: {rows[-1]}")
+    everything, repeated = 100 * seen_hits / seen_blocks, 100 * _leading_repeats(trace) / blocks
+    errors.append(abs(everything - repeated))
+    rows.append(["everything", "", f"{everything:.2f}", f"{repeated:.2f}", f"{everything - repeated:+.2f}"])
     mean, most = sum(errors) / len(errors), max(errors)
     bar = verdict(mean <= _MEAN_ERROR and most <= _LARGEST_ERROR)
     rows.append(["error", "", "", "", f"mean {mean:.2f}, largest {most:.2f}: {bar}"])

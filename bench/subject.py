@@ -10,7 +10,7 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ _LOOKUPS = 300
 _STORES = 300
 LONG_BLOCKS = 8192
 _LONG_CALLS = 50
+_USES = 2000
 _SMALL_STORE = 16
 _LENGTHS = (37, 128, 300, 999, CHAIN_BLOCKS, CHAIN_BLOCKS, CHAIN_BLOCKS)
 
@@ -49,6 +50,9 @@ class Subject(Protocol):
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         """Operations on a long prefix that is present, which only this subject has."""
+
+    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float | None:
+        """What the comparison with other orders and sizes takes of a request that ends. None where there is none."""
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float | None:
         """Begin to store new keys when the pool has begun to shrink; seconds. None where a pool cannot shrink."""
@@ -79,6 +83,12 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     found["bytes_per_slot_worn"] = (_resident_bytes() - before) / slots
     found |= _lookups(subject, hashes, stored, "_worn")
     found |= _long_prefixes(subject, hashes, 2 * slots - LONG_BLOCKS, "_worn")
+    again = _chains(subject, hashes, stored)
+    new = (subject.keys(hashes.run(2 * slots + start, CHAIN_BLOCKS)) for start in range(0, slots // 2, CHAIN_BLOCKS))
+    for name, chains in (("comparison", again), ("comparison_new", new)):
+        seconds = subject.comparison_seconds(chains)
+        if seconds is not None:
+            found[name] = seconds
     shrinking = subject.store_while_shrinking(subject.keys(hashes.run(3 * slots - _SMALL_STORE, _SMALL_STORE)))
     if shrinking is not None:
         found["store_shrinking"] = shrinking
@@ -146,6 +156,13 @@ def _lookups(subject: Subject, hashes: Hashes, chains: Sequence[int], suffix: st
                 if call(keys) != CHAIN_BLOCKS:
                     raise RuntimeError(f"{name} did not find a chain that was stored")
     return {name + suffix: median(values) for name, values in times.items()}
+
+
+def _chains(subject: Subject, hashes: Hashes, stored: Sequence[int]) -> Iterator[list[bytes]]:
+    """Chains that are stored, each with new key objects."""
+    choose = random.Random(3)
+    for _ in range(_USES):
+        yield subject.keys(hashes.run(choose.choice(stored), CHAIN_BLOCKS))
 
 
 def _long_prefixes(subject: Subject, hashes: Hashes, start: int, suffix: str) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +53,9 @@ class BlockPoolSubject:
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         return {}
+
+    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> None:
+        return None
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> None:
         return None

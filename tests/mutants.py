@@ -50,7 +50,7 @@ CONTROL_CODE = "engine/kvstow/control"
 OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
 JAX = "engine/kvstow/devices/jax"
-RANK_MEMORY = "service/kvstow_service/node/pools/nodesession.py"
+RANK_MEMORY = "service/kvstow_service/node/pools/memoryholder.py"
 MEMFD = "engine/kvstow/memfd.py"
 RECORDS = "service/kvstow_service/node/pools/noderecords.py"
 SURVIVORS = "service/kvstow_service/node/survival/roster.py"
@@ -71,6 +71,9 @@ NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 PREFILL_METER = "tests/service/connectors/engine_core/test_prefillmeter.py"
 SAVINGS = "tests/service/connectors/engine_core/test_savings.py"
 SOURCES = f"{CONTROL}/test_sources.py"
+
+CLAIMS = "engine/kvstow/control/claims.py"
+CLAIM_TESTS = f"{CONTROL}/test_claims.py"
 
 MUTANTS = [
     Mutant(
@@ -151,12 +154,128 @@ MUTANTS = [
         "tests/engine/test_prefill.py::test_single_slow_steps_change_nothing",
     ),
     Mutant(
+        "claimed_blocks_are_never_evicted",
+        "engine/kvstow/control/index.py",
+        "if (namespace is None or most > 0) and claims.go_first(idle):",
+        "if namespace is not None and most > 0 and claims.go_first(idle):",
+        f"{CLAIM_TESTS}::test_nothing_is_unevictable",
+    ),
+    Mutant(
+        "contexts_lose_their_roots_first",
+        CLAIMS,
+        "context.chain[-count:], context.number, context.ended_at)\n"
+        "        self._set_chain(context, context.chain[:-count])",
+        "context.chain[:count], context.number, context.ended_at)\n"
+        "        self._set_chain(context, context.chain[count:])",
+        f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
+    ),
+    Mutant(
+        "tails_behind_an_absent_block_are_claimed",
+        CLAIMS,
+        "present = list(slots[: slots.index(None)])  # type: ignore[arg-type]",
+        "goes_on = True",
+        f"{CLAIM_TESTS}::test_a_chain_is_claimed_up_to_its_first_absent_block",
+    ),
+    Mutant(
+        "contexts_of_all_namespaces_are_one",
+        CLAIMS,
+        "context = self._proved.get(key) or self._new.get(key)\n"
+        "        if context is not None and context.namespace is not",
+        "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
+        "        if context is not None and namespace is not",
+        f"{CLAIM_TESTS}::test_contexts_of_two_namespaces_are_two",
+    ),
+    Mutant(
+        "credit_is_given_without_use",
+        CLAIMS,
+        "used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)",
+        "used = context.marks[0][0]",
+        f"{CLAIM_TESTS}::test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it",
+    ),
+    Mutant(
+        "claims_that_have_proved_nothing_have_no_bound",
+        CLAIMS,
+        "shared = max(0, self.allowed - self._unproved)",
+        "shared = self._num_slots",
+        f"{CLAIM_TESTS}::test_claims_that_have_proved_nothing_share_a_twentieth",
+    ),
+    Mutant(
+        "claims_outlive_their_blocks",
+        CLAIMS,
+        "self._lost.update(dict.fromkeys(claimed, self._number))",
+        "pass",
+        f"{CLAIM_TESTS}::test_slots_that_are_lost_and_filled_again_are_not_claimed",
+    ),
+    Mutant(
+        "hints_stay_on_whatever_they_cost",
+        "engine/kvstow/control/pool.py",
+        "claims.set_on(switch.is_on)",
+        "pass",
+        f"{CLAIM_TESTS}::test_hints_that_cost_hits_are_switched_off_and_the_pool_says_so",
+    ),
+    Mutant(
+        "released_blocks_that_others_used_go_first",
+        CLAIMS,
+        "used = [slot for slot in free if used_at[slot] > ended_at]  # by another request",
+        "used = list[int]()",
+        f"{CLAIM_TESTS}::test_a_released_block_that_is_used_again_is_warm",
+    ),
+    Mutant(
         "uses_begin_behind_the_gpus_hit",
         f"{ENGINE_CORE}/stores.py",
         "keys = tracked.keys_between(self._groups, start, end)",
         "keys = tracked.keys_between(self._groups, max(start, tracked.start), max(end, tracked.start))",
         "tests/service/connectors/engine_core/test_eviction.py"
         "::test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included",
+    ),
+    Mutant(
+        "a_curve_needs_no_evidence",
+        "engine/kvstow/control/comparison.py",
+        "return len(self._pieces) >= _PIECES // 2",
+        "return len(self._pieces) >= 1",
+        "tests/api/routes/test_curve.py::test_nothing_is_said_before_there_is_evidence",
+    ),
+    Mutant(
+        "any_gain_is_worth_its_memory",
+        "api/kvstow_api/sizing.py",
+        "if size.ratio - now.ratio >= GAIN * size.doublings)",
+        "if size.ratio > now.ratio)",
+        "tests/api/test_sizing.py::test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss",
+    ),
+    Mutant(
+        "hashes_of_a_recording_have_no_key",
+        "engine/kvstow/control/recording.py",
+        "digest_size=8, key=self._secret)",
+        "digest_size=8)",
+        f"{CONTROL}/test_recording.py::test_ids_tell_nothing_outside_of_their_recording",
+    ),
+    Mutant(
+        "recordings_share_a_key",
+        "engine/kvstow/control/recording.py",
+        "secrets.token_bytes(_SECRET_BYTES)",
+        "bytes(_SECRET_BYTES)",
+        f"{CONTROL}/test_recording.py::test_ids_tell_nothing_outside_of_their_recording",
+    ),
+    Mutant(
+        "a_recording_holds_whatever_comes",
+        "engine/kvstow/control/recording.py",
+        "if self._held + len(keys) + 1 > MOST_WAITING:",
+        "if False:",
+        f"{CONTROL}/test_recording.py::test_it_ends_when_nobody_reads_and_holds_no_more",
+    ),
+    Mutant(
+        "a_recording_has_no_size",
+        "engine/kvstow/control/recording.py",
+        "if len(line) > self._bytes_left:",
+        "if False:",
+        f"{CONTROL}/test_recording.py::test_it_ends_by_size",
+    ),
+    Mutant(
+        "a_recording_outlives_its_reader",
+        "engine/kvstow/control/engine.py",
+        "            recording.stop()\n            with pool.lock:\n                if pool.recording is recording:\n",
+        "            with pool.lock:\n                if False:\n",
+        "tests/api/routes/test_trace.py::test_it_ends_with_its_connection",
     ),
     Mutant(
         "look_ups_count_as_uses",
@@ -182,9 +301,37 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if len(set(hashes)) < len(hashes):",
+        "if name in chain:",
         "if False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
+    ),
+    Mutant(
+        "a_use_is_counted_twice",
+        "engine/kvstow/control/index.py",
+        "        least = self.uses.count(runs, least)\n",
+        "        least = self.uses.count(runs, self.uses.count(runs, least))\n",
+        f"{CONTROL}/test_uses.py::test_only_the_use_of_a_request_counts",
+    ),
+    Mutant(
+        "hot_keys_are_sampled_like_others",
+        "engine/kvstow/control/shadows.py",
+        "            if hot:\n",
+        "            if False:\n",
+        f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
+    ),
+    Mutant(
+        "chains_are_sampled_and_not_keys",
+        "engine/kvstow/control/shadows.py",
+        "            found = _levels(keys)\n",
+        "            found = _levels([keys[0]] * len(keys))\n",
+        f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_table_of_uses_is_made_by_the_thread_that_asks",
+        "engine/kvstow/control/administration.py",
+        "        yield from pool.index.uses.make_room_in_slices(low)\n",
+        "        pool.index.uses.make_room(low)\n",
+        f"{CONTROL}/test_uses.py::test_the_table_of_a_large_pool_is_made_by_the_thread_that_sweeps",
     ),
     Mutant(
         "a_table_of_uses_is_made_under_the_lock",
@@ -505,7 +652,7 @@ MUTANTS = [
     ),
     Mutant(
         "a_broken_lease_stays",
-        RANK_MEMORY,
+        "service/kvstow_service/node/pools/nodesession.py",
         "            control.release_lease(lease)\n            raise\n",
         "            raise\n",
         "tests/service/connectors/vllm/test_attached.py::test_a_broken_lease_holds_nothing_after_it_was_refused",
@@ -523,6 +670,22 @@ MUTANTS = [
         "            if any(number_of(op.op_id) != self._number for op in ops):\n",
         "            if False:\n",
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
+    ),
+    Mutant(
+        "a_session_is_settled_while_a_load_by_layer_starts",
+        "engine/kvstow/attach/worker.py",
+        "return not self._starting and self._plane.pending_ops == 0",
+        "return self._plane.pending_ops == 0",
+        "tests/engine/attach/test_workercalls.py"
+        "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
+    ),
+    Mutant(
+        "a_load_by_layer_holds_no_memory",
+        "engine/kvstow/layeredloads.py",
+        "holds = [self._hold(_end([op])) for op in ops]",
+        "holds = [self._hold(0) for _ in ops]",
+        "tests/service/node/test_attachedworker.py"
+        "::test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read",
     ),
     Mutant(
         "a_session_is_settled_while_a_step_needs_it",
@@ -608,7 +771,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory_is_shown_before_it_is_populated",
-        "engine/kvstow/memory/mappedextent.py",
+        "engine/kvstow/memory/mappedpool.py",
         "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
         "slots = self.place.num_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
@@ -633,7 +796,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
-        "        if released:\n            self._connection.tell(ReleasedExtents(tuple(released)))\n"
+        "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
         "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
@@ -658,10 +821,10 @@ MUTANTS = [
         "a_claim_ends_after_its_pool_may_be_deleted",
         "service/kvstow_service/node/nodehost.py",
         "            if not self._sessions_of(session.pool):\n"
-        "                self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "                self._memory.do(self._memory.end_claims, session.pool.name)\n"
         "        self._memory.look_again()\n",
         "        if not self.has_sessions(session.pool):\n"
-        "            self._memory.do(self._memory.pools.end_claims, session.pool.name)\n"
+        "            self._memory.do(self._memory.end_claims, session.pool.name)\n"
         "        self._memory.look_again()\n",
         f"{NODE_HOST}::test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over",
     ),
@@ -723,7 +886,7 @@ MUTANTS = [
     ),
     Mutant(
         "one_user_takes_all_places",
-        "service/kvstow_service/node/attach/clientcalls.py",
+        "service/kvstow_service/node/attach/attachserver.py",
         "if not self._clients.has_place_for(peer.uid):",
         "if False:",
         "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
@@ -803,7 +966,7 @@ MUTANTS = [
     Mutant(
         "memory_is_handed_out_before_it_is_recorded",
         "service/kvstow_service/node/pools/memorythread.py",
-        "                    self.guarded(partial(self.records.save, self.memory))\n",
+        "                    self._guarded(partial(self.records.save, self.memory))\n",
         "                    pass\n",
         "tests/service/node/pools/test_poolmemory.py::test_nothing_is_handed_out_before_it_is_recorded",
     ),
@@ -861,7 +1024,7 @@ MUTANTS = [
     Mutant(
         "memory_whose_seals_are_sealed_is_free_at_once",
         "engine/kvstow/memory/nodememory.py",
-        "return not self.budget.closed()[number].had",
+        "return not self.budget.closed[number].had",
         "return True",
         f"{NODE_MEMORY}::test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended",
     ),

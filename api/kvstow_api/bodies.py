@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvstow.config import ALLOWED_POLICIES, parse_policy
+from kvstow.control.recording import MOST_BYTES, MOST_SECONDS
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, parse_key
 from kvstow.messages import RankReport
@@ -161,6 +162,13 @@ class UnprotectBody(Body):
     def _has_one_selector(self) -> Self:
         _require_one(self, "keys", "everything")
         return self
+
+
+class RecordBody(Body):
+    """Record for so many seconds, and at most so many bytes of the trace."""
+
+    seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 600.0
+    max_bytes: Annotated[int, Field(ge=1, le=MOST_BYTES)] = 64 << 20
 
 
 class LookupBody(Body):

@@ -104,7 +104,7 @@ def _parts(sizing: Sizing, slot_bytes: int, seconds_per_ratio: float | None) -> 
             f"{percent(now.ratio)} of blocks that hit{_worth(larger.ratio - now.ratio, seconds_per_ratio)}"
         )
         parts.append(_rest(sizing, larger, slot_bytes))
-    if smaller is not None:
+    if smaller is not None and (larger is None or now.ratio >= GAIN):
         parts.append(
             f"{_named(smaller, slot_bytes)} would do, and hit {percent(smaller.ratio)} of the blocks "
             f"instead of {percent(now.ratio)}"

@@ -26,7 +26,7 @@ import torch
 
 from bench.report import Table
 from kvstow.config import PoolConfig
-from kvstow.memory import hostpool, region
+from kvstow.memory import chunks, region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PopulateOnly, Registrar
@@ -182,7 +182,7 @@ def _work(name: str, memory: Memory, registrar: Registrar) -> Callable[[], int]:
     address, following = memory.region.address, memory.next
 
     def protect() -> int:
-        region._libc.mprotect(address + following(), _CHUNK, 3)
+        region.libc.mprotect(address + following(), _CHUNK, 3)
         return _CHUNK
 
     def commit(plenty: bool) -> int:
@@ -199,7 +199,7 @@ def _work(name: str, memory: Memory, registrar: Registrar) -> Callable[[], int]:
         return _CHUNK
 
     def nodes() -> int:
-        region.bytes_by_node(address + following(), _CHUNK, hostpool._NODE_STEP)
+        region.bytes_by_node(address + following(), _CHUNK, chunks.NODE_STEP)
         return _CHUNK
 
     return {

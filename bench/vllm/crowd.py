@@ -84,7 +84,7 @@ class _Engine:
         self.llm, self.client, self.chance = started.engine, Client(started.engine, vocabulary), random.Random(0)
         self._core = self.llm.llm_engine
         scheduler = self._core.engine_core.engine_core.scheduler
-        self.policy = scheduler.connector._host.offload.side.policy
+        self.policy = scheduler.connector._host.side.policy
         self._names = iter(range(1 << 40))
 
     def prefixes(self, number: int, tokens: int) -> list[list[int]]:

@@ -64,7 +64,7 @@ def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: in
     wait_until_usable(started, setup, _PINNING)
     client, chance = Client(started.engine, vocabulary), random.Random(0)
     engine = started.engine.llm_engine.engine_core.engine_core
-    policy = engine.scheduler.connector._host.offload.side.policy
+    policy = engine.scheduler.connector._host.side.policy
 
     def ask(path: str, prompt: list[int], tokens: int = 1) -> Any:
         if path != "gpu":

@@ -269,11 +269,10 @@ class CopyThread:
         except Exception:
             logger.exception("the device did not close")
         with self._lock:
-            running = self._ops.running()
+            running = self._ops.take_running()
             self._publish([_failed(copy.op, DataPlaneFailedError(reason)) for copy in running])
             for copy in running:
                 copy.drop_memory()
-            self._ops.clear_running()
             self._has_ended = True
         if self._failure is not None:
             self._on_failure()
@@ -296,8 +295,7 @@ class CopyThread:
             self._completed.notify_all()
 
     def _fail_queued(self, reason: str) -> None:
-        self._publish([_failed(queued.op, DataPlaneFailedError(reason)) for queued in self._ops.queued()])
-        self._ops.clear_queued()
+        self._publish([_failed(queued.op, DataPlaneFailedError(reason)) for queued in self._ops.take_queued()])
 
     def _is_ending(self) -> bool:
         return self._stop_at is not None or self._defect is not None

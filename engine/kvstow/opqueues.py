@@ -27,7 +27,7 @@ class PendingOp:
     source_free: bool = False
 
     def drop_memory(self) -> None:
-        """Let go of the memory of the op's slots, which the device no longer accesses."""
+        """Release the memory of the op's slots, which the device no longer accesses."""
         if self.hold is not None:
             self.hold.release()
 
@@ -67,20 +67,23 @@ class OpQueues:
         """Adopted ops, then loads, then stores, each in order of their start."""
         return [*self._adopted, *self._running["load"], *self._running["store"]]
 
-    def queued(self) -> list[PendingOp]:
-        return [*self._queued["load"], *self._queued["store"]]
-
     def discard_running(self, running: PendingOp) -> None:
         of = self._adopted if running in self._adopted else self._running[running.op.direction]
         of.remove(running)
 
-    def clear_queued(self) -> None:
+    def take_queued(self) -> list[PendingOp]:
+        """All of them, which are forgotten."""
+        taken = [*self._queued["load"], *self._queued["store"]]
         for queue in self._queued.values():
             queue.clear()
+        return taken
 
-    def clear_running(self) -> None:
+    def take_running(self) -> list[PendingOp]:
+        """As `running`; they are forgotten."""
+        taken = self.running()
         for running in (self._adopted, *self._running.values()):
             running.clear()
+        return taken
 
     def can_start(self) -> bool:
         """Whether a queued op has room to run."""

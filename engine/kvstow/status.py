@@ -253,16 +253,17 @@ class SourceStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStatus:
     """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
-    `kvstow.hints.context_id`; it means something in `namespace` alone. `blocks`: those that its claim covers now; null
-    tokens if the host does not know how many a block has.
+    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it. `blocks`: those
+    that it claims now; null tokens if the host does not know how many a block has.
 
     `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
     `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
-    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: whether the client has said that;
-    otherwise it is what the pool has learned of the context.
+    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: the client has said so; otherwise
+    it is what the pool has learned.
     """
 
     context: str
+    name: str
     namespace: str
     blocks: int
     bytes: int
@@ -286,14 +287,16 @@ class ContextPage(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimsStatus:
     """What hints do in a pool. `is_on`: false while the pool does better without them. `claimed_slots`: evictable or
-    not; `allowed_slots`: as many may be. `used_again` and `never_used`: claimed blocks whose claim has ended so, since
-    the start. `saved_ratio`: the share of the blocks that were looked up in the last `window_requests` that hit because
-    of claims, negative if they cost hits, null before there is evidence. `switches`: how often hints were switched off
-    or on."""
+    not. `kept_slots`: those of them that are kept longer than the policy would; contexts that have not proved
+    themselves may have `allowed_slots` of these. `used_again` and `never_used`: blocks that were kept so, since the
+    start, by whether they were used again. `saved_ratio`: the share of the blocks that were looked up in the last
+    `window_requests` that hit because of claims, negative if they cost hits, null before there is evidence. `switches`:
+    how often hints were switched off or on."""
 
     is_on: bool
     contexts: int
     claimed_slots: int
+    kept_slots: int
     allowed_slots: int
     used_again: int
     never_used: int

@@ -34,6 +34,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("POST", "/v1/pools/host/protect", {"keys": ["00aa"]}),
     ("POST", "/v1/pools/host/unprotect", {"all": True}),
     ("POST", "/v1/pools/host/retry", None),
+    ("POST", "/v1/pools/host/trace", {"seconds": 0.001}),
     ("DELETE", "/v1/pools/host/blocks/{key}", None),
     ("DELETE", "/v1/pools/host", None),
     ("DELETE", "/v1/sessions/{session_id}", None),

@@ -187,6 +187,7 @@ def test_a_condition_has_cause_reason_fix_and_evidence(check: str, severity: str
 
 SILENT = [
     ("share", evidence(granted_bytes=2 * GIB, due_bytes=4 * GIB)),
+    ("pool_size", evidence(replace(RANK, pinned_bytes=7 * GIB), curve=LARGER)),
     ("rank_silent", evidence(replace(RANK, last_report_age_seconds=None), starting={SESSION.id})),
     ("rank_silent", evidence(replace(RANK, last_report_age_seconds=5.0))),
     ("engine_failed", with_readiness(8, state="draining")),

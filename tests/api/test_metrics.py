@@ -55,6 +55,7 @@ FAMILIES = {
         kvstow_node_populated_bytes kvstow_node_target_bytes kvstow_sessions kvstow_node_granted_bytes
         kvstow_node_used_bytes kvstow_node_recalled_bytes kvstow_node_orphaned_bytes kvstow_condition
         kvstow_node_keeper_up kvstow_pool_granted_bytes kvstow_pool_due_bytes
+        kvstow_curve_hit_ratio kvstow_curve_requests kvstow_curve_useful_bytes
         kvstow_config_info kvstow_tls_certificate_expiry_timestamp_seconds
     """,
     "histogram": """
@@ -116,6 +117,9 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
         "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
         "kvstow_pin_rate_bytes_per_second",  # no rank has pinned anything
         "kvstow_rejected_connections",  # nobody connects to this engine
+        "kvstow_curve_hit_ratio",  # there is no evidence yet
+        "kvstow_curve_requests",
+        "kvstow_curve_useful_bytes",
         "kvstow_node_keeper_up",  # it has no keeper
         "kvstow_node_keeper_restarts",
         "kvstow_http_requests",  # this is the first request

@@ -20,7 +20,7 @@ from kvstow_api.appstate import AppState
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.page.content import Content, read_content
 from kvstow_api.page.live import INTERVAL, StatusPage
-from kvstow_api.page.render import SECTIONS, polylines
+from kvstow_api.page.render import SECTIONS, polylines, size_plot
 
 pytestmark = pytest.mark.anyio
 
@@ -348,3 +348,10 @@ async def test_the_page_shows_the_fleet_tier(
     shown = await text()
     assert "a1 down" in shown
     assert "no answer in 0.5 s" in shown
+
+
+def test_sizes_are_in_the_middle_of_columns_that_are_equally_wide() -> None:
+    plot = size_plot([0.0, 0.25, 0.5], 0.5)
+    assert plot.spots == (("50.0", "46.0"), ("150.0", "24.0"), ("250.0", "2.0"))
+    assert plot.line == "50.0,46.0 150.0,24.0 250.0,2.0"
+    assert size_plot([], 0.5).spots == ()

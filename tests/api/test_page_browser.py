@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -276,6 +277,32 @@ def test_the_fleet_tier_is_shown_and_changes(
     browser.until(f"{section}.querySelector('.troubled') !== null")
     width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert browser.evaluate(width), "the page scrolls sideways"
+    assert browser.complaints == []
+
+
+LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(24)]
+_SIZES = "document.getElementById('sizes')"
+
+
+def test_hits_by_size_appear_with_the_evidence_and_mark_the_present_size(
+    browser: Browser, serve: Any, engine: Any, ranks: Any, tmp_path: Path
+) -> None:
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    assert "too early to tell" in browser.evaluate(f"{_SIZES}.innerText")
+    for number in range(400):
+        engine.use([LOOP[number % len(LOOP)]])
+    browser.until(f"{_SIZES}.querySelectorAll('.spot').length === 7")
+    assert browser.evaluate(f"{_SIZES}.querySelector('li.now').innerText").split() == ["0.0", "%", "128", "KiB"]
+    assert browser.evaluate(f"{_SIZES}.querySelector('li.next').innerText").endswith("256 KiB")
+    middles = f"""[...{_SIZES}.querySelectorAll('.chart .spot.now, .columns .now')].map((one) => {{
+      const box = one.getBoundingClientRect(); return Math.round(box.left + box.width / 2); }})"""
+    spot, label = browser.evaluate(middles)
+    assert abs(spot - label) <= 1, "the spot is above its label"
+    browser.until("document.getElementById('state').innerText.includes('twice the memory (256 KiB) would add')")
+    for width in (360, 1040):
+        browser.screenshot(tmp_path / "page.png", width=width, height=900)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.complaints == []
 
 

@@ -174,7 +174,7 @@ def _final(worker: DataPlane, op: Op) -> Completion:
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent"])
 @pytest.mark.parametrize("number", range(0, 24, 5))
-def test_an_op_whose_marks_are_refused_is_over_when_the_device_has_let_go(
+def test_an_op_whose_marks_are_refused_is_over_when_the_device_has_released_it(
     call: str, number: int, direction: str, strategy: str, make_rank: MakeRank, finish: Finish, driver: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

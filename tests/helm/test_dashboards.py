@@ -93,7 +93,10 @@ def test_the_variables_are_there_and_used(board: dict[str, Any]) -> None:
 def families_of_pools() -> set[str]:
     """Names of series that have the label `pool`."""
     node = FakeNode(FakeClock())
-    node.attach("pool").report(pin_rate_bytes_per_second=1.0, numa_bytes={"0": 1})
+    engine = node.attach("pool")
+    engine.report(pin_rate_bytes_per_second=1.0, numa_bytes={"0": 1})
+    for number in range(200):  # enough for a curve, of a size that fits
+        engine.control.use([(number % 12).to_bytes(32, "big")])
     host = ApiHost(directory=node, version="1", mode="node")
     create_app(host)
     samples = [sample for family in host.registry.collect() for sample in family.samples]

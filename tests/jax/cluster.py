@@ -5,88 +5,64 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from tests.jax.rankprocess import Outcome, Step, Verdict
+from tests.jax.rankprocess import Outcome, RankSpec, Step, Verdict, run_rank
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.launchorder import LaunchOrder
 from kvstow.errors import LeaseError
 from kvstow.messages import Op, RankReport
+from kvstow_service.replay.processes import Child
 
 KEYS, SLOTS, BLOCKS = 40, 16, 24
 PATIENCE = 60.0  # seconds for one answer; the first one compiles
-
-_ROOT = Path(__file__).parents[2]
 
 
 class Cluster:
     """The processes. Any silence or death kills them all."""
 
-    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, str]], options: str = "{}") -> None:
-        """`ranks`: the environment of each, besides this process's own. `options`: JSON, for `JaxRank`."""
+    def __init__(self, ranks: Sequence[Mapping[str, str]], **options: Any) -> None:
+        """`ranks`: the environment of each, besides this process's own. `options`: for `JaxRank`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-        environment = os.environ | {
-            "PYTHONPATH": f"{_ROOT}:{_ROOT / 'engine'}",
-            "PYTHONFAULTHANDLER": "1",
-        }
-        path = str(folder / "ranks")
-        self.ranks: list[Connection[Any, Any]] = []
-        with Listener(path, "AF_UNIX") as listener:
-            command = [sys.executable, "-m", "tests.jax.rankprocess", path]
-            self._processes = [
-                subprocess.Popen(
-                    [*command, f"{rank}", f"{len(ranks)}", coordinator, options], cwd=_ROOT, env={**environment, **own}
-                )
-                for rank, own in enumerate(ranks)
-            ]
-            try:
-                listener._listener._socket.settimeout(PATIENCE)  # type: ignore[attr-defined]
-                connections = [listener.accept() for _ in ranks]
-                by_rank = {self._answer(connection): connection for connection in connections}
-                self.ranks = [by_rank[rank] for rank in range(len(ranks))]
-                self.first = [self._answer(rank) for rank in self.ranks]
-            except BaseException:
-                self.kill()
-                raise
+        self.ranks: list[Child] = []
+        for rank, own in enumerate(ranks):
+            with patch.dict(os.environ, {"PYTHONFAULTHANDLER": "1", **own}):
+                self.ranks.append(Child(run_rank, RankSpec(rank, len(ranks), coordinator, options)))
+        self.first = [self._answer(rank) for rank in self.ranks]
 
     def call(self, messages: list[Any]) -> list[Any]:
         for rank, message in zip(self.ranks, messages, strict=True):
             rank.send(message)
         return [self._answer(rank) for rank in self.ranks]
 
-    def _answer(self, rank: Connection[Any, Any]) -> Any:
-        if not rank.poll(PATIENCE):
-            ended = [process.poll() for process in self._processes]
-            for process in self._processes:
-                process.send_signal(signal.SIGABRT)  # each says where its threads are
-                process.wait()
-            raise TimeoutError(f"a rank has not answered for {PATIENCE} s; exit codes before that: {ended}")
-        return rank.recv()
+    def _answer(self, rank: Child) -> Any:
+        if not rank.pipe.poll(PATIENCE):
+            for one in self.ranks:
+                os.kill(one.pid, signal.SIGABRT)  # each writes where its threads are
+            ends = [one.describe_end() for one in self.ranks]
+            raise TimeoutError(f"a rank has not answered for {PATIENCE} s; the ranks ended so: {ends}")
+        return rank.pipe.recv()
 
     def end(self) -> None:
         for rank in self.ranks:
-            rank.send(None)
-        assert [process.wait(PATIENCE) for process in self._processes] == [0] * len(self._processes)
+            rank.pipe.close()  # of all, as they end together
+        assert [rank.join(PATIENCE) for rank in self.ranks] == [0] * len(self.ranks)
 
     def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        for rank in self.ranks:
+            rank.join(0.0)
 
 
 class Scheduler:
-    """Random plans. `slow`: words of the last rank arrive steps later. `twice`: every word is said again later."""
+    """Random plans. `slow`: reports of the last rank arrive steps later. `twice`: every report arrives again later."""
 
     def __init__(self, cluster: Cluster, seed: int, *, slow: bool, twice: bool) -> None:
         self.cluster, self.random = cluster, np.random.default_rng(seed)

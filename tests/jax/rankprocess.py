@@ -1,14 +1,12 @@
-"""One rank of several in a process of its own, with JAX's distributed runtime: it does what a scheduler in another
-process tells it, step by step. `python rankprocess.py SOCKET RANK RANKS COORDINATOR OPTIONS`."""
+"""One rank of several in a process of its own, with JAX's distributed runtime: it makes the steps that a scheduler in
+another process sends."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from tests.jax.rank import JaxRank
 from kvstow.devices.jax.hostcopies import CopyJob
 from kvstow.devices.jax.programs import DevicePrograms
 from kvstow.messages import Completion, DesiredState, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
+from kvstow_service.replay.processes import Pipe
 
 
 @dataclass(frozen=True)
@@ -154,24 +153,28 @@ class RankProcess:
         return Verdict(self.wrong_elements, self.ledger.hexdigest(), self.launches, self.hidden_collectives)
 
 
-def main(socket: str, rank: str, num_ranks: str, coordinator: str, options: str) -> None:
+@dataclass(frozen=True)
+class RankSpec:
+    rank: int
+    num_ranks: int
+    coordinator: str
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}"
+
+
+def run_rank(scheduler: Pipe, spec: RankSpec) -> None:
+    """Until the scheduler closes the pipe."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, int(num_ranks), int(rank))
-    with Client(socket, "AF_UNIX") as scheduler:
-        scheduler.send(int(rank))
-        serve(RankProcess(int(rank), json.loads(options)), scheduler)
-    jax.distributed.shutdown()
-
-
-def serve(process: RankProcess, scheduler: Connection[Any, Any]) -> None:
+    jax.distributed.initialize(spec.coordinator, spec.num_ranks, spec.rank)
+    process = RankProcess(spec.rank, spec.options)
     process.may_copy.set()
     scheduler.send(Outcome(process.rank.plane.boot_id, (), (), process.rank.plane.report()))
-    while (message := scheduler.recv()) is not None:
-        scheduler.send(process.step(message) if isinstance(message, Step) else process.verdict())
+    with suppress(EOFError):
+        while True:
+            message = scheduler.recv()
+            scheduler.send(process.step(message) if isinstance(message, Step) else process.verdict())
     process.rank.close()
-
-
-if __name__ == "__main__":
-    from tests.jax import rankprocess  # by its own name, as its messages are pickled
-
-    rankprocess.main(*sys.argv[1:])
+    jax.distributed.shutdown()

@@ -3,9 +3,7 @@ needed the other ranks would hang them all."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +21,12 @@ MANY_STEPS = 10_000
 
 
 @pytest.fixture
-def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def make_cluster() -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
 
     def make(num_ranks: int, devices: int, **options: Any) -> Cluster:
         flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-        clusters.append(Cluster(tmp_path, [flags] * num_ranks, json.dumps(options)))
+        clusters.append(Cluster([flags] * num_ranks, **options))
         return clusters[-1]
 
     yield make

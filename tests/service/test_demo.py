@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvstow_service.demo import __main__ as demo
-from kvstow_service.demo.claims import Claim, print_claims
-from kvstow_service.demo.story import Scale
+from kvstow_service.demo.story import Claim, Scale
 from kvstow_service.replay.trace import TraceShape
 
 SMALL = Scale(
@@ -52,7 +51,7 @@ def test_the_demo_shows_why_the_service_did_not_start(
 def test_one_claim_that_does_not_hold_fails_the_demo(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    assert print_claims([Claim("a", "1", True)], console)
-    assert not print_claims([Claim("a", "1", True), Claim("b", "2", False)], console)
+    assert demo.print_claims([Claim("a", "1", True)], console)
+    assert not demo.print_claims([Claim("a", "1", True), Claim("b", "2", False)], console)
     assert "1 of 2 claims do not hold." in out.getvalue()
     assert "NO" in out.getvalue()

@@ -88,15 +88,15 @@ def test_slots_hold_the_bytes_of_the_kv_cache(engine: Engine) -> None:
         engine.settle()
         blocks = engine.core.scheduler.kv_cache_manager.block_pool.blocks
         cached = {block.block_hash: block.block_id for block in blocks}
-        offload, plane = engine.scheduler_half._host.offload, engine.side.plane
-        assert offload is not None
+        side, plane = engine.scheduler_half._host.side, engine.side.plane
+        assert side is not None
         assert isinstance(plane, DataPlane)
         pool: Any = plane.pool
         compared = 0
         for block_hash, number in cached.items():
             if block_hash is None:
                 continue
-            status = engine.offload.block(offload.side._gpu.offer_of([block_hash], [0]).keys[0])
+            status = engine.offload.block(side._gpu.offer_of([block_hash], [0]).keys[0])
             if status is not None:
                 slot = ctypes.string_at(pool.address + status.slot * pool.slot_stride, pool.slot_bytes)
                 assert slot == engine.block(number)

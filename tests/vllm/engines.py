@@ -242,7 +242,7 @@ class Engine:
 
     def _pending(self) -> bool:
         if self.setup.is_attached:  # in this process
-            return bool(self.connector._host.offload.side.has_pending_stores)
+            return bool(self.connector._host.side.has_pending_stores)
         pending = self.stats("transfers")["pending"]
         return bool(pending["loads"] + pending["stores"])
 

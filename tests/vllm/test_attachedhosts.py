@@ -12,24 +12,23 @@ from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
 
-from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.hello import SessionTicket
+from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.worker import AttachedWorker
 from kvstow.config import EngineConfig
 from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.schedulerhost import Offload
-from kvstow_service.connectors.engine_core.stepplan import RankSession
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import attachedschedulerhost, tensorhost
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
     JOINING_SECONDS,
     LOOKING_SECONDS,
     AttachedSchedulerHost,
 )
-from kvstow_service.connectors.vllm.rankdataplane import AttachedPlane
 from kvstow_service.connectors.vllm.tensorhost import AttachedWorkerHost
 
 pytestmark = pytest.mark.vllm
@@ -45,14 +44,13 @@ class Bench:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=PAGE, capacity_slots=8)
         self.service = SlowService(config, 8, clock=self.clock, delay=lambda: 1)
-        make = AttachedEngine
         self.options: dict[str, Any] = {}
 
-        def connected(path: Path, **options: Any) -> AttachedEngine:
+        def connected(*arguments: Any, **options: Any) -> AttachedControl:
             self.options = options
-            return self.service.connect(make(path, **options))
+            return self.service.connect(AttachedControl(*arguments, **options))
 
-        patch.setattr(attachedschedulerhost, "AttachedEngine", connected)
+        patch.setattr(attachedschedulerhost, "AttachedControl", connected)
         self.host = AttachedSchedulerHost(
             ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0),
             make_process(),
@@ -68,20 +66,16 @@ class Bench:
         self.host.bind(FakeBlockPool(8))
 
     def step(self) -> None:
-        assert self.host.offload is not None
-        self.host.offload.control.step()
+        assert self.host.side is not None
+        self.host.side.control.step()
 
     def join(self, slots: int, number: int = 1) -> None:
         self.host.receive(0, RankUpdate(session=RankSession(number, slots, True)))
 
     def figures(self) -> dict[str, Any]:
         self.clock.advance(1.0)
-        changes = self.host.ask("statistics", _take_stats, None)
+        changes = self.host.ask("statistics", lambda _: self.host.stats.take_stats(), None)
         return {} if changes is None else changes.data
-
-
-def _take_stats(offload: Offload) -> Any:
-    return offload.stats.take_stats()
 
 
 @pytest.fixture
@@ -133,7 +127,6 @@ def test_another_session_is_joined_too(bench: Bench) -> None:
 def test_what_the_engine_asks_the_service_for(bench: Bench) -> None:
     bench.step()
     assert (bench.options["wanted_bytes"], bench.options["require_sharing"]) == (0, False)
-    assert bench.options["step_wait"] == 0.0003
     assert bench.options["engine_version"] == "vllm 1"
 
 
@@ -169,7 +162,7 @@ def test_an_engine_with_a_rank_without_data_plane_does_not_attach(
     monkeypatch: pytest.MonkeyPatch, own_log: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(monkeypatch, regions=())
-    assert bench.host.offload is None
+    assert bench.host.side is None
     assert not bench.host.wants_steps
     assert "rank 0 has no data plane" in caplog.text
 
@@ -177,7 +170,7 @@ def test_an_engine_with_a_rank_without_data_plane_does_not_attach(
 def test_a_failed_host_has_no_session_and_no_hits(bench: Bench) -> None:
     bench.step()
 
-    def fail(offload: Offload) -> None:
+    def fail(side: SchedulerSide) -> None:
         raise MemoryError("injected")
 
     bench.host.ask("lookup", fail, None)
@@ -215,7 +208,7 @@ def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
     monkeypatch.setattr(tensorhost, "time", SimpleNamespace(monotonic=clock))
     sessions = iter(RankSession(*each) for each in ((1, 0), (1, 4), (1, 5), (1, 6), (1, 6), (2, 6)))
     worker.register(kv_caches())
-    monkeypatch.setattr(AttachedPlane, "session", property(lambda self: next(sessions)))
+    monkeypatch.setattr(AttachedWorker, "session", property(lambda self: next(sessions)))
     told = []
     for seconds in (0.0, 0.0, 0.1, 0.5, 0.5, 0.0):
         clock.advance(seconds)
@@ -231,14 +224,14 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
     worker.resume()
     worker.follow(KVStowMetadata(ticket=SessionTicket(2, "secret")))
     plane = worker.side.plane
-    assert isinstance(plane, AttachedPlane)
-    assert plane._ticket.number == 2
+    assert isinstance(plane, AttachedWorker)
+    assert plane._newest.number == 2
 
 
 def test_ranks_on_two_nodes_cannot_attach(bench: Bench) -> None:
     hellos = [RankHello(rank, PAGE, 0, f"node-{rank}", 0, (RegionIdentity("0", PAGE),)) for rank in range(2)]
     with pytest.raises(ConfigError, match="attach"):
-        bench.host._make_offload(FakeBlockPool(8), hellos)
+        bench.host._make_side(FakeBlockPool(8), hellos)
 
 
 def test_an_identity_that_cannot_be_found_leaves_vllm_alone(
@@ -253,12 +246,12 @@ def test_an_identity_that_cannot_be_found_leaves_vllm_alone(
 
     bench.host._namespace_identity = fail
     host = bench.host
-    assert not host.ask("plan", lambda offload: offload.control.step(), None)
+    assert not host.ask("plan", lambda side: side.control.step(), None)
     for _ in range(2):
-        host.ask("statistics", _take_stats, None)
-        host.ask("settled", lambda offload: offload.side.settle(), None)
-        host.ask("stores", lambda offload: offload.side.has_pending_stores, otherwise=False)
-        assert host.ask("reset", lambda offload: offload.side.reset(), otherwise=False)
+        host.ask("statistics", lambda _: host.stats.take_stats(), None)
+        host.ask("settled", lambda side: side.settle(), None)
+        host.ask("stores", lambda side: side.has_pending_stores, otherwise=False)
+        assert host.ask("reset", lambda side: side.reset(), otherwise=False)
         host.receive(0, RankUpdate())
         assert host.ticket is None
     assert len(asked) == 1

@@ -125,7 +125,7 @@ def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.Monkey
     """Stores under way, GPU blocks that are still referenced, and whether a reset is possible now."""
     made = make_scheduler()
     side = SimpleNamespace(has_pending_stores=answer, holds_gpu_blocks=answer, reset=lambda: answer)
-    made._host.offload = SimpleNamespace(side=side)
+    made._host.side = side
     assert made.has_pending_push_work() is answer
     assert made.has_pending_block_frees() is answer
     assert made.reset_cache() is answer
@@ -143,7 +143,7 @@ def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.Monkey
 def test_a_hit_is_reported_by_where_it_came_from(fetched: int, sources: dict[CacheHitSource, int]) -> None:
     """From host memory, or from the fleet tier for this request."""
     made = make_scheduler()
-    made._host.offload = SimpleNamespace(side=SimpleNamespace(fetched_tokens=lambda request: fetched))
+    made._host.side = SimpleNamespace(fetched_tokens=lambda request: fetched)
     assert made.get_external_cache_hit_sources(None, 32) == sources
     assert made.get_external_cache_hit_sources(None, 0) == {}
 
@@ -164,8 +164,9 @@ def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         settle=methods["settle"],
         failed_loads=SimpleNamespace(continuing=methods["continuing"]),
         release_gpu_blocks=lambda: None,
+        control=SimpleNamespace(fail=failures.append),
     )
-    made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=failures.append))
+    made._host.side = side
     monkeypatch.setattr(made._host, "_process_update", methods["update"])
     output = SimpleNamespace(
         kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankUpdate()]}), finished_recving={"request"}
@@ -195,23 +196,27 @@ def test_no_error_in_the_scheduler_reaches_vllm(
 ) -> None:
     made = make_scheduler()
 
-    class Broken:
+    class Broken(SimpleNamespace):
         expect = find_hit = admit = finish = reset = take_events = take_stats = release_gpu_blocks = staticmethod(
             raise_memory_error
         )
         has_pending_stores = property(raise_memory_error)
 
     failures: list[str] = []
-    control = SimpleNamespace(fail=failures.append)
-    made._host.offload = SimpleNamespace(side=Broken(), events=Broken(), stats=Broken(), control=control)
+    made._host.side, made._host.stats = Broken(), Broken()
+    made._host.side.events, made._host.side.control = Broken(), SimpleNamespace(fail=failures.append)
     assert getattr(made, hook)(*arguments) == answer
     assert len(failures) == 1
 
 
 def test_after_an_error_in_the_plan_of_a_step_its_loads_still_start() -> None:
     made, loads, failures = make_scheduler(), PlannedStep(1, StepPlan(), StepPlan(), (), {}), list[str]()
-    side = SimpleNamespace(plan_step=raise_memory_error, take_planned=lambda: loads, release_gpu_blocks=lambda: None)
-    made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=failures.append))
+    made._host.side = SimpleNamespace(
+        plan_step=raise_memory_error,
+        take_planned=lambda: loads,
+        release_gpu_blocks=lambda: None,
+        control=SimpleNamespace(fail=failures.append),
+    )
     assert made.build_connector_meta(None).plan is loads, "vLLM waits for them"
     assert len(failures) == 1
 
@@ -278,8 +283,7 @@ def test_a_step_that_cannot_load_what_it_computes_with_says_so_apart_from_launch
         make_scheduler(),
         make(make_config(setup := Setup("lost"), lock=False), setup, KVConnectorRole.WORKER),
     )
-    side = SimpleNamespace(plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {}))
-    made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=lambda reason: None))
+    made._host.side = SimpleNamespace(plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {}))
     made._num_layered = 1
     metadata = made.build_connector_meta(None)
     assert (metadata.lost, metadata.launches) == ("the plan of the step is incomplete", ())

@@ -68,7 +68,7 @@ class Host:
         op = self.engine.begin_store(keys, range(len(keys))).op
         assert op is not None
         self.feed.granted(keys, self.feed.take_offered())
-        self.rank.say(op.op_id, "done")
+        self.rank.send(op.op_id, "done")
 
     def take(self) -> list[Any]:
         assert self.feed is not None

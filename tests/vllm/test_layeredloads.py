@@ -67,14 +67,14 @@ def no_thread_is_left() -> None:
 def engine(shared: Engine) -> Engine:
     """It has no requests, and its caches are empty."""
     shared.empty()
-    policy = shared.connector._host.offload.side.policy
+    policy = shared.connector._host.side.policy
     policy.counts.clear()
     policy.off = None
     return shared
 
 
 def counts(engine: Engine) -> dict[Choice, int]:
-    return dict(engine.connector._host.offload.side.policy.counts)
+    return dict(engine.connector._host.side.policy.counts)
 
 
 def prepare(engine: Engine, *prompts: tuple[int, ...]) -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_is_aborted_after_its_step(engine: Engine, reference: Ref
 def test_of_many_loads_at_once_only_the_first_goes_by_layer(engine: Engine, reference: Reference) -> None:
     """A load of 0.6 MiB takes far less than the budget, so the policy is told of a slow link."""
     prepare(engine, A, C, D)
-    policy = engine.connector._host.offload.side.policy
+    policy = engine.connector._host.side.policy
     policy._rate = 1e6
     answers = engine.ask(A, C, D)
     assert_same(answers, reference(engine.setup.model, A, C, D))

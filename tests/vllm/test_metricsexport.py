@@ -23,7 +23,7 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
     INFO,
     PREFIX,
     SESSIONS_LOST,
-    EngineFigures,
+    read_family,
 )
 
 pytestmark = pytest.mark.vllm
@@ -55,7 +55,11 @@ class Host:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
         (self.rank,) = make_ranks(self.engine)
         self.clock = FakeClock()
-        self.feed = StatsFeed(EngineFigures(self.engine, slot_bytes=2 * SLOT, slot_tokens=16), clock=self.clock)
+        self.feed = StatsFeed(
+            lambda: read_family(self.engine.stats(), slot_bytes=2 * SLOT, slot_tokens=16),
+            lambda: self.engine.open_transfers > 0,
+            self.clock,
+        )
         self._blocks = 0
 
     def store(self, count: int, seconds: float = 0.5) -> None:

@@ -48,7 +48,7 @@ class Engine(Run):
 
     def host_hit(self, prompt: list[int]) -> int:
         """Tokens that host memory has of a prompt."""
-        side, request = self._core.connector._host.offload.side, self._probe(prompt)
+        side, request = self._core.connector._host.side, self._probe(prompt)
         found: int = side.find_hit(request, 0)
         side.finish(request, ())
         return found

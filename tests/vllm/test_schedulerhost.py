@@ -93,10 +93,10 @@ def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[
     host = make_host(num_ranks=2, binds=pool_first)
     for rank in (1, 1):
         host.add_rank(make_hello(rank, 50, 7))
-    assert host.offload is None
+    assert host.side is None
     host.add_rank(make_hello())
     if not pool_first:
-        assert host.offload is None
+        assert host.side is None
         host.bind(FakeBlockPool(8))
     config = engine_of(host).config
     assert (config.capacity_slots, config.rank_slot_bytes, config.block_tokens) == (6, (100, 50), 16)
@@ -204,7 +204,7 @@ def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(
     monkeypatch.setattr(ConnectorOptions, "engine_config", counted)
     for _ in range(3):
         host.receive(0, RankUpdate(hello=make_hello(0, 1001, 9)))
-    assert host.offload is None
+    assert host.side is None
     assert len(attempts) == 1
     assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
         "update of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
@@ -217,8 +217,8 @@ def test_an_error_in_an_update_closes_the_pool_and_frees_the_gpu_blocks(
 ) -> None:
     host, released = make_host(), []
     host.add_rank(make_hello())
-    assert host.offload is not None
-    monkeypatch.setattr(host.offload.side, "release_gpu_blocks", lambda: released.append(True))
+    assert host.side is not None
+    monkeypatch.setattr(host.side, "release_gpu_blocks", lambda: released.append(True))
     rank = FakeRank(engine_of(host))
     rank.pin(10)
     assert engine_of(host).store_room() == 10
@@ -226,7 +226,7 @@ def test_an_error_in_an_update_closes_the_pool_and_frees_the_gpu_blocks(
     def fail(*_: Any) -> None:
         raise MemoryError("injected")
 
-    monkeypatch.setattr(engine_of(host), method, fail)
+    monkeypatch.setattr(engine_of(host) if method == "report" else host.side.control, method, fail)
     report = NoDataPlane(0, 100).report()
     for _ in range(2):
         host.receive(0, RankUpdate((BootCompletions(rank.boot_id, (Completion(1, "done"),)),), report=report))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import datetime
@@ -137,6 +137,25 @@ class Client:
                 answer.read()
                 raise self._failure(answer)
             yield from parse_events(answer.iter_lines())
+
+    def record(self, pool: str, *, seconds: float, max_bytes: int) -> Generator[str, None, None]:
+        """Records the requests of a pool: yields the lines of the trace as they come, the last one about the recording
+        itself. Empty lines show that the server is alive. Raises when the connection breaks."""
+        path, _ = _filled("/v1/pools/{pool}/trace", {"pool": pool})
+        with (
+            self._as_api_errors(),
+            self._http.stream(
+                "POST",
+                path,
+                json={"seconds": seconds, "max_bytes": max_bytes},
+                headers=self._endpoint.credentials(),
+                timeout=httpx.Timeout(self._timeout, read=_STREAM_SILENCE_SECONDS),
+            ) as answer,
+        ):
+            if answer.status_code >= 400:
+                answer.read()
+                raise self._failure(answer)
+            yield from answer.iter_lines()
 
     def close(self) -> None:
         self._http.close()

@@ -416,7 +416,8 @@ def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
             "warning",
             f"in {seconds:.0f} s {evicted} blocks were evicted from {slots} slots, for {hits} hits",
             "blocks are evicted before their prefix is requested again, so stores cost bandwidth and save little",
-            "enlarge the pool, route requests with a common prefix to the same engine, or bypass stores",
+            f"enlarge the pool as far as that helps (`kvstow get curve{evidence.of_pool}`), route requests with a "
+            "common prefix to the same engine, or bypass stores",
             evicted_blocks=evicted,
             hit_blocks=hits,
             usable_slots=slots,
@@ -430,7 +431,7 @@ def find_size(evidence: Evidence) -> Iterator[ConditionView]:
     if curve is None or not curve.items:
         raise NothingToMeasure(curve.advice if curve is not None else "there is no curve")
     better = curve.next_useful or curve.enough
-    if better is None:
+    if better is None or evidence.bytes_to_come:  # a pool that still grows is about to have another size
         return
     if evidence.node is None:
         fix = (

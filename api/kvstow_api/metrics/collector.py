@@ -30,6 +30,7 @@ from kvstow_api.metrics.pools import (
     PoolSnapshot,
     Snapshots,
     counter_families,
+    curve_families,
     error_family,
     exposed,
     pool_families,
@@ -38,8 +39,9 @@ from kvstow_api.metrics.pools import (
     transfer_families,
 )
 from kvstow_api.operations import KINDS, Operations
+from kvstow_api.readings import curve_view
 from kvstow_api.requests import HttpCounters
-from kvstow_api.sampler import RankCounters
+from kvstow_api.sampler import Sampler
 
 
 class Collector(BaseCollector):
@@ -60,8 +62,9 @@ class Collector(BaseCollector):
 
     def collect(self) -> Iterator[Metric]:
         app = self._app
-        taken = _snapshots(app.directory, app.sampler.rank_counters)
+        taken = _snapshots(app.directory, app.sampler)
         yield from pool_families(taken)
+        yield from curve_families(taken)
         yield from rank_families(taken, time.time())
         yield from counter_families(taken)
         yield from transfer_families(taken)
@@ -87,9 +90,10 @@ class Collector(BaseCollector):
         yield from fact_families(app.host, taken)
 
 
-def _snapshots(directory: Directory, counters: RankCounters) -> Snapshots:
+def _snapshots(directory: Directory, sampler: Sampler) -> Snapshots:
     """Of all pools at about the same time."""
     hosted, sessions = directory.pools(), directory.sessions()
+    counters = sampler.rank_counters
     counters.note(hosted, sessions)
     ranks: dict[str, dict[int, list[RankStatus]]] = {}
     states: dict[str, Counter[SessionState]] = {}
@@ -107,6 +111,7 @@ def _snapshots(directory: Directory, counters: RankCounters) -> Snapshots:
             ranks=ranks.get(pool.name, {}),
             counted=counters.of_pool(pool),
             session_states=states.get(pool.name, Counter()),
+            curve=curve_view(sampler, pool),
         )
         for pool in hosted
     ]

@@ -16,6 +16,7 @@ from prometheus_client import Metric
 from kvstow.errors import PinError
 from kvstow.stats import DIRECTIONS, Counters, DirectionStats, EngineStats, Exposed, Histogram
 from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
+from kvstow_api.answers import PoolCurveView
 from kvstow_api.conditions.pools import rank_failure
 from kvstow_api.directory import HostedPool
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, joined
@@ -36,6 +37,7 @@ class PoolSnapshot(NamedTuple):
     ranks: Mapping[int, Sequence[RankStatus]]
     counted: Sequence[CountedRank]
     session_states: Mapping[SessionState, int]
+    curve: PoolCurveView
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -211,6 +213,37 @@ def pool_families(taken: Snapshots) -> Iterator[Metric]:
             by_label({reason: count * one.pool.slot_bytes for reason, count in one.evictions.items()}, *pool)
             for pool, one in stats
         ),
+    )
+
+
+def curve_families(taken: Snapshots) -> Iterator[Metric]:
+    """Without series of pools that have no curve yet."""
+    drawn = [(pool.labels, pool.curve) for pool in taken.pools if pool.curve.items]
+    ratios: list[Row] = []
+    for labels, curve in drawn:
+        for size in curve.items:
+            times = f"{size.times:.4g}"
+            ratios += [((*labels, times, "policy"), size.ratio), ((*labels, times, "lru"), size.lru)]
+        ratios.append(((*labels, "inf", "policy"), curve.everything or 0.0))
+    yield gauge(
+        "kvstow_curve_hit_ratio",
+        "Share of the blocks that a pool of so many times the size would have hit, by the order of eviction (inf: one "
+        "that never evicts)",
+        [*POOL, "times", "order"],
+        ratios,
+    )
+    yield gauge(
+        "kvstow_curve_useful_bytes",
+        "Size, on all ranks together, that the curve speaks for: a larger one that is worth its memory, or a smaller "
+        "one that would do, or the present one",
+        POOL,
+        [(labels, (curve.next_useful or curve.enough or curve).num_bytes) for labels, curve in drawn],
+    )
+    yield gauge(
+        "kvstow_curve_requests",
+        "Requests that the curve rests on",
+        POOL,
+        [(labels, curve.requests) for labels, curve in drawn],
     )
 
 

@@ -21,7 +21,7 @@ _HEAD = '''"""The routes of the API for `Client.call`. Written by `python -m kvs
 from __future__ import annotations
 '''
 _TEXTS = {"/livez": ProbeResult, "/readyz": ProbeResult, "/startupz": ProbeResult, "/metrics": str}
-_STREAM = "/v1/events"  # `Client.events` reads it
+_STREAMS = ("/v1/events", "/v1/pools/{pool}/trace")  # `Client.events` and `Client.record` read them
 
 
 def table() -> str:
@@ -55,7 +55,7 @@ def _routes() -> Iterator[tuple[str, type, bool, str, str]]:
         (method,) = route.methods
         if route.path in _TEXTS:
             yield route.path.removeprefix("/"), _TEXTS[route.path], False, method, route.path
-        elif route.path.startswith("/v1/") and route.path != _STREAM:
+        elif route.path.startswith("/v1/") and route.path not in _STREAMS:
             yield route.endpoint.__name__, _answer(route), 202 in route.responses, method, route.path
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Header, HTTPException, Path, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
 
 from kvstow.control.administration import Sweep
 from kvstow.control.engine import PoolFacade
@@ -31,7 +32,7 @@ from kvstow_api.answers import (
     SourcesView,
 )
 from kvstow_api.appstate import App, AppState
-from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
+from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, RecordBody, UnprotectBody
 from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, Responses, changing, reading
 from kvstow_api.operations import Operation
@@ -48,6 +49,7 @@ from kvstow_api.queries import (
     token_of,
 )
 from kvstow_api.readings import curve_view, pool_view, pool_views, settings_etag
+from kvstow_api.recordedtrace import RecordedTrace
 from kvstow_api.requests import CHANGED_NOTHING
 
 # -- operations -------------------------------------------------------------------------------------------------------
@@ -243,6 +245,33 @@ async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
 async def get_pool_curve(app: App, pool: Pool) -> PoolCurveView:
     """What pools of other sizes would have hit lately, and what follows for the size of this one."""
     return curve_view(app.sampler, pool)
+
+
+_TRACE = "application/x-ndjson"
+_TRACE_EXAMPLE = (
+    '{"timestamp":1250,"input_length":2048,"output_length":512,"hash_ids":[5,6,7,8,9],"looked_up":[0,4]}\n'
+    '{"recording":{"end":"time","requests":1,"blocks":4}}\n'
+)
+_NO_BODY = RecordBody()
+
+
+@router.post(
+    "/pools/{pool}/trace",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Lines of JSON, until the recording ends",
+            "content": {_TRACE: {"schema": {"type": "string"}, "example": _TRACE_EXAMPLE}},
+        },
+        **changing(404, 409),
+    },
+)
+async def record_trace(pool: Pool, body: RecordBody = _NO_BODY) -> StreamingResponse:
+    """Record the requests of the pool from now on: a line for each that ends, in the format that `kvstow replay` reads,
+    with hashes in place of keys that mean something within this recording alone. The last line says why it has ended:
+    `time`, `size`, or `slow` if the client did not read fast enough. Empty lines show that the server is alive. A pool
+    has one recording at a time; it ends with its connection."""
+    return RecordedTrace(pool, body, _TRACE)
 
 
 @router.patch(

@@ -1,1 +1,1 @@
-"""What an engine and the node service say to each other over a Unix socket. Standard library and numpy only."""
+"""The messages between an engine and the node service over a Unix socket. Standard library and numpy only."""

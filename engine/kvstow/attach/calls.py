@@ -344,7 +344,7 @@ class GrantedExtents(Packed, frozen=True):
     def check(self) -> None:
         for extent in self.extents:
             if max(extent.num_slots * self.slot_stride, extent.populated_bytes) > extent.num_bytes:
-                raise ValueError(f"extent {extent.extent_id} is too short for what it says")
+                raise ValueError(f"extent {extent.extent_id} is shorter than its slots or its populated bytes")
 
 
 class RegisteredExtents(Packed, frozen=True):
@@ -371,7 +371,7 @@ class RevokedExtents(Packed, frozen=True):
 class ReleasedExtents(Packed, frozen=True):
     """Extents that this process no longer has mapped, registered or open."""
 
-    KIND: ClassVar = Kind.LET_GO
+    KIND: ClassVar = Kind.RELEASED
     extent_ids: U64s
 
 

@@ -303,6 +303,17 @@ def close_fds(fds: Sequence[int] | deque[int]) -> None:
         os.close(fd)
 
 
+def duplicates_of(fds: Sequence[int]) -> list[int]:
+    """Raises `OSError`, and makes none, if this process can have no more descriptors."""
+    copies = list[int]()
+    try:
+        copies.extend(map(os.dup, fds))
+    except OSError:
+        close_fds(copies)
+        raise
+    return copies
+
+
 def _descriptors(data: bytes) -> array[int]:
     found = array("i")
     found.frombytes(data[: len(data) - len(data) % found.itemsize])
@@ -310,10 +321,7 @@ def _descriptors(data: bytes) -> array[int]:
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
-    copies: list[int] = []
     try:
-        copies.extend(map(os.dup, fds))
+        return tuple(duplicates_of(fds))
     except OSError as error:
-        close_fds(copies)
         raise DisconnectedError(f"file descriptors cannot be kept until they are sent: {error.strerror}") from error
-    return tuple(copies)

@@ -49,7 +49,7 @@ class Call:
 
     def __init__(self) -> None:
         self.is_pending = False
-        """The service has said that this answer takes time. Answers to later calls may come first."""
+        """The service has sent `Pending`: this answer takes time. Answers to later calls may come first."""
         self._answer: Frame | None = None
         self._error: KvstowError | None = None
 
@@ -72,11 +72,11 @@ class Call:
     def resolve(self, frame: Frame) -> None:
         if frame.kind == Kind.ERROR:
             try:
-                said = CallError.unpack(frame.payload)
+                refusal = CallError.unpack(frame.payload)
             except ProtocolError as error:
                 self._error = error
             else:
-                self._error = CallFailedError(said.code, said.message)
+                self._error = CallFailedError(refusal.code, refusal.message)
         else:
             self._answer = frame
 
@@ -85,7 +85,7 @@ class Call:
 
 
 class AttachConnection:
-    """Connects to the service's socket, says hello, and reconnects whenever the connection ends.
+    """Connects to the service's socket, sends the hello, and reconnects whenever the connection ends.
 
     It starts no thread. Only `poll` and `wait` wait. The host calls `poll` often; it does all the work. One thread uses
     the connection. No call raises because the service is absent, is slow, refuses, or breaks the protocol. In those
@@ -105,7 +105,7 @@ class AttachConnection:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`make_hello` is called for each attempt. `poll`, `call` and `tell` call `on_attached` and `on_lost`, in turn.
+        """`make_hello` is called for each attempt. `poll`, `call` and `send` call `on_attached` and `on_lost`, in turn.
         Each connection is a session of its own: nothing from the previous one stays valid."""
         self._path = path
         self._make_hello = make_hello
@@ -129,7 +129,7 @@ class AttachConnection:
         self.refusal: str | None = None
         """Why the service refused the last attempt, in snake case. None if it did not refuse."""
 
-    # -- talking --------------------------------------------------------------------------------------------
+    # -- sending --------------------------------------------------------------------------------------------
 
     def call(self, message: Message) -> Call:
         """Send a request that the service answers. Never waits. Without a session, the call has already failed when it
@@ -145,16 +145,16 @@ class AttachConnection:
         payload = _payload_of(message)
         self._last_request += 1
         self._calls[self._last_request] = call
-        self._send(channel, message.KIND, payload, self._last_request)
+        self._send_frame(channel, message.KIND, payload, self._last_request)
         return call
 
-    def tell(self, message: Message) -> bool:
+    def send(self, message: Message) -> bool:
         """Send a message that has no answer. Returns False if there is no session. Raises `ProtocolError` as `call`
         does."""
         channel = self._channel
         if channel is None or self.state != "attached":
             return False
-        self._send(channel, message.KIND, _payload_of(message))
+        self._send_frame(channel, message.KIND, _payload_of(message))
         return self._channel is channel
 
     def wait(self, call: Call, seconds: float) -> bool:
@@ -227,9 +227,9 @@ class AttachConnection:
         self._channel = channel = Channel(connecting, accepts_fds=self._accepts_fds)
         self.state = "greeting"
         self._greeting_ends = self._clock() + HELLO_SECONDS
-        self._send(channel, hello.KIND, _payload_of(hello))
+        self._send_frame(channel, hello.KIND, _payload_of(hello))
 
-    def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0) -> None:
+    def _send_frame(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0) -> None:
         try:
             channel.send(kind, payload, request_id)
         except AttachError as error:
@@ -286,8 +286,8 @@ class AttachConnection:
         if refusal is not None:
             raise ProtocolError("unexpected", f"the service broke the protocol: {refusal}")
         if frame.kind == Kind.REFUSED:
-            said = Refused.unpack(frame.payload)
-            raise AttachRefusedError(said.reason, said.message)
+            refused = Refused.unpack(frame.payload)
+            raise AttachRefusedError(refused.reason, refused.message)
         if self.state == "greeting":
             if frame.kind != Kind.WELCOME:
                 raise ProtocolError("unexpected", f"{Kind(frame.kind).name} comes before the welcome")
@@ -310,8 +310,8 @@ class AttachConnection:
         self._on_attached(welcome)
 
     def _lose_with_last_words(self, channel: Channel, problem: str) -> None:
-        """Handle a failed send. Messages that the service sent before it closed still count, and they may say why it
-        closed."""
+        """Handle a failed send. Messages that the service sent before it closed still count, and they may give the
+        reason why it closed."""
         try:
             received = -1
             while self._channel is channel and received != channel.bytes_received:
@@ -376,45 +376,37 @@ class Answer(Generic[_T]):
     value is its answer. If the service refused the request or disconnected, the value promises nothing (no hits, no
     op), and `error` says why."""
 
-    __slots__ = ("_call", "_read", "_value", "error", "is_unwanted")
+    __slots__ = ("_read", "call", "error", "is_unwanted", "value")
 
-    def __init__(self, call: Call, read: Callable[[Call], _T], without: _T) -> None:
-        """`read` makes the value from a call that is done. If it raises, the value is `without`."""
-        self.error: str | None = None
+    def __init__(self, call: Call | None, read: Callable[[Call], _T], without: _T, error: str | None = None) -> None:
+        """`read` makes the value from a call that is done. If it raises, the value is `without`. An answer without a
+        call is done: nothing was asked."""
+        self.call, self.value, self.error = call, without, error
         self.is_unwanted = False
         """Set once the host no longer needs the value."""
-        self._call: Call | None = call
         self._read = read
-        self._value = without
+
+    @classmethod
+    def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
+        """An answer to what was not asked."""
+        return cls(None, lambda call: value, value, error)
 
     @property
     def done(self) -> bool:
-        return self._call is None
-
-    @property
-    def value(self) -> _T:
-        """Raises `AttachError` until the answer is `done`."""
-        if self._call is not None:
-            raise AttachError("the node service has not answered yet")
-        return self._value
+        return self.call is None
 
     @property
     def is_pending(self) -> bool:
-        """Whether the answer is not done yet and the service has said that it needs time."""
-        return self._call is not None and self._call.is_pending
-
-    @property
-    def call(self) -> Call | None:
-        """The call, until the answer is `done`."""
-        return self._call
+        """Whether the answer is not done yet and the service has sent `Pending`."""
+        return self.call is not None and self.call.is_pending
 
     def resolve(self) -> None:
         """Read the value from the call, which must be done. Raises `ProtocolError` if the service sent a wrong answer;
         the value is then the one for no answer."""
-        call, self._call = self._call, None
+        call, self.call = self.call, None
         assert call is not None
         try:
-            self._value = self._read(call)
+            self.value = self._read(call)
         except (CallFailedError, DisconnectedError) as error:
             self.error = str(error)
         except AttachError as error:

@@ -43,7 +43,7 @@ from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import Kind, Message
-from kvstow.errors import AttachError, DisconnectedError, ProtocolError
+from kvstow.errors import AttachError, ProtocolError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
@@ -52,7 +52,7 @@ from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
-"""How long to wait before another store is tried after the service has said that it has no room."""
+"""How long to wait before another store is tried after the service has reported no room."""
 PROBE_BLOCKS = 64
 _EPOCH_BITS = 61
 
@@ -103,7 +103,7 @@ class AttachedEngine:
         *,
         engine: str,
         pool: PoolIdentity,
-        namespace: NamespaceIdentity,
+        namespace: NamespaceIdentity | Callable[[], NamespaceIdentity],
         fleet_weights: FleetWeights = UNNAMED_WEIGHTS,
         engine_version: str = "",
         wanted_bytes: int = 0,
@@ -113,7 +113,9 @@ class AttachedEngine:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`path`: see `socket_path`. `step_wait` is the time, in seconds, that all calls of `wait` in one step may take
-        together. For the other parameters see `Hello`."""
+        together. `namespace` may be a function, which is called before the first hello, as an engine may not know its
+        hash function earlier. For the other parameters see `Hello`."""
+        self._namespace = namespace
         self._hello = Hello(
             role="scheduler",
             engine=engine,
@@ -121,14 +123,13 @@ class AttachedEngine:
             host=socket.gethostname(),
             pid=os.getpid(),
             pool=pool,
-            namespace=namespace,
             fleet_weights=fleet_weights,
             wanted_bytes=wanted_bytes,
             require_sharing=require_sharing,
         )
         self._connection = AttachConnection(
             path,
-            lambda: self._hello,
+            self._make_hello,
             on_attached=self._begin_session,
             on_lost=self._end_session,
             clock=clock,
@@ -137,11 +138,12 @@ class AttachedEngine:
         self._clock = clock
         self._step_wait = self._wait_left = step_wait
         self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
+        self.moved_blocks, self.moved_seconds = self._ops.moved_blocks, self._ops.moved_seconds
         self._answers: deque[Answer[object]] = deque()
         """Answers that are not done, in the order of their calls. The service answers in order, except for pending
         answers."""
         self._pending: list[Answer[object]] = []
-        self._spoken: dict[tuple[int, str], list[Completion]] = {}
+        self._unsent: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot."""
         self._room = 0
         self._probe_at = float("-inf")
@@ -181,7 +183,7 @@ class AttachedEngine:
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the service said about the current session: its id, and the names of its pool and namespace."""
+        """What the service has sent about the current session: its id, and the names of its pool and namespace."""
         return self._connection.welcome
 
     @property
@@ -204,10 +206,6 @@ class AttachedEngine:
         """The socket, for a host that waits on several. -1 without a connection."""
         return self._connection.fileno()
 
-    def retry_now(self) -> None:
-        """Let the next `step` connect without a pause."""
-        self._connection.retry_now()
-
     def disconnect(self, problem: str) -> None:
         """End the session for the reason `problem`. A later `step` begins another session after a pause."""
         self._connection.disconnect(problem)
@@ -216,7 +214,7 @@ class AttachedEngine:
     def close(self) -> None:
         """End the session for good. Its leases and unfinished stores end when the workers have released the memory.
         Idempotent."""
-        self._connection.close(*self._take_spoken(), Detach("the engine has stopped"))
+        self._connection.close(*self._take_unsent(), Detach("the engine has stopped"))
         self._resolve_answers()
 
     # -- lookup and load ------------------------------------------------------------------------------------
@@ -248,12 +246,12 @@ class AttachedEngine:
 
     def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
-        self._tell(CountLookup(queried, hits, source))
+        self._send(CountLookup(queried, hits, source))
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, even after a load has used the lease."""
         if lease.lease_id and self._is_of_session(lease.lease_id):
-            self._tell(Release((count_of(lease.lease_id),)))
+            self._send(Release((count_of(lease.lease_id),)))
 
     def begin_load(
         self,
@@ -268,7 +266,7 @@ class AttachedEngine:
         is None if the service disconnected, or refused because the lease was broken; nothing is held then.
         `choice`: one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
-            return _failed("the session of the lease has ended")
+            return Answer.given(None, "the session of the lease has ended")
         call = BeginLoad(count_of(lease.lease_id), first, len(blocks), plain(request_id), choice)
         return self._ask(call, partial(self._read_load, tuple(blocks), request_id), None)
 
@@ -285,8 +283,8 @@ class AttachedEngine:
         return self._ask(call, partial(self._read_store, tuple(blocks), request_id), without)
 
     def store_room(self) -> int:
-        """How many blocks the next store would find a slot for, as the service last said. 0 without a session. If the
-        service last said 0, or has not said yet, it returns a few blocks twice a second: only a store that is tried
+        """How many blocks the next store would find a slot for, as the service last reported. 0 without a session. If
+        that was 0, or nothing was reported yet, it returns a few blocks twice a second: only a store that is tried
         learns of new room."""
         if self.ticket is None:
             return 0
@@ -303,20 +301,21 @@ class AttachedEngine:
         hints: Hints | None = None,
         source: Source = NO_SOURCE,
     ) -> None:
-        """See `Session.use`."""
-        self._tell(Use(keys, start, looked_up or (0, len(keys)), hints, source))
+        """See `Session.use`. Sends nothing if there are neither keys nor hints."""
+        if keys or hints is not None:
+            self._send(Use(keys, start, looked_up or (0, len(keys)), hints, source))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
         Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
-        assert self._hello.namespace is not None
-        namespace = replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS))
-        self._hello = replace(self._hello, namespace=namespace)
+        namespace = self._make_hello().namespace
+        assert namespace is not None
+        self._hello = replace(self._hello, namespace=replace(namespace, epoch=1 + randbits(_EPOCH_BITS)))
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, news: PrefillNews) -> None:
         """See `Session.note_prefill`. The service compares fetches from the fleet tier with this cost."""
-        self._tell(Prefill.of(news))
+        self._send(Prefill.of(news))
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -331,9 +330,9 @@ class AttachedEngine:
         """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent together,
         before the next call and in the next `step`."""
         for completion in completions:
-            said = self._ops.complete(rank, completion)
-            if said is not None:
-                self._spoken.setdefault((rank, boot_id), []).append(said)
+            sent = self._ops.complete(rank, completion)
+            if sent is not None:
+                self._unsent.setdefault((rank, boot_id), []).append(sent)
 
     def take_settled(self) -> list[Settled]:
         """All results that became final since the last call, in order."""
@@ -351,10 +350,6 @@ class AttachedEngine:
         """The `open_transfers` whose result has not arrived yet. O(1)."""
         return self._ops.num_awaited
 
-    def is_awaited(self, op_id: int) -> bool:
-        """Whether the op is one of the `awaited_transfers`. O(1)."""
-        return self._ops.is_awaited(op_id)
-
     def open_blocks(self, direction: Direction) -> int:
         """Blocks of the `open_transfers` in this direction. O(open transfers)."""
         return self._ops.num_blocks(direction)
@@ -366,6 +361,12 @@ class AttachedEngine:
 
     # -- the wire -------------------------------------------------------------------------------------------
 
+    def _make_hello(self) -> Hello:
+        if self._hello.namespace is None:
+            namespace = self._namespace() if callable(self._namespace) else self._namespace
+            self._hello = replace(self._hello, namespace=namespace)
+        return self._hello
+
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
@@ -375,7 +376,7 @@ class AttachedEngine:
 
     def _end_session(self) -> None:
         self.ticket = None
-        self._spoken.clear()
+        self._unsent.clear()
         self._resolve_answers()
         self._ops.end_session()
 
@@ -390,21 +391,21 @@ class AttachedEngine:
             self._resolve_answers()
         return answer
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         self._flush()
-        self._connection.tell(message)
+        self._connection.send(message)
 
     def _flush(self) -> None:
         """Completions are sent before the calls that depend on them: a key that failed to load must not be found
         again."""
-        for message in self._take_spoken():
-            self._connection.tell(message)
+        for message in self._take_unsent():
+            self._connection.send(message)
 
-    def _take_spoken(self) -> list[Completions]:
-        if not self._spoken:
+    def _take_unsent(self) -> list[Completions]:
+        if not self._unsent:
             return []
-        spoken, self._spoken = self._spoken, {}
-        return [Completions(*sender, piece) for sender, said in spoken.items() for piece in listed(said)]
+        unsent, self._unsent = self._unsent, {}
+        return [Completions(*sender, piece) for sender, done in unsent.items() for piece in listed(done)]
 
     def _take(self, frames: list[Frame]) -> None:
         self._resolve_answers()  # first: a result may be of an op that an earlier answer has begun
@@ -412,12 +413,12 @@ class AttachedEngine:
             if frame.kind != Kind.SETTLED or self.ticket is None:
                 continue
             try:
-                word = SettledOps.unpack(frame.payload)
+                results = SettledOps.unpack(frame.payload)
             except AttachError as error:
                 self._connection.disconnect(str(error))
                 return
-            self._room = word.room
-            self._ops.take_word(word.ops)
+            self._room = results.room
+            self._ops.take_results(results.ops)
 
     def _resolve_answers(self) -> None:
         if any(answer.call is not None and answer.call.done for answer in self._pending):
@@ -470,16 +471,3 @@ class AttachedEngine:
             moved = tuple([blocks[number] for number in begun.accepted])
             op = self._ops.start("store", moved, begun.slots, begun.op_id, request_id)
         return StoreGrant(op, begun.accepted, dict(begun.outcomes), begun.unplaced)
-
-
-def _failed(problem: str) -> Answer[Op | None]:
-    call = Call()
-    call.fail(DisconnectedError(problem))
-
-    def read(failed: Call) -> Op | None:
-        failed.answer(LoadBegun)
-        return None
-
-    answer = Answer(call, read, None)
-    answer.resolve()
-    return answer

@@ -26,6 +26,15 @@ class SessionTicket(NamedTuple):
     token: str
 
 
+class RankSession(NamedTuple):
+    """How far a rank is in a session. `number` is that of the session's ticket; 0 while it is in no session. `slots`:
+    how many slots it can copy to and from. `is_whole`: no more slots will come."""
+
+    number: int = 0
+    slots: int = 0
+    is_whole: bool = False
+
+
 def digest_of(token: str) -> str:
     """Tells tokens apart without letting anybody join."""
     return sha256(token.encode()).hexdigest()
@@ -60,7 +69,7 @@ _read_any = msgspec.json.Decoder(_AnyHello).decode
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """What a process says about itself. `pid` and `host` are for display only: the kernel says who the process is.
+    """How a process introduces itself. `pid` and `host` are for display only: the kernel knows which process it is.
 
     The scheduler half sends both identities and receives a token, which each worker sends. `fleet_weights` names its
     weights to other nodes, if they have a name there. `wanted_bytes` is the memory that the engine
@@ -94,7 +103,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     @property
     def is_farewell(self) -> bool:
-        """Whether the process only says that its copies have ended."""
+        """Whether the process only reports that its copies have ended."""
         return self.role == "worker" and self.token in self.settled_tokens
 
     @classmethod

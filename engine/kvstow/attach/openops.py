@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ _GONE = "the node service disconnected before the store was complete"
 @dataclass(slots=True)
 class _OpenOp:
     """`service_id` is the op's id in the service. `pending`: ranks that have not finished. `reading`: ranks that may
-    still read the blocks of a store. `is_final`: the host has the result."""
+    still read the blocks of a store. `seconds`: of the slowest rank. `is_final`: the host has the result."""
 
     op: Op
     service_id: int
@@ -25,14 +25,15 @@ class _OpenOp:
     pending: set[int]
     reading: set[int]
     error: str | None = None
+    seconds: float = 0.0
     is_final: bool = False
 
 
 class OpenOps:
     """Settles ops as early as is safe. One thread uses it. Each op costs O(1), except in `end_session`.
 
-    A load ends when all ranks have finished it, whatever the service says or does: its bytes and slots are fixed. A
-    store returns its blocks when all ranks have read them. Only the service can say that it is stored; without a
+    A load ends when all ranks have finished it, whatever the service does: its bytes and slots are fixed. A
+    store returns its blocks when all ranks have read them. Only the service can report that it is stored; without a
     service, the store has failed. Ids that the host sees are never reused, even in later sessions, so a late completion
     of an old session is never reported in a new one.
     """
@@ -51,6 +52,10 @@ class OpenOps:
         """Results that the host has not taken."""
         self.stale_completions = 0
         """Completions of ops that had ended, or that the rank had finished already."""
+        self.moved_blocks: Counter[Direction] = Counter()
+        """Blocks of ops that are done, by direction."""
+        self.moved_seconds: defaultdict[Direction, float] = defaultdict(float)
+        """Seconds of the same ops, each on its slowest rank."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -59,11 +64,6 @@ class OpenOps:
     def num_awaited(self) -> int:
         """How many ops the host is still waiting for."""
         return len(self._open) - self._num_final
-
-    def is_awaited(self, op_id: int) -> bool:
-        """Whether the host has not got the op's result."""
-        entry = self._open.get(op_id)
-        return entry is not None and not entry.is_final
 
     def num_blocks(self, direction: Direction) -> int:
         return sum(len(entry.op.blocks) for entry in self._open.values() if entry.op.direction == direction)
@@ -82,8 +82,8 @@ class OpenOps:
         return op
 
     def complete(self, rank: int, completion: Completion) -> Completion | None:
-        """Take a completion of `rank`. Returns it with the op's id in the service, or None if the service must not hear
-        of it: it is late, repeated, or of an earlier session."""
+        """Take a completion of `rank`. Returns it with the op's id in the service, or None if it must not be sent
+        to the service: it is late, repeated, or of an earlier session."""
         entry = self._open.get(completion.op_id)
         if entry is None or rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             self.stale_completions += 1
@@ -93,6 +93,7 @@ class OpenOps:
         entry.reading.discard(rank)
         if completion.mark != "source_free":
             entry.pending.discard(rank)
+            entry.seconds = max(entry.seconds, completion.seconds)
         if completion.mark == "failed":
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
         if entry.is_final:
@@ -103,22 +104,22 @@ class OpenOps:
             self._settle(entry, "source_free")
         return replace(completion, op_id=entry.service_id) if is_known else None
 
-    def take_word(self, words: Sequence[SettledOp]) -> None:
-        """Take what the service says about ops of the current session."""
-        for word in words:
-            entry = self._of_service.get(word.op_id)
+    def take_results(self, results: Sequence[SettledOp]) -> None:
+        """Take the results of ops of the current session that the service has sent."""
+        for result in results:
+            entry = self._of_service.get(result.op_id)
             if entry is None or entry.is_final:
                 continue
-            if word.mark == "source_free":
+            if result.mark == "source_free":
                 if entry.reading:
                     entry.reading.clear()
                     self._settle(entry, "source_free")
                 continue
-            entry.error = word.error or entry.error
-            self._end(entry, word.mark)
+            entry.error = result.error or entry.error
+            self._end(entry, result.mark)
 
     def end_session(self) -> None:
-        """Settle the ops of a session that has ended: the service will say no more about them. O(open ops)."""
+        """Settle the ops of a session that has ended: the service will send no more about them. O(open ops)."""
         self._of_service.clear()
         for entry in list(self._open.values()):
             if entry.op.direction == "store":
@@ -148,4 +149,7 @@ class OpenOps:
     def _settle(self, entry: _OpenOp, mark: Mark) -> None:
         op = entry.op
         error = entry.error if mark == "failed" else None
+        if mark == "done":
+            self.moved_blocks[op.direction] += len(op.blocks)
+            self.moved_seconds[op.direction] += entry.seconds
         self.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, error))

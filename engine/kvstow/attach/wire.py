@@ -64,11 +64,11 @@ class Kind(IntEnum):
     POPULATED = 51
     REGISTERED = 52
     REVOKED = 53
-    LET_GO = 54
+    RELEASED = 54
 
 
 _OF_ENGINES = {Kind.HELLO, Kind.DETACH, Kind.COMPLETIONS}
-_OF_WORKERS = {Kind.REPORT, Kind.REGISTERED, Kind.LET_GO}
+_OF_WORKERS = {Kind.REPORT, Kind.REGISTERED, Kind.RELEASED}
 _CALLS = {Kind.LOOKUP, Kind.LOOKUP_PROMPT, Kind.RELEASE, Kind.BEGIN_LOAD, Kind.BEGIN_STORE, Kind.USE}
 _CALLS |= {Kind.COUNT_LOOKUP, Kind.RESET, Kind.READ_EVENTS, Kind.PREFILL}
 SENT_BY: Final[Mapping[Sender, frozenset[Kind]]] = {

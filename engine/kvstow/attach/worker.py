@@ -9,17 +9,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from kvstow.attach.calls import (
     Desired,
     Detach,
-    ExtentGrant,
     ExtentSlots,
     GrantedExtents,
     PopulatedExtents,
@@ -31,64 +30,34 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Channel, Frame, close_fds
 from kvstow.attach.connection import AttachConnection, Call
-from kvstow.attach.hello import Hello, SessionTicket, Welcome, number_of
+from kvstow.attach.hello import Hello, RankSession, SessionTicket, Welcome, number_of
 from kvstow.attach.wire import Kind
 from kvstow.errors import AttachError, CopyError, KvstowError, PinError
 from kvstow.messageorder import is_news
 from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 
-_T = TypeVar("_T")
-
-
-class Fence(Protocol):
-    """Compute work that was launched. `query()` says, without blocking, whether it has finished."""
-
-    def query(self) -> bool: ...
-
-
-class ExtentPool(Protocol):
-    """Memory that the service's messages change. `kvstow.memory.mappedpool.MappedPool` implements it."""
-
-    def begin_session(self) -> None: ...
-    def grant(self, slot_stride: int, grants: Sequence[ExtentGrant], fds: Sequence[int]) -> None: ...
-    def drop_earlier(self) -> None: ...
-    def set_populated(self, extents: Iterable[tuple[int, int]]) -> None: ...
-    def revoke(self, extent_ids: Iterable[int]) -> None: ...
-    def registered_slots(self) -> Sequence[tuple[int, int]]: ...
-    def take_released(self) -> list[int]: ...
-
-
-class RankPlane(Protocol):
-    """The rank's data plane over that pool. `kvstow.dataplane.DataPlane` implements it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def pending_ops(self) -> int: ...
-    def start(self, *, at_ease: bool = False) -> None: ...
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
-    def take_completions(self) -> list[Completion]: ...
-    def apply(self, desired: DesiredState) -> None: ...
-    def report(self) -> RankReport: ...
-    def add_listener(self, callback: Callable[[], None]) -> None: ...
-    def close(self, timeout: float = 5.0) -> bool: ...
+if TYPE_CHECKING:
+    from kvstow.dataplane import DataPlane
+    from kvstow.devices.base import Fence, LayeredLoad
+    from kvstow.memory.mappedpool import MappedPool
 
 
 _REFUSED = "the session of this op has ended"
 
 
 class OpGate:
-    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe.
+    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe, and
+    its lock is never held for long. Its `load` is that of the rank's `LayeredLoads`.
 
     Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be.
     """
 
-    def __init__(self, plane: RankPlane, *, stores: bool) -> None:
+    def __init__(self, plane: DataPlane, *, stores: bool) -> None:
         """`stores` is False if another rank stores the same bytes for this one."""
-        self._plane = plane
-        self._stores = stores
+        self._plane, self._stores = plane, stores
         self._lock = threading.Lock()
-        self._number = 0
+        self._number = self._starting = 0
+        """The session whose ops are let through, and how many calls of `load` have been let through and go on."""
         self._refused: list[Completion] = []
 
     def open(self, number: int) -> None:
@@ -97,11 +66,11 @@ class OpGate:
             self._number = number
 
     def shut(self) -> None:
-        with self._lock:
-            self._number = 0
+        self.open(0)
 
     def is_quiet(self) -> bool:
-        return self._plane.pending_ops == 0
+        with self._lock:
+            return not self._starting and self._plane.pending_ops == 0
 
     def submit(self, plan: StepPlan, after: Fence | None) -> None:
         """Never blocks or raises: see `DataPlane.submit`."""
@@ -112,13 +81,28 @@ class OpGate:
             if ops:  # under the lock: no op may enter after `shut`
                 self._plane.submit(StepPlan(ops), after)
 
-    def pass_through(self, ops: Sequence[Op], start: Callable[[], _T]) -> _T:
-        """Call `start`, which starts ops that cannot be refused any more: a computation waits for them. Raises
-        `CopyError` if they are of another session all the same, and calls nothing."""
-        with self._lock:  # no op may enter after `shut`
+    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
+        """Start loads that cannot be refused any more: a computation waits for them. Raises `CopyError` if they are of
+        another session all the same. Takes long if they go another way than by layer, so the lock is not held: until
+        they have started, the gate is not quiet."""
+        assert self._plane.layered is not None
+        with self._lock:
             if any(number_of(op.op_id) != self._number for op in ops):
                 raise CopyError(_REFUSED)
-            return start()
+            self._starting += 1
+        try:
+            return self._plane.layered.load(ops, after)
+        finally:
+            with self._lock:
+                self._starting -= 1
+
+    @property
+    def num_parts(self) -> int:
+        return 0 if self._plane.layered is None else self._plane.layered.num_parts
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._plane.layered is None else self._plane.layered.failure
 
     def take_completions(self) -> list[Completion]:
         with self._lock:
@@ -142,7 +126,7 @@ class WorkerCalls:
     """
 
     def __init__(
-        self, connection: AttachConnection, plane: RankPlane, pool: ExtentPool, clock: Callable[[], float]
+        self, connection: AttachConnection, plane: DataPlane, pool: MappedPool, clock: Callable[[], float]
     ) -> None:
         self.is_changed = False
         """The pool or the rank has changed since the last check."""
@@ -167,7 +151,7 @@ class WorkerCalls:
         """The connection has ended. Messages received in it may still arrive."""
         self._has_ended = True
 
-    # -- hearing --------------------------------------------------------------------------------------------
+    # -- receiving ------------------------------------------------------------------------------------------
 
     def take(self, frame: Frame) -> None:
         """Handle a frame, and own its descriptors. Raises `ProtocolError`."""
@@ -209,9 +193,9 @@ class WorkerCalls:
         if granted.is_all:  # last: what was granted again stays mapped
             self._pool.drop_earlier()
 
-    # -- speaking -------------------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------------------
 
-    def speak(self) -> float:
+    def report_due(self) -> float:
         """Report what has changed and what is due. Returns the seconds until there may be more to report."""
         now = self._clock()
         if now >= (self._next_look if self.is_changed else self._next_report):
@@ -225,13 +209,13 @@ class WorkerCalls:
         news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
         self._registered = registered
         for piece in listed(news):
-            self._connection.tell(RegisteredExtents(piece))
+            self._connection.send(RegisteredExtents(piece))
         report = self._plane.report()
         if released or now >= self._next_report or is_news(report, self._reported):
             self._next_report, self._reported = now + REPORT_SECONDS, report
             self._reports.append(self._connection.call(Report(report)))
         if released:
-            self._connection.tell(ReleasedExtents(tuple(released)))
+            self._connection.send(ReleasedExtents(tuple(released)))
 
 
 DETACHED_SECONDS = 0.1
@@ -256,15 +240,13 @@ _NO_TICKET = SessionTicket(0, "")
 class AttachedWorker:
     """Owns a rank's data plane and its connection to the node service. Runs on a thread of its own.
 
-    The host starts the worker, gives it each ticket of its `AttachedEngine` (`join`), submits the ops of each step, and
-    takes their completions. The host made the data plane and calls it directly for everything else (`begin_step`,
-    `launched`, `drive`).
+    The host uses the worker like the data plane, and gives it each ticket of its `AttachedEngine` (`join`).
 
     A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
     after that and after the host's last step, or with the next ticket, the worker refuses ops of the old session, waits
-    for its copies to end, and says so to the service. For that it needs no ticket: an engine that has no requests takes
-    no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if the
-    service grants the same again, as after a restart with a keeper. It releases the rest.
+    for its copies to end, and reports that to the service. For that it needs no ticket: an engine that has no requests
+    takes no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if
+    the service grants the same again, as after a restart with a keeper. It releases the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.
@@ -273,8 +255,8 @@ class AttachedWorker:
     def __init__(
         self,
         path: Path,
-        plane: RankPlane,
-        pool: ExtentPool,
+        plane: DataPlane,
+        pool: MappedPool,
         *,
         engine: str,
         replicated: bool = False,
@@ -287,6 +269,10 @@ class AttachedWorker:
         self._plane, self._pool = plane, pool
         self._engine, self._numa_node = engine, numa_node
         self._gate = OpGate(plane, stores=not replicated or plane.rank == 0)
+        self.layered = None if plane.layered is None else self._gate
+        self.boot_id = plane.boot_id
+        self.launched, self.drive, self.report = plane.launched, plane.drive, plane.report
+        self.add_listener = plane.add_listener
         self._connection = AttachConnection(
             path,
             self._make_hello,
@@ -303,7 +289,7 @@ class AttachedWorker:
         self._in_step, self._stepped_at = False, float("-inf")
         self._ended_at = 0.0
         self._settle_at = 0.0
-        """When to say next that all copies of the session that is over have ended."""
+        """When to report next that all copies of the session that is over have ended."""
         self._settled: tuple[str, ...] = ()
         """Tokens of the newest sessions whose copies have ended here. They are sent in each session, because a service
         that has received them may be killed before it records them."""
@@ -331,16 +317,12 @@ class AttachedWorker:
             self._wake_up()
 
     def begin_step(self) -> None:
-        """The host has begun a step."""
         self._in_step = True
+        self._plane.begin_step()
 
     def end_step(self) -> None:
-        """The step has ended."""
+        self._plane.end_step()
         self._in_step, self._stepped_at = False, self._clock()
-
-    def load_now(self, ops: Sequence[Op], start: Callable[[], _T]) -> _T:
-        """Call `start`, which starts the loads of a step that computes with them. See `OpGate.pass_through`."""
-        return self._gate.pass_through(ops, start)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Like `DataPlane.submit`. Ops of a session that this rank is not in fail. Stores that rank 0 makes for all
@@ -351,9 +333,26 @@ class AttachedWorker:
         """All completions since the last call, for `AttachedEngine.complete`. Also works after `close`."""
         return self._gate.take_completions()
 
+    def apply(self, desired: DesiredState) -> None:
+        """Does nothing: the service's desired state is applied when it arrives."""
+
+    @property
+    def is_pinning(self) -> bool:
+        return self._plane.is_pinning
+
+    @property
+    def applied(self) -> DesiredState:
+        return self._plane.applied
+
     @property
     def is_attached(self) -> bool:
         return self._connection.state == "attached"
+
+    @property
+    def session(self) -> RankSession:
+        if not self.is_attached:
+            return RankSession()
+        return RankSession(self._ticket.number, self._pool.pinned_slots, not self._plane.is_pinning)
 
     @property
     def problem(self) -> str | None:
@@ -361,9 +360,9 @@ class AttachedWorker:
         return self._connection.problem or self._calls.problem
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the session. Lets copies under way finish for `timeout` seconds, then gives the memory back and tells the
-        service. Returns False if a copy hangs: the memory then stays mapped, and the service waits for this process to
-        end. Idempotent."""
+        """End the session. Lets copies under way finish for `timeout` seconds, then releases the memory and reports
+        that to the service. Returns False if a copy hangs: the memory then stays mapped, and the service waits for this
+        process to end. Idempotent."""
         with self._closing:
             if self._ended is None:
                 self._ended = self._close(timeout)
@@ -378,14 +377,14 @@ class AttachedWorker:
         ended = self._plane.close(timeout)
         self._connection.close(*([Detach("the worker has stopped")] if ended else []))
         if ended and self._was_attached:
-            self._say_settled()
+            self._report_settled()
         with self._waking:
             os.close(self._wake)
             self._wake = -1
         return ended
 
-    def _say_settled(self) -> None:
-        """Tell the service on a second connection that nothing is under way here, without waiting for an answer. The
+    def _report_settled(self) -> None:
+        """Report on a second connection that nothing is under way here, without waiting for an answer. The
         `Detach` on the first connection is lost if the engine or another worker has already ended the session. See
         `Hello.is_farewell`."""
         hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
@@ -423,7 +422,7 @@ class AttachedWorker:
             if not self.is_attached:
                 return DETACHED_SECONDS
             self._calls.advance()
-            seconds = self._calls.speak()
+            seconds = self._calls.report_due()
             return seconds if self.is_attached else 0.0
         except KvstowError as error:
             self._connection.disconnect(str(error))
@@ -477,7 +476,7 @@ class AttachedWorker:
         return True
 
     def _settle(self) -> float:
-        """The session is over, and there is no ticket yet: say that its copies have ended. Again and again, because
+        """The session is over, and there is no ticket yet: report that its copies have ended. Again and again, because
         nobody answers, and the service that has to know may come later. Returns the seconds until the next time."""
         now = self._clock()
         last_step = now if self._in_step else self._stepped_at
@@ -488,7 +487,7 @@ class AttachedWorker:
         self._gate.shut()
         if not self._gate.is_quiet():
             return DETACHED_SECONDS
-        self._say_settled()
+        self._report_settled()
         self._settle_at = self._clock() + FAREWELL_SECONDS
         return FAREWELL_SECONDS
 

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Literal
 
 from kvstow.config import parse_policy
+from kvstow.control.claims import Context
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
@@ -206,6 +207,8 @@ class Administrator:
         were last used `idle_seconds` ago or earlier, or those that only this context has claimed. Blocks in use or
         protected stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, context=context)
+        if context is not None:
+            return self._sweep_context("evict", "operator", context, dry_run, alone=True)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
             return scan(self._pool, "evict", "operator", dry_run, wanted)
@@ -250,6 +253,8 @@ class Administrator:
             return purge_matching(self._pool, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
             return purge_keys(self._pool, keys, dry_run)
+        if context is not None:
+            return self._sweep_context("purge", "purge", context, dry_run, alone=False)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
             return scan(self._pool, "purge", "purge", dry_run, wanted)
@@ -327,7 +332,6 @@ class Administrator:
             if capacity_slots > pool.capacity:
                 pool.want(replace(pool.desired, capacity_slots=capacity_slots))
             pool.apply_limit()
-        pool.index.uses.make_room(capacity_slots)
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
         slot_bytes = pool.config.slot_bytes
@@ -338,6 +342,7 @@ class Administrator:
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
         pool = self._pool
         low = pool.ceiling
+        yield from pool.index.uses.make_room_in_slices(low)
         while low < top:
             with pool.lock:
                 before = pool.index.num_visible
@@ -382,11 +387,58 @@ class Administrator:
     def release_context(self, context: bytes) -> int:
         """No further request of this context is expected, in any namespace: its claims end, and blocks that nothing
         else has used are the first to be evicted. Returns how many blocks it had claimed. Raises `NotFoundError`."""
-        raise NotFoundError(f"there is no context {context.hex()}")
+        return self._expect(context, None)
 
     def set_context(self, context: bytes, resume_in: float) -> None:
         """The next request of this context is expected in so many seconds. Raises `NotFoundError`."""
-        raise NotFoundError(f"there is no context {context.hex()}")
+        if not 0 <= resume_in < inf:
+            raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")
+        self._expect(context, resume_in)
+
+    def _expect(self, context: bytes, resume_in: float | None) -> int:
+        pool = self._pool
+        with pool.lock:
+            contexts = self._find_contexts(context)
+            blocks = sum(len(each.chain) for each in contexts)
+            for each in contexts:
+                pool.use_claims().expect(each, resume_in, pool.clock())
+        return blocks
+
+    def _find_contexts(self, context: bytes) -> list[Context]:
+        """The caller holds the lock."""
+        found = self._pool.index.find_contexts(context)
+        if not found:
+            raise NotFoundError(f"there is no context {context.hex()}")
+        return found
+
+    def _sweep_context(self, kind: str, reason: str, context: bytes, dry_run: bool, *, alone: bool) -> Sweep:
+        """Remove the blocks that a context claims. `alone`: those that nobody else uses, if they are evictable."""
+        pool = self._pool
+        with pool.lock:
+            contexts = self._find_contexts(context)
+            claims = pool.use_claims()
+            total = sum(len(each.chain) for each in contexts)
+
+        def work(sweep: Sweep) -> Iterator[None]:
+            for each in contexts:
+                end = len(each.chain)
+                while end > 0 and end <= len(each.chain):
+                    start = max(0, end - pool.slice_slots)
+                    with pool.lock:
+                        found = claims.blocks_of(each, start, end, alone=alone)
+                        if alone:
+                            found = pool.index.unused(found)
+                        if dry_run:
+                            sweep.evicted_slots += len(found)
+                        else:
+                            sweep.evicted_slots += pool.remove_blocks(found, reason)
+                            claims.leave(each, start)
+                    sweep.done += end - start
+                    end = start
+                    yield
+            sweep.done = sweep.total
+
+        return Sweep(kind, total, pool.config.slot_bytes, work)
 
     # -- protections ----------------------------------------------------------------------------------------
 
@@ -395,7 +447,7 @@ class Administrator:
         Blocks above the size that a resize is bringing about count as missing."""
         check_ttl(ttl_seconds)
         pool = self._pool
-        expires = inf if ttl_seconds is None else pool.clock() + ttl_seconds
+        expires = _moment(pool.clock, ttl_seconds)
 
         def protect(slots: list[int]) -> int:
             below = [slot for slot in slots if slot < pool.slots.limit]
@@ -446,43 +498,40 @@ class Administrator:
         """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
         The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
         check_deadline(deadline_seconds)
-        pool = self._pool
-        with pool.lock:
-            pool.acceptance.drain_mode = mode
-            pool.acceptance.drain_deadline = inf if deadline_seconds is None else pool.clock() + deadline_seconds
+        with self._pool.lock:
+            self._pool.acceptance.drain(mode, _moment(self._pool.clock, deadline_seconds))
         return self.drain_status
 
     def undrain(self) -> DrainStatus:
         """Accept loads and stores again."""
         with self._pool.lock:
-            self._pool.acceptance.drain_mode = None
-            self._pool.acceptance.drain_deadline = inf
+            self._pool.acceptance.drain(None)
         return self.drain_status
 
     @property
     def drain_status(self) -> DrainStatus:
         pool = self._pool
         with pool.lock:
-            gate = pool.acceptance
             pending = sum(session.open_transfers for session in sessions_of(pool))
-            leases = pool.num_leases
-            left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - pool.clock())
-            active = gate.drain_mode is not None
-            return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
+            return pool.acceptance.drain_status(pool.clock(), pending, pool.num_leases)
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
         """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
         check_ttl(ttl_seconds)
-        pool = self._pool
-        with pool.lock:
-            until = inf if ttl_seconds is None else pool.clock() + ttl_seconds
-            pool.acceptance.set_bypass(load=load, store=store, until=until)
+        with self._pool.lock:
+            until = _moment(self._pool.clock, ttl_seconds)
+            self._pool.acceptance.set_bypass(load=load, store=store, until=until)
         return self.bypass
 
     @property
     def bypass(self) -> BypassStatus:
         with self._pool.lock:
             return self._pool.acceptance.bypass(self._pool.clock())
+
+
+def _moment(clock: Callable[[], float], seconds: float | None) -> float:
+    """In so many seconds; never for None."""
+    return inf if seconds is None else clock() + seconds
 
 
 def check_deadline(seconds: float | None) -> None:
@@ -521,15 +570,15 @@ class HostSwitches:
         """See `Administrator.drain`."""
         check_deadline(deadline_seconds)
         with self._lock:
-            deadline = inf if deadline_seconds is None else self._clock() + deadline_seconds
+            deadline = _moment(self._clock, deadline_seconds)
             for admin in self._admins():
                 admin.drain(mode, deadline_seconds)
-            self._state.drain_mode, self._state.drain_deadline = mode, deadline
+            self._state.drain(mode, deadline)
         return self.drain_status
 
     def undrain(self) -> DrainStatus:
         with self._lock:
-            self._state.drain_mode, self._state.drain_deadline = None, inf
+            self._state.drain(None)
             for admin in self._admins():
                 admin.undrain()
         return self.drain_status
@@ -540,16 +589,13 @@ class HostSwitches:
         pools = [admin.drain_status for admin in self._admins()]
         pending, leases = sum(one.pending_transfers for one in pools), sum(one.leases for one in pools)
         with self._lock:
-            mode, deadline = self._state.drain_mode, self._state.drain_deadline
-            left = None if deadline == inf else max(0.0, deadline - self._clock())
-        active = mode is not None
-        return DrainStatus(active, mode, left, active and not pending and not leases, pending, leases)
+            return self._state.drain_status(self._clock(), pending, leases)
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
         """See `Administrator.set_bypass`."""
         check_ttl(ttl_seconds)
         with self._lock:
-            until = inf if ttl_seconds is None else self._clock() + ttl_seconds
+            until = _moment(self._clock, ttl_seconds)
             for admin in self._admins():
                 admin.set_bypass(load=load, store=store, ttl_seconds=ttl_seconds)
             self._state.set_bypass(load=load, store=store, until=until)
@@ -564,9 +610,8 @@ class HostSwitches:
         """Switch a new pool as the others."""
         with self._lock:
             now = self._clock()
-            bypass = self._state.bypass(now)
+            bypass, drain = self._state.bypass(now), self._state.drain_status(now, 0, 0)
             if bypass.load or bypass.store:
                 admin.set_bypass(load=bypass.load, store=bypass.store, ttl_seconds=bypass.ttl_seconds_left)
-            if self._state.drain_mode is not None:
-                deadline = self._state.drain_deadline
-                admin.drain(self._state.drain_mode, None if deadline == inf else max(0.0, deadline - now))
+            if drain.mode is not None:
+                admin.drain(drain.mode, drain.deadline_seconds_left)

@@ -24,7 +24,7 @@ class AttachedSession(Session):
     When a store finds no other slot, the oldest unused leases end until all of them hold at most half of the pool's
     slots. No hit is longer than that.
 
-    A lost session loads and stores no more, and what it says is counted and ignored. Its processes may still read the
+    A lost session loads and stores no more, and what it sends is counted and ignored. Its processes may still read the
     slots of its leases and loads, and write those of its stores. So these slots are kept until
     `SharedPool.process_died` has been called for every process that `map_memory` has named.
     """
@@ -173,7 +173,7 @@ class AttachedSession(Session):
                 return []
             return [slot for slot in self.namespace.keys.slots_of(keys) if slot is not None and slot >= end]
 
-    def has_let_go(self, number: int) -> bool:
+    def has_released(self, number: int) -> bool:
         """Whether no process of this session can still reach slots that the desired state with this number has given
         up. The caller holds the lock."""
         if not self.processes or self._first_number >= number:

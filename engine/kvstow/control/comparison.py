@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 
-from kvstow.control.shadows import Floats, Part, Request, Shadows
-from kvstow.control.uses import hash_keys
+from kvstow.control.shadows import Floats, Hits, Part, Request, Shadows, spread
 from kvstow.status import Curve, CurvePoint
 
 CHOICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -22,33 +20,36 @@ _WINDOW_REQUESTS = 300
 _PIECES = 16
 """Of a window. It moves piece by piece."""
 _LEAD = 0.005
+_SAME_SIZE = 0.1
 
 
 class _Piece:
-    """Some requests together."""
+    """Some requests together, of a pool with so many slots."""
 
-    __slots__ = ("blocks", "hits", "requests", "sampled")
-
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         self.requests = self.blocks = 0
-        self.sampled: float = 0.0
-        self.hits: Floats | float = 0.0
+        self.sampled = self.seen_blocks = self.seen_hits = 0.0
+        self.hits: Hits = {}
 
     def add(self, request: Request) -> None:
         self.requests += 1
         self.blocks += request.queried
         self.sampled += request.blocks
-        self.hits = self.hits + request.hits
+        self.seen_blocks += request.seen_blocks
+        self.seen_hits += request.seen_hits
+        for holders, blocks in request.hits.items():
+            self.hits[holders] = self.hits.get(holders, 0.0) + blocks
 
 
 class Window:
     """The hits of the last 300 requests, or of as many as have looked up eight times the blocks of a full pool, if
-    those are more. Not locked."""
+    those are more; but none of a pool whose size differed by more than a tenth. Not locked."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._pieces: deque[_Piece] = deque(maxlen=_PIECES)
-        self._next = _Piece()
+        self._next = _Piece(num_slots)
 
     @property
     def requests(self) -> int:
@@ -64,6 +65,17 @@ class Window:
         """Whether half a window has passed since the start."""
         return len(self._pieces) >= _PIECES // 2
 
+    def resize(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        while self._pieces and not self._is_of_this_size(self._pieces[0]):
+            self._pieces.popleft()
+        if not self._is_of_this_size(self._next):
+            self._pieces.clear()
+            self._next = _Piece(num_slots)
+
+    def _is_of_this_size(self, piece: _Piece) -> bool:
+        return abs(piece.num_slots - self.num_slots) <= _SAME_SIZE * self.num_slots
+
     def add(self, request: Request) -> bool:
         """A request has ended. Returns whether the window has moved."""
         piece = self._next
@@ -72,14 +84,19 @@ class Window:
         if not is_full or piece.blocks * _PIECES < _WINDOW_POOLS * self.num_slots:
             return False
         self._pieces.append(piece)
-        self._next = _Piece()
+        self._next = _Piece(self.num_slots)
         return True
 
-    def ratios(self) -> Floats:
+    def ratios(self, num_shadows: int) -> Floats:
         """The share of blocks that each shadow has hit. Only where the window `is_meaningful`."""
-        hits = np.sum([np.asarray(piece.hits) for piece in self._pieces], axis=0)
-        found: Floats = hits / max(1.0, sum(piece.sampled for piece in self._pieces))
-        return found
+        sampled = sum(piece.sampled for piece in self._pieces)
+        hits: Floats = np.sum([spread(piece.hits, num_shadows) for piece in self._pieces], axis=0)
+        return hits / max(1.0, sampled)
+
+    def seen_ratio(self) -> float:
+        """The share of blocks that any request has used before. Only where the window `is_meaningful`."""
+        hits = sum(piece.seen_hits for piece in self._pieces)
+        return hits / max(1.0, sum(piece.seen_blocks for piece in self._pieces))
 
 
 class Change(NamedTuple):
@@ -115,7 +132,7 @@ class Chooser:
         window = self._window
         if not window.add(request) or not window.is_meaningful or self._since_change < window.num_slots:
             return None
-        ratios = window.ratios()[: len(CHOICES)].tolist()
+        ratios = window.ratios(len(CHOICES)).tolist()
         before, best = ratios[CHOICES.index(self.k)], ratios.index(max(ratios))
         if ratios[best] < before + _LEAD:
             return None
@@ -134,29 +151,38 @@ class Comparison:
         """`k`: None if it is to be chosen. `has_curve`: also compare sizes."""
         self._lock = Lock()
         variants = [(each, 1.0) for each in CHOICES] if k is None else []
-        self._lru_rows = range(len(variants), len(variants) + len(SIZES) * has_curve)
-        self._own_rows = range(self._lru_rows.stop, self._lru_rows.stop + len(SIZES) * has_curve)
-        own = CHOICES[0] if k is None else k
+        self._k = CHOICES[0] if k is None else k
+        self._lru_rows: list[int] = []
+        self._own_rows: list[int] = []
+        """Of each size. That of the pool itself is among the choices."""
         if has_curve:
-            variants += [(order, times) for order in (0.0, own) for times in SIZES] + [(0.0, inf)]
+            self._lru_rows = self._add_sizes(variants, 0.0)
+            self._own_rows = self._lru_rows if k == 0.0 else self._add_sizes(variants, self._k)
         self._shadows = Shadows(variants, num_slots)
+        self._num_shadows = len(variants)
         self._window = Window(num_slots)
-        self._k = own
         self._chooser = Chooser(self._window) if k is None else None
 
-    def resize(self, num_slots: int) -> None:
-        """The pool has so many slots. O(1) if it had before."""
+    @staticmethod
+    def _add_sizes(variants: list[tuple[float, float]], k: float) -> list[int]:
+        """The rows of the sizes with this `k`."""
+        rows = []
+        for times in SIZES:
+            if times == 1.0 and (k, times) in variants:
+                rows.append(variants.index((k, times)))
+            else:
+                rows.append(len(variants))
+                variants.append((k, times))
+        return rows
+
+    def choose(self, keys: Sequence[bytes], tag: int, start: int, num_slots: int) -> Part:
+        """What is followed of a part of a chain, in the namespace with the number `tag`. `start`: how many keys of the
+        chain come before these. The pool has so many slots."""
         with self._lock:
             if num_slots != self._shadows.num_slots:
                 self._shadows.resize(num_slots)
-                self._window.num_slots = num_slots
-
-    def choose(self, keys: Sequence[bytes], tag: int, start: int) -> Part:
-        """What is followed of a part of a chain, in the namespace with the number `tag`. `start`: how many keys of the
-        chain come before these."""
-        hashes = hash_keys(keys, tag)
-        with self._lock:
-            return self._shadows.choose(hashes, start)
+                self._window.resize(num_slots)
+            return self._shadows.choose(keys, tag, start)
 
     def use(self, parts: Sequence[Part], looked_up: range, now: float) -> Change | None:
         """A request has ended that has used the chain of these parts, and has looked up these positions of it."""
@@ -167,20 +193,27 @@ class Comparison:
                 return None
             change = self._chooser.add(request)
             if change is not None:
-                self._k = change.k
-                for row in self._own_rows:
-                    self._shadows.set_k(row, change.k)
+                self._follow(change.k)
             return change
+
+    def _follow(self, k: float) -> None:
+        """The sizes of the curve in another order."""
+        self._k = k
+        for at, times in enumerate(SIZES[: len(self._own_rows)]):
+            if times == 1.0:
+                self._own_rows[at] = CHOICES.index(k)
+            else:
+                self._shadows.set_k(self._own_rows[at], k)
 
     def curve(self) -> Curve | None:
         """None without one, and before there is evidence for it."""
         with self._lock:
             if not self._lru_rows or not self._window.is_meaningful:
                 return None
-            ratios, slots = self._window.ratios(), self._shadows.num_slots
+            window, slots = self._window, self._shadows.num_slots
+            ratios = window.ratios(self._num_shadows)
             points = [
                 CurvePoint(round(times * slots), float(ratios[lru]), float(ratios[own]))
                 for times, lru, own in zip(SIZES, self._lru_rows, self._own_rows, strict=True)
             ]
-            everything = float(ratios[self._own_rows.stop])
-            return Curve(tuple(points), everything, self._k, self._window.requests, self._window.blocks)
+            return Curve(tuple(points), window.seen_ratio(), self._k, window.requests, window.blocks)

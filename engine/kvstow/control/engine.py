@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from heapq import merge
 from itertools import chain, islice
 from math import inf
@@ -13,13 +15,14 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.claims import Switch
+from kvstow.control.claims import Context, Switch
 from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
+from kvstow.control.recording import Recording
 from kvstow.control.session import Session, sessions_of
 from kvstow.control.sources import MOST_SOURCES
-from kvstow.errors import IntegrityError
+from kvstow.errors import ConflictError, IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
 from kvstow.source import Source
@@ -103,6 +106,25 @@ class PoolFacade:
         comparison = self._pool.comparison
         return None if comparison is None else comparison.curve()
 
+    @contextmanager
+    def record(self, *, seconds: float, max_bytes: int) -> Iterator[Recording]:
+        """Record the pool's requests while the context is open. Raises `InvalidRequestError` for limits that are too
+        high, and `ConflictError` while another recording goes on."""
+        pool = self._pool
+        with pool.lock:
+            if pool.recording is not None and not pool.recording.is_over:
+                raise ConflictError(f"pool {pool.name} is being recorded already; it ends with its reader")
+            tokens = pool.config.block_tokens
+            recording = Recording(pool.clock(), seconds=seconds, max_bytes=max_bytes, block_tokens=tokens)
+            pool.recording = recording
+        try:
+            yield recording
+        finally:
+            recording.stop()
+            with pool.lock:
+                if pool.recording is recording:
+                    pool.recording = None
+
     def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
         """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of
         them, as far as they are kept. O(1)."""
@@ -129,22 +151,57 @@ class PoolFacade:
     # -- contexts -------------------------------------------------------------------------------------------
 
     def contexts(self, start_rank: int = 0, limit: int = 100) -> ContextPage:
-        """The contexts that hints have named, those with the most blocks first. O(contexts), with the lock held for
-        1,024 of them at a time."""
-        return ContextPage((), None, 0)
+        """The contexts that hints have named, those with the most blocks first. O(contexts), mostly without the
+        lock."""
+        pool = self._pool
+        with pool.lock:
+            known = [] if pool.index.claims is None else pool.index.claims.contexts()
+        known.sort(key=lambda context: len(context.chain), reverse=True)
+        page = known[start_rank : start_rank + limit]
+        with pool.lock:
+            now = pool.clock()
+            found = tuple([_context(pool, context, now) for context in page])
+        following = start_rank + limit
+        return ContextPage(found, following if following < len(known) else None, len(known))
 
     def context(self, context: bytes) -> list[ContextStatus]:
         """The contexts with this id, at most one for each namespace."""
-        return []
+        pool = self._pool
+        with pool.lock:
+            now = pool.clock()
+            return [_context(pool, found, now) for found in pool.index.find_contexts(context)]
 
     def claims(self) -> ClaimsStatus | None:
-        """What hints do in the pool; None if none have come for a long time. O(1)."""
-        return None
+        """What hints do in the pool; None if none have come. O(1)."""
+        pool = self._pool
+        with pool.lock:
+            claims, trial = pool.index.claims, pool.trial
+            if claims is None:
+                return None
+            found = ClaimsStatus(
+                is_on=claims.is_on,
+                contexts=len(claims),
+                claimed_slots=len(claims.claimed),
+                kept_slots=claims.kept,
+                allowed_slots=claims.allowed,
+                used_again=claims.used_again,
+                never_used=claims.never_used,
+                saved_ratio=None,
+                window_requests=0,
+                switches=pool.num_switches,
+            )
+        if trial is None:
+            return found
+        ratio, requests = trial.saved_ratio()
+        return replace(found, saved_ratio=ratio, window_requests=requests)
 
     def claim_switches(self, seen: int) -> tuple[int, list[Switch]]:
         """How often hints were switched off or on, and the switches after the first `seen` of them, as far as they are
         kept. O(1)."""
-        return 0, []
+        pool = self._pool
+        with pool.lock:
+            new = min(pool.num_switches - seen, len(pool.switches))
+            return pool.num_switches, list(pool.switches)[len(pool.switches) - new :]
 
     # -- snapshots ------------------------------------------------------------------------------------------
 
@@ -390,6 +447,24 @@ def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
         idle_ranks=() if isinstance(entry, OpenTierOp) else tuple(session.ops.idle_ranks(entry, now)),
         failed=entry.error is not None,
         request_id=entry.request_id,
+    )
+
+
+def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
+    blocks, tokens = len(context.chain), pool.config.block_tokens
+    expected = context.expected
+    return ContextStatus(
+        context=context.context_id.hex(),
+        name=context.name,
+        namespace=context.namespace.name,
+        blocks=blocks,
+        bytes=blocks * pool.config.slot_bytes,
+        tokens=None if tokens is None else blocks * tokens,
+        requests=context.requests,
+        hits=context.hits,
+        idle_seconds=now - context.ended_at,
+        resume_in_seconds=None if expected is None or expected == inf else expected - now,
+        is_hinted=context.hint is not None,
     )
 
 

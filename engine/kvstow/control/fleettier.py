@@ -26,7 +26,7 @@ class TierSettings:
     """How a session uses the tier. Times are in seconds.
 
     `deadline`: the longest that a request waits for its fetches; it never waits longer than computing the blocks would
-    take. `lookup_wait`: the longest that it waits to hear what the store has. `prefill_rate`: tokens per second, if the
+    take. `lookup_wait`: the longest that it waits for what the store has. `prefill_rate`: tokens per second, if the
     host knows it (`BreakEven`). `replicated`: all ranks hold the same bytes.
     """
 
@@ -106,7 +106,7 @@ class FleetTier:
         """`fingerprint`: see `ObjectName`; None: the tier is off, for the `off_reason` (`kvstow.tier.fingerprint` gives
         one of them). `name`: of the store. `most_slots`: the largest size of the pool, which limits the queue of puts;
         None: its present size. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
-        configuration does not say it. `client` is closed by `close`. `hint_clock`: the clock by which answers of the
+        configuration does not have it. `client` is closed by `close`. `hint_clock`: the clock by which answers of the
         store expire, if not `clock`. `on_news`: see `LookupThread`."""
         config = session.pool.config
         slots = session.pool.capacity if most_slots is None else most_slots
@@ -229,8 +229,8 @@ class FleetTier:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether `look_for` may have something to wait for. From any thread, and without a lock: the next moment may
-        say otherwise."""
+        """Whether `look_for` may have something to wait for. From any thread, and without a lock: it may change the
+        next moment."""
         return self._is_on and self._breaker.is_closed
 
     @property

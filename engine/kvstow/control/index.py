@@ -14,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import inf
 from typing import Literal, NamedTuple
 
+from kvstow.control.claims import Claims, Context
 from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
 from kvstow.control.policy import EvictionOrder, Links
 from kvstow.control.slots import Protections, RefCounts, SlotTimes
 from kvstow.control.uses import Uses
 
+_VISITS_PER_SLOT, _SLICE = 4, 1024
+"""Claimed blocks that are visited, at most, for those that are evicted; more only if nothing else is left to evict."""
 _SHARE = 16
 """Blocks that are evicted from one namespace before the next one is chosen."""
 
@@ -70,15 +74,19 @@ class Index:
         self._orphans: set[int] = set()
         self._protections = Protections()
         self._held_and_protected = 0
+        self._num_slots = 0
         self._quarantined: set[int] = set()
+        self.claims: Claims | None = None
+        """None until a request comes with hints."""
 
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
     def num_cached(self) -> int:
+        claimed = 0 if self.claims is None else self.claims.num_evictable
         if self.namespaces.only:
-            return len(self.namespaces.only.order)
-        return sum([len(namespace.order) for namespace in self.namespaces])
+            return len(self.namespaces.only.order) + claimed
+        return sum([len(namespace.order) for namespace in self.namespaces]) + claimed
 
     @property
     def num_filling(self) -> int:
@@ -122,7 +130,7 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected += len(slots) - len(unprotected)
         if unprotected:
-            self.namespaces.order_of(unprotected).detach(unprotected)
+            self._detach(self.namespaces.of_slot(unprotected[0]), unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
@@ -135,14 +143,30 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected -= len(slots) - len(unprotected)
         if unprotected:
-            self.namespaces.order_of(unprotected).attach(unprotected)
+            self._attach(self.namespaces.of_slot(unprotected[0]), unprotected)
         return freed
+
+    def _detach(self, namespace: Namespace, slots: list[int]) -> None:
+        """These slots are not evictable any more."""
+        if self.claims is not None:
+            unclaimed = self.claims.unclaimed(slots)
+            self.claims.num_evictable -= len(slots) - len(unclaimed)
+            slots = unclaimed
+        namespace.order.detach(slots)
+
+    def _attach(self, namespace: Namespace, slots: list[int]) -> None:
+        """These slots are evictable; they have just been used."""
+        if self.claims is not None:
+            unclaimed = self.claims.unclaimed(slots)
+            self.claims.num_evictable += len(slots) - len(unclaimed)
+            slots = unclaimed
+        namespace.order.attach(slots)
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
         """Mark these visible slots of one namespace as just used. Held and protected ones return to the order as just
         used anyway."""
         self.times.mark_used(runs, now)
-        slots = self.evictable(runs)
+        slots = self._ordered(runs)
         if slots:
             self.namespaces.order_of(slots).refresh(slots)
 
@@ -150,7 +174,7 @@ class Index:
         """A request has used the blocks of this chain of keys: that counts, and those that are visible are marked as
         just used. `least`, and `Used.least`: see `Uses.count`."""
         runs = namespace.keys.present_runs(keys)
-        slots = self.evictable(runs)
+        slots = self._ordered(runs)
         classes = self.uses.classes(slots)
         new = self.uses.num_unused(runs)
         self.uses.recall(runs, self.slot_keys.key_of, namespace.tag)
@@ -160,13 +184,24 @@ class Index:
         if sum(map(len, runs)) < len(keys):
             absent = [key for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True) if slot is None]
             self.uses.count_absent(absent, namespace.tag)
+        if self.claims is not None:
+            self.claims.note_uses(keys, now)
         return Used(runs, new, least)
+
+    def _ordered(self, runs: Sequence[Sequence[int]]) -> list[int]:
+        """The slots among these that are in the order of eviction, without repeats."""
+        slots = self.evictable(runs)
+        return slots if self.claims is None else self.claims.unclaimed(slots)
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are evictable, without repeats."""
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(slots))
+        return self.unused(slots)
+
+    def unused(self, slots: list[int]) -> list[int]:
+        """Those of the slots that are neither held nor protected, in the order given."""
         return self._protections.unprotected(self._held.free_of(slots))
 
     # -- stores ---------------------------------------------------------------------------------------------
@@ -211,7 +246,10 @@ class Index:
     def evict(self, num_slots: int) -> Removal:
         """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
         ones before others, then the one that was left first. Within one, in its order; among those with sessions, the
-        blocks with the least worth, 16 at a time."""
+        blocks with the least worth, 16 at a time. Claimed blocks go before those that are expected to be used
+        earlier."""
+        if self.claims is not None:
+            return self._evict_with(self.claims, num_slots)
         if only := self.namespaces.only:
             keys, slots = self._evict_from(only, num_slots)
             return Removal(tuple(keys), slots, counts=((only, len(slots)),))
@@ -221,6 +259,39 @@ class Index:
         while len(freed) < num_slots and (namespace := self._next_to_evict()):
             missing = num_slots - len(freed)
             some, slots = self._evict_from(namespace, min(missing, _SHARE) if namespace.num_sessions else missing)
+            keys += some
+            freed += slots
+            counts.append((namespace, len(slots)))
+            self.namespaces.forget_if_empty(namespace)
+        return Removal(tuple(keys), freed, counts=counts)
+
+    def _evict_with(self, claims: Claims, num_slots: int) -> Removal:
+        keys: list[bytes] = []
+        freed: list[int] = []
+        counts: list[tuple[Namespace, int]] = []
+        claims.settle(num_slots)
+        most = _VISITS_PER_SLOT * num_slots + _SLICE
+        while len(freed) < num_slots:
+            missing = min(num_slots - len(freed), _SHARE)
+            namespace, idle = self._next_to_evict(), None
+            if namespace is not None:
+                idle = claims.now - self.times.used_at(namespace.order.next_slot()) if namespace.num_sessions else inf
+            if (namespace is None or most > 0) and claims.go_first(idle):
+                namespace, slots = claims.take(missing)
+                if namespace is None:
+                    if claims.settle(_SLICE):
+                        continue
+                    break
+                most -= missing
+                slots = self.unused(slots)
+                claims.num_evictable -= len(slots)
+                some = namespace.keys.take(slots)
+                self.uses.evict(some, slots, namespace.tag)
+            else:
+                assert namespace is not None
+                some, slots = self._evict_from(namespace, missing)
+                if idle is not None and idle < inf:
+                    claims.evicted.watch(some, idle, claims.now)
             keys += some
             freed += slots
             counts.append((namespace, len(slots)))
@@ -245,6 +316,8 @@ class Index:
         """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
         order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
+        if self.claims is not None:
+            order = chain(order, (one for one in self.claims if self.unused([one])))
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
         for namespace, some in self.namespaces.grouped(found):
             keys = [key for one in some if (key := self.slot_keys.key_of[one]) is not None]
@@ -268,7 +341,9 @@ class Index:
                 if not protected:
                     cached.append(slot)
         for namespace, some in self.namespaces.grouped(cached):
-            namespace.order.detach(some)
+            self._detach(namespace, some)
+        if self.claims is not None:
+            self.claims.forget(visible)
         keys: list[bytes] = []
         counts: list[tuple[Namespace, int]] = []
         for namespace, some in self.namespaces.grouped(visible):
@@ -285,7 +360,7 @@ class Index:
         unheld = self._held.free_of(unprotected)
         self._held_and_protected += len(unprotected) - len(unheld)
         for namespace, some in self.namespaces.grouped(unheld):
-            namespace.order.detach(some)
+            self._detach(namespace, some)
         for slot in slots:
             self._protections.add(slot, end)
 
@@ -308,7 +383,7 @@ class Index:
         unheld = self._held.free_of(slots)
         self._held_and_protected -= len(slots) - len(unheld)
         for namespace, some in self.namespaces.grouped(unheld):
-            namespace.order.attach(some)
+            self._attach(namespace, some)
         return len(slots)
 
     def num_protected_from(self, slot: int) -> int:
@@ -321,7 +396,37 @@ class Index:
         """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
         until = self.times.stored_until if what == "stored" else self.times.used_until
         visible = [slot for slot in until(moment, low, high) if self.slot_keys.key_of[slot] is not None]
-        return self._protections.unprotected(self._held.free_of(visible))
+        return self.unused(visible)
+
+    # -- claims ---------------------------------------------------------------------------------------------
+
+    def use_claims(self) -> Claims:
+        """A request has come with hints."""
+        if self.claims is None:
+            self.claims = Claims(self.uses, self._unclaim, self._claim)
+            self.claims.set_num_slots(self._num_slots)
+        return self.claims
+
+    def find_contexts(self, context_id: bytes) -> list[Context]:
+        """In all namespaces."""
+        if self.claims is None:
+            return []
+        found = [self.claims.find(namespace, context_id) for namespace in self.namespaces]
+        return [context for context in found if context is not None]
+
+    def _claim(self, namespace: Namespace, slots: list[int]) -> None:
+        """These slots have got their first claim."""
+        assert self.claims is not None
+        slots = self.unused(slots)
+        namespace.order.detach(slots)
+        self.claims.num_evictable += len(slots)
+
+    def _unclaim(self, namespace: Namespace, slots: list[int]) -> None:
+        """These slots have lost their last claim."""
+        assert self.claims is not None
+        slots = self.unused(slots)
+        self.claims.num_evictable -= len(slots)
+        namespace.order.attach(slots)
 
     # -- size -----------------------------------------------------------------------------------------------
 
@@ -331,6 +436,9 @@ class Index:
         self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
         self.uses.set_num_slots(num_slots)
+        self._num_slots = num_slots
+        if self.claims is not None:
+            self.claims.set_num_slots(num_slots)
 
     # -- integrity ------------------------------------------------------------------------------------------
 
@@ -343,7 +451,8 @@ class Index:
         return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
 
     def _cached(self) -> list[int]:
-        return [slot for namespace in self.namespaces for slot in namespace.order]
+        slots = [slot for namespace in self.namespaces for slot in namespace.order]
+        return slots if self.claims is None else [*slots, *self.unused(list(self.claims.claimed.slots()))]
 
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
@@ -374,6 +483,8 @@ class Index:
             found.append("a protected slot is not visible")
         if self._held_and_protected != len(held & protected):
             found.append("the count of held and protected slots is wrong")
+        if self.claims is not None:
+            found += self.claims.defects(visible)
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the count of filling slots is wrong")
         if not self._held.is_consistent():

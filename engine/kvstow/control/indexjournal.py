@@ -195,7 +195,7 @@ class IndexJournal:
     """One record of 64 bytes for each slot of a pool, and `content`, what the records mean.
 
     A slot's life: `begin` (empty, and this session writes), `publish` (holds this key), `clear` (empty). The caller
-    publishes a block once all ranks have its bytes, and begins a slot before it tells anybody to write there.
+    publishes a block once all ranks have its bytes, and begins a slot before any rank gets the op that writes there.
 
     Guarantees: whenever the writer dies, each record is what it was before the call under way, or what the call makes
     of it; with `publish` and `clear` it may also be empty. A block counts only if its checksum is right, which covers

@@ -223,6 +223,10 @@ class EvictionOrder:
         """The worth of the slot that is evicted next; there must be one. O(classes)."""
         return min(self._coldest_by_worth())[0]
 
+    def next_slot(self) -> int:
+        """The slot that is evicted next; there must be one. O(classes)."""
+        return self._lists[min(self._coldest_by_worth())[1]].coldest
+
     def _coldest_by_worth(self) -> list[tuple[float, int]]:
         """Worth and class of the coldest slot of each list. Of equal worth, the lower class is evicted first: those
         blocks may depend on the others."""

@@ -18,17 +18,20 @@ from typing import Protocol
 
 from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.claims import Claims, Switch
 from kvstow.control.comparison import Change, Comparison
 from kvstow.control.index import Index, Removal
 from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
+from kvstow.control.recording import Recording
 from kvstow.control.slots import AgeSampler, SlotMap
 from kvstow.control.sources import Sources
+from kvstow.control.trial import Trial
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.results import Lease
 from kvstow.stats import Counters
-from kvstow.status import HOST_NAME, BypassStatus, DrainMode, Refusal
+from kvstow.status import HOST_NAME, BypassStatus, DrainMode, DrainStatus, Refusal
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
@@ -49,6 +52,15 @@ class PoolAcceptance:
         """Blocks that a rank has lost are still being removed; nothing is served meanwhile."""
         self.bypass_load = self.bypass_store = False
         self.bypass_until = inf
+
+    def drain(self, mode: DrainMode | None, deadline: float = inf) -> None:
+        self.drain_mode, self.drain_deadline = mode, deadline
+
+    def drain_status(self, now: float, pending: int, leases: int) -> DrainStatus:
+        """`pending`, `leases`: what is in flight and leased."""
+        left = None if self.drain_deadline == inf else max(0.0, self.drain_deadline - now)
+        active = self.drain_mode is not None
+        return DrainStatus(active, self.drain_mode, left, active and not pending and not leases, pending, leases)
 
     def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
         self.bypass_load, self.bypass_store, self.bypass_until = load, store, until
@@ -251,9 +263,16 @@ class Pool:
         self.policy = ""
         self.comparison: Comparison | None = None
         """None where `k` is fixed and no curve is wanted."""
+        self.recording: Recording | None = None
+        """Takes every use; None while nobody records."""
         self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
         """What was chosen lately, the newest last."""
         self.num_changes = 0
+        self.trial: Trial | None = None
+        """None until a request comes with hints."""
+        self.switches: deque[Switch] = deque(maxlen=_KEPT_CHANGES)
+        """When hints were switched off or on lately, the newest last."""
+        self.num_switches = 0
         self.index = Index()
         self.index.uses.make_room(config.capacity_slots)
         self.set_policy(parse_policy(config.policy))
@@ -307,6 +326,30 @@ class Pool:
             self.changes.append(change)
             self.num_changes += 1
         self.log(logging.INFO, "%s", change)
+        self.write_log()
+
+    def use_claims(self) -> Claims:
+        """A request has come with hints. The caller holds the lock."""
+        num_slots = self.slots.limit
+        if num_slots and (self.trial is None or not num_slots / 2 <= self.trial.num_slots <= num_slots * 2):
+            self.trial = Trial(num_slots, self.index.uses.k)
+            if self.index.claims is not None:
+                self.index.claims.set_on(True)
+        return self.index.use_claims()
+
+    def follow(self, trial: Trial, switch: Switch | None) -> None:
+        """What the trial says of hints applies to the pool. Without the lock."""
+        with self.lock:
+            claims = self.index.claims
+            if self.trial is not trial or claims is None:
+                return
+            claims.policy_age = trial.policy_age
+            if switch is None:
+                return
+            claims.set_on(switch.is_on)
+            self.switches.append(switch)
+            self.num_switches += 1
+        self.log(logging.INFO if switch.is_on else logging.WARNING, "%s", switch)
         self.write_log()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -465,6 +508,9 @@ class Pool:
         now = self.clock()
         while self._end_protections(now) or self._mark_stuck(now):
             pass
+        with self.lock:
+            if self.index.claims is not None:
+                self.index.claims.tick(now, self.slice_slots)
         self.write_log()
 
     def _end_protections(self, now: float) -> bool:

@@ -14,6 +14,7 @@ from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
+from kvstow.control.trial import Sample, Trial
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
@@ -30,6 +31,10 @@ MOST_HELD = 65_536
 MOST_HELD_SLOTS = 4 << 20
 """Slots of all of them, a slot once for each: 380 MiB, as each lease has keys of its own. 4,096 requests may wait for
 16,384 tokens of 16-token blocks."""
+
+
+MOST_CLAIMED = 1 << 18
+"""Blocks of a chain whose claim is made: 4 million tokens."""
 
 
 class Session:
@@ -76,6 +81,10 @@ class Session:
         are followed at all: a client may never give a beginning."""
         self._keys_behind = 0
         """How many keys that are."""
+        self._tried_behind: deque[Sample] = deque()
+        """The same for the trial of hints."""
+        self._claimed_behind: deque[Sequence[bytes]] = deque()
+        """Parts of a chain with hints whose beginning is still to come, the end first."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -324,16 +333,23 @@ class Session:
             used = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = used.least if start else 0
             pool.sources.count_use(self.model, source, used.runs, used.new)
+            recording = pool.recording
+        if hints is not None and hints.context is not None:
+            self._claim(keys, start, hints, now)
+        trial = pool.trial if num_slots else None
+        if recording is not None:
+            recording.add(id(self), keys, self.namespace.tag, start, looked_up, now)
+        if trial is not None:
+            self._try(trial, keys, start, looked_up, hints, now)
         if comparison is None or not num_slots:
             return
-        comparison.resize(num_slots)
-        part = comparison.choose(keys, self.namespace.tag, start)
-        if part.hashes:
+        part = comparison.choose(keys, self.namespace.tag, start, num_slots)
+        if part.names:
             self._parts_behind.append(part)
-            self._keys_behind += len(part.hashes)
+            self._keys_behind += len(part.names)
         if start:
             while self._keys_behind > MOST_FOLLOWED:
-                self._keys_behind -= len(self._parts_behind.popleft().hashes)
+                self._keys_behind -= len(self._parts_behind.popleft().names)
         else:
             parts = list(reversed(self._parts_behind))
             self._parts_behind.clear()
@@ -347,6 +363,49 @@ class Session:
         pool = self.pool
         with pool.lock:
             pool.counters.prefill.count(tokens=news.hit_tokens, seconds=news.hit_seconds, waited=news.waited)
+
+    def _try(
+        self,
+        trial: Trial,
+        keys: Sequence[bytes],
+        start: int,
+        looked_up: tuple[int, int] | None,
+        hints: Hints | None,
+        now: float,
+    ) -> None:
+        pool = self.pool
+        self._tried_behind.append(trial.sample(keys, self.namespace.tag, start))
+        if start:
+            while sum(len(part.keys) for part in self._tried_behind) > MOST_FOLLOWED:
+                self._tried_behind.popleft()
+            return
+        parts = list(reversed(self._tried_behind))
+        self._tried_behind.clear()
+        k, tag = pool.index.uses.k, self.namespace.tag
+        switch = trial.use(parts, range(*(looked_up or (0, len(keys)))), hints, tag, k, now)
+        pool.follow(trial, switch)
+
+    def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> None:
+        """Claim the blocks of a chain once its beginning is there."""
+        if start:
+            self._claimed_behind.append(keys)
+            while sum(map(len, self._claimed_behind)) > MOST_CLAIMED:
+                self._claimed_behind.popleft()
+            return
+        chain_keys = [*keys, *chain.from_iterable(reversed(self._claimed_behind))]
+        self._claimed_behind.clear()
+        if len(set(chain_keys)) < len(chain_keys):  # no chain repeats a block
+            return
+        pool, step = self.pool, self.pool.slice_slots
+        with pool.lock:
+            claims = pool.use_claims()
+            renewal = claims.begin(self.namespace, hints, chain_keys, now)
+        for first in range(0, len(chain_keys), step):
+            with pool.lock:
+                if not claims.extend(renewal, self.namespace.keys.slots_of(chain_keys[first : first + step])):
+                    break
+        with pool.lock:
+            claims.finish(renewal)
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool, SlotJournal
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
-from kvstow.status import NamespaceStatus, SessionStatus
+from kvstow.status import NamespaceStatus
 
 if TYPE_CHECKING:
     from kvstow.control.indexjournal import RecoveredIndex
@@ -54,7 +54,7 @@ class SharedPool(Pool):
         self.last_session_id = 0
         self._tier_session_id = 0
         self.last_op_id = secrets.randbits(32) << 20
-        """What an engine still says of an earlier service's ops must not be taken for a word about these."""
+        """What an engine still reports about an earlier service's ops must not be taken for a report about these."""
         self._journaled: dict[int, str] = {}
         """The names of namespaces in the journal."""
 
@@ -88,15 +88,9 @@ class SharedPool(Pool):
                     return session
         raise NotFoundError(f"there is no session {session_id}")
 
-    def session_statuses(self) -> list[SessionStatus]:
-        """All sessions of engines, oldest first, including lost ones."""
-        with self.lock:
-            engines = [session for session in self.attached() if session.is_engine]
-            return [session.snapshot() for session in engines if session.session_id != ANY_SESSION]
-
     def process_died(self, process: Hashable) -> None:
-        """A process has ended, or has said that all its copies have: it can neither read nor write the memory any more.
-        A process that no session has named is ignored."""
+        """A process has ended, or has reported that all its copies have: it can neither read nor write the memory any
+        more. A process that no session has named is ignored."""
         with self.lock:
             for session in self.attached():
                 session.forget_process(process)
@@ -151,7 +145,7 @@ class SharedPool(Pool):
         self.journal.name_namespaces((one.tag, self.namespace_label(one.name)) for one in named)
 
     def namespace_label(self, name: str) -> NamespaceLabel:
-        """What the journal says of a namespace. The caller holds the lock."""
+        """What the journal records of a namespace. The caller holds the lock."""
         return NamespaceLabel(name)
 
     # -- memory ---------------------------------------------------------------------------------------------
@@ -168,7 +162,7 @@ class SharedPool(Pool):
         if num_slots < 1:
             raise InvalidRequestError(f"an extent of {num_slots} slots; allowed: 1 or more")
         with self.lock:
-            if not self._is_let_go():
+            if not self._is_released():
                 raise ConflictError("some engines still use memory that was taken from the pool")
             if self.resizing:
                 raise ConflictError("the pool is being resized; wait for its operation, or cancel it")
@@ -194,20 +188,20 @@ class SharedPool(Pool):
 
     def drop_extents(self, count: int = 1) -> Sweep:
         """Remove the last extents: first their blocks, then, when nothing uses their slots, the extents themselves.
-        Their memory may go to others once `is_let_go`. Raises `ConflictError` as `Administrator.resize` does."""
+        Their memory may go to others once `is_released`. Raises `ConflictError` as `Administrator.resize` does."""
         extents = self.extents
         if not 1 <= count <= len(extents):
             raise InvalidRequestError(f"count is {count}; allowed: 1 to {len(extents)}, the extents of the pool")
         return self.admin.start_resize(sum(extents[:-count]))
 
     @property
-    def is_let_go(self) -> bool:
+    def is_released(self) -> bool:
         """Whether no process can reach the extents that were removed."""
         with self.lock:
-            return self._is_let_go()
+            return self._is_released()
 
-    def _is_let_go(self) -> bool:
-        return all(session.has_let_go(self._last_lowering) for session in self.attached())
+    def _is_released(self) -> bool:
+        return all(session.has_released(self._last_lowering) for session in self.attached())
 
     def memory_slots(self) -> int:
         return min(self._populated, self.capacity)
@@ -244,8 +238,8 @@ class EarlierSession(NamedTuple):
 def recover(
     pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], sessions: Iterable[EarlierSession]
 ) -> int:
-    """Take up what the pool's journal says, after the extents were added and before anybody attaches. `names`: of the
-    namespaces, by number. `sessions`: all that the earlier service had. Returns the number of blocks.
+    """Take up what the pool's journal records, after the extents were added and before anybody attaches. `names`: of
+    the namespaces, by number. `sessions`: all that the earlier service had. Returns the number of blocks.
 
     A slot that a session was writing is kept until its processes have died. Blocks in slots that are not populated are
     lost. Takes the lock for a slice at a time.

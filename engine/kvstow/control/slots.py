@@ -202,6 +202,12 @@ class RefCounts:
         self._held -= leaving
         return [slot for slot in slots if slot in leaving] if again else slots
 
+    def clear(self, slots: list[int]) -> None:
+        """These slots have no holder any more."""
+        self._held.difference_update(slots)
+        for slot in slots:
+            self._extra.pop(slot, None)
+
     def free_of(self, slots: list[int]) -> list[int]:
         """The slots without a holder, in the order given."""
         if not self._held or self._held.isdisjoint(slots):

@@ -6,7 +6,7 @@ plus `k` times the age that blocks reach in this pool times the logarithm of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import floor, log2
@@ -43,15 +43,21 @@ def _words_of(width: int) -> np.dtype[np.void]:
     return np.dtype(places)  # type: ignore[call-overload,no-any-return]
 
 
-def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
-    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
+def first_and_last_words(keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
+    """The first and the last 8 bytes of each key. They overlap in shorter keys."""
     data, count = b"".join(keys), len(keys)
     width = len(keys[0]) if count else 0
     if width < _WORD or len(data) != count * width:  # keys of several lengths
         data, width = b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
     words = np.frombuffer(data, _words_of(width))
-    mixed: Hashes = words["head"] * _MIX_HEAD
-    mixed ^= words["tail"]
+    return words["head"], words["tail"]
+
+
+def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
+    head, tail = first_and_last_words(keys)
+    mixed: Hashes = head * _MIX_HEAD
+    mixed ^= tail
     if tag:
         mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
     mixed *= _MIX_TAIL
@@ -96,19 +102,22 @@ class Ghosts:
         """Whether there may be any."""
         return self._has_any
 
-    def fit(self, num_slots: int) -> None:
+    def fit(self, num_slots: int) -> Iterator[None]:
         """Have the table for a pool of so many slots, with what is in the present one. O(slots) if its size changes:
-        100 ms for a million. Call it without the pool's lock; what is put meanwhile is lost. Not for two threads."""
+        100 ms for a million, 1 ms between two of the yields. Call it without the pool's lock; what is put meanwhile is
+        lost. Not for two threads."""
         before, size = self._words, max(_LEAST_GHOSTS, 1 << (_GHOSTS_PER_SLOT * num_slots - 1).bit_length())
         if size <= len(before) <= 2 * size:
             return
         words = np.empty(size, np.uint64)
         for start in range(0, size, _SLICE):  # the system gives the memory here, and not when words are put
             words[start : start + _SLICE] = 0
+            yield
         for start in range(0, len(before), _SLICE):
             some = before[start : start + _SLICE]
             some = some[some != 0]
             words[_places(some, words)] = some
+            yield
         self._words = words
 
     def put(self, hashes: Hashes, uses: bytes) -> None:
@@ -163,8 +172,13 @@ class Uses:
         self._counts += bytes(max(0, num_slots - len(self._counts)))
 
     def make_room(self, num_slots: int) -> None:
-        """The pool is to have so many slots: see `Ghosts.fit`, which this calls."""
-        self._ghosts.fit(num_slots)
+        """The pool is to have so many slots: see `make_room_in_slices`."""
+        for _ in self.make_room_in_slices(num_slots):
+            pass
+
+    def make_room_in_slices(self, num_slots: int) -> Iterator[None]:
+        """See `Ghosts.fit`, which this calls."""
+        return self._ghosts.fit(num_slots)
 
     def of(self, slot: int) -> int:
         return self._counts[slot]

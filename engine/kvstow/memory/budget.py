@@ -9,12 +9,12 @@ from itertools import count
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.errors import ConfigError, ConflictError, IntegrityError, NotFoundError
-from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, ExtentBook, PoolLayout, Row, fair_shares
+from kvstow.errors import ConfigError, ConflictError, IntegrityError, InvalidRequestError, NotFoundError
+from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, Row, fair_shares
 
 
 class Create(NamedTuple):
-    """Make an extent with this number."""
+    """Create an extent with this number."""
 
     extent: int
     num_bytes: int
@@ -22,8 +22,8 @@ class Create(NamedTuple):
 
 
 class Give(NamedTuple):
-    """The extent is this rank's, in this row of the pool. The slots of a row, from `first_slot` on, are usable once all
-    its extents are given, as far as they are populated."""
+    """The extent now belongs to this rank, in this row of the pool. The slots of a row, from `first_slot` on, are
+    usable once all its extents are given, as far as they are populated."""
 
     extent: int
     pool: str
@@ -34,8 +34,8 @@ class Give(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """The pool loses the row, its last one: evict what its slots hold, give out none of them, and ask each client that
-    mapped one of the extents to release it."""
+    """The pool loses its last row: evict what the slots hold, allocate none of them, and ask each client that mapped
+    one of the extents to release it."""
 
     pool: str
     row: int
@@ -43,15 +43,15 @@ class Recall(NamedTuple):
 
 
 class TakeBack(NamedTuple):
-    """Nobody has the extent any more: it is no pool's, and spare."""
+    """No client has the extent any more, so it leaves the pool and is spare."""
 
     extent: int
     pool: str
 
 
 class Close(NamedTuple):
-    """Give the spare extent's memory back to the machine, wherever this service or its keeper has it. One that is among
-    those `closed` counts until `free` says that it is."""
+    """Give the spare extent's memory back to the machine, here and at the keeper. An extent that is in `closed` counts
+    as allocated until `free`."""
 
     extent: int
 
@@ -63,16 +63,16 @@ class MemoryBudget:
     """Shares `total_bytes` among pools, in extents.
 
     Extents exist before there is a pool, spread over the NUMA nodes, so that they can be populated. A pool whose
-    sessions want more gets spare ones. When there are none, they come from pools without sessions, those first that
-    have had none for the longest time, then from the largest pools, down to their fair share.
+    sessions want more gets spare extents. When there are none, they are recalled from pools without sessions, starting
+    with the pool that has had none for the longest time, then from the largest pools, down to their fair share.
 
-    Guarantees: the extents that exist never exceed the total, unless a restart or a lower total made it so, and then
-    nothing is created. An extent belongs to one row of one pool. It changes hands only after its pool has lost it and
-    each client that mapped it has said so, or has died. No extent that one owner has used is given to another: it is
-    closed, and counts until the caller says that its memory is free (`free`). So a client that keeps what it said it
-    has released makes the node smaller, never larger. The rows of a pool lie end to end: see `BookedPool`.
+    Guarantees: the extents that exist never exceed the total, unless a restart or a lower total made it so; nothing is
+    created then. An extent belongs to one row of one pool. It changes hands only after its pool has lost it, and each
+    client that mapped it has released it or has died. An extent that one owner has used is never given to another: it
+    is closed, and counts until `free` reports that its memory is free. So a client that keeps what it claims to have
+    released makes the node smaller, never larger. The rows of a pool lie end to end: see `BookedPool`.
 
-    `plan` decides; the caller carries out its steps in their order, before it calls anything else. Not locked.
+    `plan` decides; the caller carries out its steps in their order before it calls anything else. Not locked.
     """
 
     def __init__(
@@ -82,21 +82,28 @@ class MemoryBudget:
         _require_units("memory", total_bytes)
         _require_units("extent size", extent_bytes)
         self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
-        self._book = ExtentBook(tuple(numa_nodes) or (None,))
+        self.extents: dict[int, BookedExtent] = {}
+        """All extents by number. Others read it. No number is used twice."""
+        self.closed: dict[int, BookedExtent] = {}
+        """The closed extents that were handed out, and whose memory the kernel has not taken back yet."""
+        self.allocated_bytes = 0
+        """The memory of all extents, including the closed ones."""
+        self._numa_nodes = tuple(numa_nodes) or (None,)
+        self._last_number = 0
         self._pools: dict[str, BookedPool] = {}
-        self._moments = count(1)  # of sessions' ends, in their order
+        self._moments = count(1)  # orders the ends of sessions
 
-    # What engines, clients and operators do.
+    # -- what engines, clients and operators do -------------------------------------------------------------
 
     def add_pool(self, name: str, layout: PoolLayout) -> None:
-        """Raises `ConflictError` if there is one with that name. A pool from before a restart may have extents of
-        another size than the budget's."""
+        """Raises `ConflictError` if the name is taken. A pool from before a restart may have extents of another size
+        than the budget's."""
         if name in self._pools:
             raise ConflictError(f"there is a pool {name} already")
         self._pools[name] = BookedPool(layout, next(self._moments))
 
     def remove_pool(self, name: str) -> None:
-        """Take all its extents back. The pool is gone when clients have let go. Raises `ConflictError` while it has
+        """Recall all its extents. The pool is gone once clients have released them. Raises `ConflictError` while it has
         sessions."""
         pool = self._pool(name)
         if pool.asks:
@@ -104,7 +111,8 @@ class MemoryBudget:
         pool.removed = True
 
     def attach(self, name: str, session: str, slots: int | None = None) -> None:
-        """The session asks for so many slots, or for all that there are. Of all sessions, the largest ask counts."""
+        """The session asks for this many slots, or for all that there are. The largest request of all sessions
+        counts."""
         pool = self._pool(name)
         if pool.removed:
             raise ConflictError(f"pool {name} is being removed")
@@ -117,70 +125,91 @@ class MemoryBudget:
             pool.idle_since = next(self._moments)
 
     def want(self, name: str, slots: int | None) -> None:
-        """The pool has use for so many slots now, or for all that it may have: extents are given on demand."""
+        """The pool can use this many slots now, or all that it may have: extents are given on demand."""
         self._pool(name).wanted = slots
 
     def set_nodes(self, name: str, nodes: Sequence[int | None]) -> None:
-        """The NUMA node of each rank's device, for rows to come; None where it is not known, and nothing changes."""
+        """Set the NUMA node of each rank's device for new rows. None changes nothing: the node is not known."""
         pool = self._pool(name)
         ranks = zip(pool.layout.ranks, nodes, strict=True)
         known = tuple(rank if node is None else replace(rank, numa_node=node) for rank, node in ranks)
         pool.layout = replace(pool.layout, ranks=known)
 
-    def record_mapping(self, client: str, extent: int, *, is_process: bool = True) -> None:
+    def record_mapping(self, client: str, number: int, *, is_process: bool = True) -> None:
         """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it. A
-        client that is no process gets none."""
-        self._book.record_mapping(client, extent, is_process=is_process)
+        client that is no process gets no descriptor."""
+        extent = self.find(number)
+        if extent.is_spare or extent.recalled:
+            raise ConflictError(f"extent {number} is not in use, or was recalled: it may not be mapped")
+        extent.maps[client] += 1
+        if is_process:
+            extent.had.add(client)
 
-    def record_unmapping(self, client: str, extent: int) -> None:
-        """The client has said that it released the extent. Raises `InvalidRequestError` if it had none."""
-        self._book.record_unmapping(client, extent)
+    def record_unmapping(self, client: str, number: int) -> None:
+        """The client reports that it has released the extent. Raises `InvalidRequestError` if it had no mapping."""
+        maps = self.find(number).maps
+        if client not in maps:
+            raise InvalidRequestError(f"{client} has no mapping of extent {number}")
+        maps[client] -= 1
+        if not maps[client]:
+            del maps[client]
 
     def record_death(self, client: str) -> None:
-        """The client's process has ended, as its pidfd says: it has no mappings any more."""
-        self._book.record_death(client)
+        """The client's process has ended, as its pidfd shows: it has no mappings any more."""
+        for extent in (*self.extents.values(), *self.closed.values()):
+            extent.maps.pop(client, None)
+            extent.had.discard(client)
 
-    def restore_spare(self, extent: int, num_bytes: int, numa_node: int | None, owner: int | None) -> None:
-        """An extent that an earlier service made, and that no pool has."""
-        self._restore(extent, BookedExtent(num_bytes, numa_node, owner))
+    def restore_spare(self, number: int, num_bytes: int, numa_node: int | None, owner: int | None) -> None:
+        """Restore an extent of an earlier service that belongs to no pool."""
+        self._restore(number, BookedExtent(num_bytes, numa_node, owner))
 
     def restore_row(
         self, name: str, first_slot: int, num_slots: int, extents: Sequence[tuple[int, int, int | None]]
     ) -> None:
-        """The next row of a pool from before a restart: the number, size and NUMA node of each extent. The caller then
-        records the mappings of clients that may live. Raises `ConflictError`."""
+        """Restore the next row of a pool from before a restart: the number, size and NUMA node of each extent. The
+        caller then records the mappings of clients that may be alive. Raises `ConflictError`."""
         pool = self._pool(name)
         sizes = [num_bytes for _, num_bytes, _ in extents]
         if first_slot != pool.held_slots() or not pool.layout.has_row(num_slots, sizes):
             raise ConflictError(f"{num_slots} slots from {first_slot} on, in {sizes} bytes, are no row of pool {name}")
-        number = len(pool.rows)
-        for extent, num_bytes, node in extents:
-            self._restore(extent, BookedExtent(num_bytes, node, pool.layout.owner, name, number))
-        pool.rows[number] = Row(first_slot, num_slots, tuple(extent for extent, _, _ in extents), sum(sizes))
+        row = len(pool.rows)
+        for number, num_bytes, node in extents:
+            self._restore(number, BookedExtent(num_bytes, node, pool.layout.owner, name, row))
+        pool.rows[row] = Row(first_slot, num_slots, tuple(number for number, _, _ in extents), sum(sizes))
 
     def _restore(self, number: int, extent: BookedExtent) -> None:
         _require_units("size of an extent", extent.num_bytes)
-        if number in self._book.extents:
+        if number in self.extents:
             raise ConflictError(f"extent {number} is restored twice")
-        self._book.restore(number, extent)
+        self._add(number, extent)
+
+    def _add(self, number: int, extent: BookedExtent) -> None:
+        self.extents[number] = extent
+        self.allocated_bytes += extent.num_bytes
+        self._last_number = max(self._last_number, number)
 
     def restore_closed(self, num_bytes: int) -> int:
-        """Memory that an earlier service has left, and that nobody uses again. The number of the closed extent."""
-        return self._book.restore_closed(num_bytes)
+        """Account for memory of an earlier service that is not used again. Returns a number that no other extent
+        has."""
+        number = min((0, *self.closed)) - 1
+        self.closed[number] = BookedExtent(num_bytes, None, is_kept=True)
+        self.allocated_bytes += num_bytes
+        return number
 
-    def give_up(self, extent: int) -> None:
-        """The extent cannot be handed out any more: take back its row, and those above it, and close it."""
-        self._book.find(extent).is_given_up = True
+    def give_up(self, number: int) -> None:
+        """The extent cannot be handed out any more: take back its row and those above it, and close it."""
+        self.find(number).is_given_up = True
 
-    def keep(self, extent: int) -> None:
+    def keep(self, number: int) -> None:
         """Some process still has the memory of a closed extent: do not wait for it."""
-        self._book.closed[extent].is_kept = True
+        self.closed[number].is_kept = True
 
-    def free(self, extent: int) -> None:
-        """The kernel has the memory of a closed extent back: it can be taken for others."""
-        self._book.free(extent)
+    def free(self, number: int) -> None:
+        """The kernel has taken back the memory of a closed extent, so others can have it."""
+        self.allocated_bytes -= self.closed.pop(number).num_bytes
 
-    # What there is.
+    # -- what there is --------------------------------------------------------------------------------------
 
     def layout(self, name: str) -> PoolLayout:
         return self._pool(name).layout
@@ -189,38 +218,29 @@ class MemoryBudget:
         """The pool's rows by number; those recalled are among them, and are the last ones."""
         return dict(self._pool(name).rows)
 
-    def extent_size(self, extent: int) -> int:
-        return self._book.find(extent).num_bytes
+    def find(self, number: int) -> BookedExtent:
+        """Raises `NotFoundError`."""
+        if number not in self.extents:
+            raise NotFoundError(f"there is no extent {number}")
+        return self.extents[number]
 
-    def mappers(self, extent: int) -> list[str]:
+    def mappers(self, number: int) -> list[str]:
         """The clients that have not released the extent."""
-        return sorted(self._book.find(extent).maps)
-
-    def extents(self) -> Mapping[int, BookedExtent]:
-        """All extents by number."""
-        return self._book.extents
-
-    def closed(self) -> Mapping[int, BookedExtent]:
-        """The closed extents whose memory is not free yet."""
-        return self._book.closed
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Of all extents that exist, or whose memory is not free yet."""
-        return self._book.allocated_bytes
-
-    @property
-    def closed_bytes(self) -> int:
-        """Of those that were closed."""
-        return sum(extent.num_bytes for extent in self._book.closed.values())
+        return sorted(self.find(number).maps)
 
     @property
     def spare_bytes(self) -> int:
-        return self._book.spare_bytes
+        return sum(extent.num_bytes for extent in self.extents.values() if extent.is_spare)
 
     @property
     def recalled_bytes(self) -> int:
-        return self._book.recalled_bytes
+        """The memory of extents that were recalled, and that clients still have."""
+        return sum(extent.num_bytes for extent in self.extents.values() if extent.recalled)
+
+    @property
+    def closing_bytes(self) -> int:
+        """The memory of closed extents that no process is known to keep."""
+        return sum(extent.num_bytes for extent in self.closed.values() if not extent.is_kept)
 
     def granted_bytes(self, name: str) -> int:
         """What the pool has, without what was recalled."""
@@ -243,7 +263,7 @@ class MemoryBudget:
     def _take_off_kept(self, shares: dict[str, int]) -> int:
         """The bytes that no share is left for."""
         kept: Counter[int | None] = Counter()
-        for extent in self._book.closed.values():
+        for extent in self.closed.values():
             kept[extent.owner] += extent.num_bytes if extent.is_kept else 0
         for name in sorted(shares, key=lambda name: -shares[name]) if kept else ():
             owner = self._pools[name].layout.owner
@@ -259,14 +279,14 @@ class MemoryBudget:
             for number, row in pool.rows.items():
                 for extent in filter(None, row.extents):
                     in_rows[extent] += 1
-                    found = self._book.extents.get(extent)
+                    found = self.extents.get(extent)
                     if found is None or (found.pool, found.row, found.owner) != (name, number, pool.layout.owner):
                         raise IntegrityError(f"extent {extent} is in row {number} of {name}, and is {found}")
-        for extent, found in self._book.extents.items():
+        for extent, found in self.extents.items():
             if in_rows[extent] != (0 if found.is_spare else 1) or (found.is_spare and found.maps):
                 raise IntegrityError(f"extent {extent} is in {in_rows[extent]} rows, and is {found}")
 
-    # Decisions.
+    # -- decisions ------------------------------------------------------------------------------------------
 
     def plan(self) -> list[Step]:
         """What is to be done now. A second call without anything in between returns nothing."""
@@ -280,16 +300,16 @@ class MemoryBudget:
             self._take_back(steps)  # of rows that no client has mapped
             self._close_surplus(steps)
             self._give_rows(steps, shares, whole=True)
-        if not self._book.recalled_bytes:
+        if not self.recalled_bytes:
             self._give_rows(steps, shares, whole=False)
-        if not self._book.closing_bytes:  # a row may wait for it, and would find the rest taken
+        if not self.closing_bytes:  # a row may wait for it, and would find the rest taken
             self._create_spares(steps)
         return steps
 
     def _recall_lost(self, steps: list[Step]) -> None:
         """Recall the rows of removed pools, and rows with an extent that was given up, with those above them."""
         lost: dict[str, int] = {name: 0 for name, pool in self._pools.items() if pool.removed}
-        for extent in self._book.extents.values():
+        for extent in self.extents.values():
             if extent.is_given_up and extent.pool is not None:
                 lost[extent.pool] = min(extent.row, lost.get(extent.pool, extent.row))
         for name, first in lost.items():
@@ -298,7 +318,7 @@ class MemoryBudget:
                     self._recall(steps, name, number)
 
     def _take_back(self, steps: list[Step]) -> None:
-        for number, extent in list(self._book.extents.items()):
+        for number, extent in list(self.extents.items()):
             if extent.pool is None or not extent.may_change_hands:
                 continue
             pool = self._pools[extent.pool]
@@ -309,7 +329,7 @@ class MemoryBudget:
             steps.append(TakeBack(number, extent.pool))
             extent.pool, extent.recalled = None, False
             if extent.is_given_up:
-                self._book.close(number)
+                self._close(number)
                 steps.append(Close(number))
         for name in [name for name, pool in self._pools.items() if pool.removed and not pool.rows]:
             del self._pools[name]
@@ -333,7 +353,7 @@ class MemoryBudget:
     @property
     def _remaining_bytes(self) -> int:
         """What is allocated once the extents that are being closed are free."""
-        return self.allocated_bytes - self._book.closing_bytes
+        return self.allocated_bytes - self.closing_bytes
 
     def _available(self) -> int:
         """Bytes that can be given soon: spare, being closed, or not yet taken."""
@@ -345,7 +365,7 @@ class MemoryBudget:
         number, first_slot = len(pool.rows), pool.held_slots()
         sizes, spares = pool.layout.sizes(num_slots), list[int | None]()
         for size, place in zip(sizes, pool.layout.ranks, strict=True):
-            spares.append(self._book.find_spare(size, place.numa_node, pool.layout.owner, spares))
+            spares.append(self._find_spare(size, place.numa_node, pool.layout.owner, spares))
         missing = sum(size for size, spare in zip(sizes, spares, strict=True) if spare is None)
         if not self._make_room(steps, missing, pool.layout.owner, spares):
             return False
@@ -353,12 +373,12 @@ class MemoryBudget:
         for rank, (size, extent) in enumerate(zip(sizes, spares, strict=True)):
             if extent is None:
                 node = pool.layout.ranks[rank].numa_node
-                extent = self._create(steps, size, self._book.emptiest_node() if node is None else node)
-            found = self._book.extents[extent]
+                extent = self._create(steps, size, self._emptiest_node() if node is None else node)
+            found = self.extents[extent]
             found.owner, found.pool, found.row = pool.layout.owner, name, number
             steps.append(Give(extent, name, rank, number, first_slot, num_slots))
             extents.append(extent)
-        num_bytes = sum(self._book.extents[extent].num_bytes for extent in extents)
+        num_bytes = sum(self.extents[extent].num_bytes for extent in extents)
         pool.rows[number] = Row(first_slot, num_slots, tuple(extents), num_bytes)
         return True
 
@@ -370,16 +390,56 @@ class MemoryBudget:
         return self.total_bytes - self.allocated_bytes >= num_bytes
 
     def _close_spare(self, steps: list[Step], owner: int | None, taken: Container[int | None] = ()) -> None:
-        number = self._book.newest_spare(owner, taken)
-        self._book.close(number)
+        """Close the newest spare extent, which is populated last: one that this owner may not have, if there is any."""
+        spares = (
+            (number, extent.owner) for number, extent in self.extents.items() if extent.is_spare and number not in taken
+        )
+        number, _ = max(spares, key=lambda spare: (spare[1] not in (None, owner), spare[0]))
+        self._close(number)
         steps.append(Close(number))
+
+    def _close(self, number: int) -> None:
+        """An extent that was handed out counts until the kernel has its memory back."""
+        extent = self.extents.pop(number)
+        if extent.owner is None:
+            self.allocated_bytes -= extent.num_bytes
+        else:
+            self.closed[number] = extent
+
+    def _find_spare(
+        self, num_bytes: int, node: int | None, owner: int, taken: Container[int | None] = ()
+    ) -> int | None:
+        """A spare extent of this size that the owner may have: on the node, or else on the node with the most spare
+        memory. The oldest of them, because it is populated first."""
+        by_node = self._bytes_by_node(spare_only=True)
+        fitting = [
+            (extent.numa_node != node, -by_node[extent.numa_node], number)
+            for number, extent in self.extents.items()
+            if extent.is_spare
+            and extent.num_bytes == num_bytes
+            and extent.owner in (None, owner)
+            and number not in taken
+        ]
+        return min(fitting)[-1] if fitting else None
+
+    def _emptiest_node(self) -> int | None:
+        by_node = self._bytes_by_node(spare_only=False)
+        return min(self._numa_nodes, key=lambda node: by_node[node])
+
+    def _bytes_by_node(self, *, spare_only: bool) -> Counter[int | None]:
+        by_node: Counter[int | None] = Counter()
+        for extent in self.extents.values():
+            if extent.is_spare or not spare_only:
+                by_node[extent.numa_node] += extent.num_bytes
+        return by_node
 
     def _create_spares(self, steps: list[Step]) -> None:
         while (left := self.total_bytes - self.allocated_bytes) >= UNIT_BYTES:
-            self._create(steps, min(left, self.extent_bytes), self._book.emptiest_node())
+            self._create(steps, min(left, self.extent_bytes), self._emptiest_node())
 
     def _create(self, steps: list[Step], num_bytes: int, node: int | None) -> int:
-        number = self._book.create(num_bytes, node)
+        number = self._last_number + 1
+        self._add(number, BookedExtent(num_bytes, node))
         steps.append(Create(number, num_bytes, node))
         return number
 
@@ -387,7 +447,7 @@ class MemoryBudget:
         """Recall rows for pools that have less than their share, and whether there were any."""
         surplus = max(0, self._remaining_bytes - self.total_bytes)
         needed = sum(self._pools[name].missing_bytes(share) for name, share in shares.items())
-        short = surplus + needed - max(0, self._available()) - self._book.recalled_bytes
+        short = surplus + needed - max(0, self._available()) - self.recalled_bytes
         before = len(steps)
         for may_cross in (False, True) if surplus or self._is_starving(shares) else (False,):
             for name, row in recall_order(self._pools, shares, may_cross=may_cross):
@@ -406,7 +466,7 @@ class MemoryBudget:
         row.recalled = True
         extents = tuple(filter(None, row.extents))
         for extent in extents:
-            self._book.extents[extent].recalled = True
+            self.extents[extent].recalled = True
         steps.append(Recall(name, number, extents))
         return row.num_bytes
 

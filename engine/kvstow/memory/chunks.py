@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Protocol
 
 from kvstow.errors import PinError
 from kvstow.memory.hoststeps import CallQueue, RegisterCall
 from kvstow.memory.pinning import Pace, PacedRegistrar
-from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
+from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, bytes_by_node, round_up
+
+NODE_STEP = 16 << 20  # bytes between two samples of the NUMA node: sampling holds the GIL
+
+logger = logging.getLogger("kvstow.pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,36 +127,55 @@ def _stride(slot_bytes: int, chunk_bytes: int) -> int:
     return stride
 
 
-class SlotMemory(Protocol):
-    """Where the bytes of chunks are. Each step either succeeds or is undone completely. Called by the pinning thread,
-    except `register` and `commit`, which may run beside each other: `register` on the host's thread, and `commit` on
-    one that populates, after a first time on the pinning thread. `close` follows the end of all. Chunks that follow
-    each other may be committed and decommitted as one."""
+class SlotMemory(ABC):
+    """Where the bytes of chunks are. Each step either succeeds or is undone completely.
 
-    resident_bytes: int
-    numa_notice: str | None
+    The pinning thread calls everything, with three exceptions: the host's thread may call `register`; a thread that
+    populates may call `commit`, after the pinning thread has called it once; `close` comes when all other calls have
+    ended. Chunks that follow each other may be committed and decommitted as one.
+    """
 
+    numa_notice: str | None = None
+    """A sentence for people if memory cannot be bound to the node, else None."""
+
+    def __init__(self, paced: PacedRegistrar) -> None:
+        self.resident_bytes = 0
+        self._paced = paced
+
+    @abstractmethod
     def commit(self, chunk: Chunk) -> None:
         """Make the chunk's bytes present. Raises `PinError`."""
 
-    def decommit(self, chunk: Chunk) -> None: ...
+    @abstractmethod
+    def decommit(self, chunk: Chunk) -> None:
+        """Give the chunk's memory back."""
+
+    @abstractmethod
+    def address_of(self, chunk: Chunk) -> int: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory and the address space back; idempotent."""
 
     def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
         """A committed chunk's bytes by NUMA node."""
+        return bytes_by_node(self.address_of(chunk), chunk.num_bytes, NODE_STEP)
 
     def register(self, chunk: Chunk) -> None:
-        """On the calling thread. Raises `PinError`; the chunk is then not pinned."""
+        """Pin a committed chunk, on the calling thread. Raises `PinError`; the chunk is then not pinned."""
+        self._paced.registrar.register(self.address_of(chunk), chunk.num_bytes)
 
     def unregister(self, chunk: Chunk) -> None:
-        """Raises `PinError`; the chunk is then still pinned."""
+        """Undo `register`, at the pace. Raises `PinError`; the chunk is then still pinned."""
+        self._paced.unregister(self.address_of(chunk), chunk.num_bytes)
 
     def unregister_at_close(self, chunk: Chunk) -> None:
-        """Logs an error instead of raising it."""
-
-    def close(self) -> None: ...
-
-
-logger = logging.getLogger("kvstow.pool")
+        """Undo `register` on the calling thread. Logs an error instead of raising it, so that the caller goes on to the
+        other chunks."""
+        try:
+            self._paced.registrar.unregister(self.address_of(chunk), chunk.num_bytes)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
 
 
 class Populating:

@@ -1,8 +1,5 @@
 """Extents: the blocks of shared memory that make up a node's pools. They are populated in the background, one chunk
-at a time.
-
-All long calls go through ctypes, which releases the GIL while the kernel works.
-"""
+at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ import math
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.callbacks import Callbacks
@@ -32,38 +28,25 @@ from kvstow.memfd import (
     require_memfd,
 )
 from kvstow.memory.limits import Allowance, MemoryLimits
-from kvstow.memory.pinning import PinProgress
-from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, bytes_by_node, prefer_node, round_up
+from kvstow.memory.region import (
+    HUGE_PAGE_BYTES,
+    MADV_COLLAPSE,
+    MADV_POPULATE_WRITE,
+    PAGE_BYTES,
+    HostRegion,
+    error_text,
+    libc,
+    prefer_node,
+    quick,
+    round_up,
+)
 
 EXTENT_NAME = "kvstow-extent"
-STEP_BYTES = 64 << 20  # the watermark moves by so much
+STEP_BYTES = 64 << 20  # the watermark moves by whole steps
 
-_PIECE_BYTES = 16 << 20  # between two looks at whether to stop: 2 ms for huge pages, 10 for others
-_NODE_STEP = 16 << 20  # bytes between two samples of where memory lies
+_PIECE_BYTES = 16 << 20  # between two checks whether to stop: 2 ms for huge pages, 10 for others
 
-_PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MADV_DONTFORK, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 10, 23, 25
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_libc.mmap.restype, _libc.mmap.argtypes = _address, (_address, _size, _int, _int, _int, ctypes.c_long)
-_libc.madvise.argtypes = (_address, _size, _int)
-
-# For calls of some microseconds, which keep the interpreter lock: beside a thread that computes in Python, each that
-# let go of it would wait 5 ms. With the others, populating reached 0.2 GiB/s there.
-_quick = ctypes.PyDLL(None, use_errno=True)
-_quick.mmap.restype, _quick.mmap.argtypes = _libc.mmap.restype, _libc.mmap.argtypes
-_quick.madvise.argtypes = _libc.madvise.argtypes
-
-
-@dataclass(frozen=True, slots=True)
-class Populated:
-    """What one call of `Window.populate` did. `small_page_bytes` of the bytes lie in pages of 4 KiB."""
-
-    num_bytes: int
-    small_page_bytes: int
-    numa_bytes: Counter[int]
+logger = logging.getLogger("kvstow.extents")
 
 
 class Extent:
@@ -80,11 +63,7 @@ class Extent:
         self.done_bytes = 0
         """What the populator has populated; the watermark follows by whole steps."""
         self.small_page_bytes = 0
-        """Of those populated by this process: bytes in pages of 4 KiB."""
-        self.numa_bytes: Counter[int] = Counter()
-        """The same by NUMA node; empty where the kernel does not tell."""
-        self.notice: str | None = None
-        """A sentence for people where memory cannot be bound to the node, else None."""
+        """How many of the bytes that this process has populated lie in pages of 4 KiB."""
         self.row: int | None = None
         """The row of the pool that waits for this memory; None if none does."""
 
@@ -136,10 +115,9 @@ class Extent:
         if fd >= 0:
             os.close(fd)
 
-    def record(self, populated: Populated, end: int) -> None:
+    def record(self, end: int, small_page_bytes: int) -> None:
         """The bytes up to `end` are populated. Called by the populator; the watermark moves by whole steps."""
-        self.small_page_bytes += populated.small_page_bytes
-        self.numa_bytes += populated.numa_bytes
+        self.small_page_bytes += small_page_bytes
         self.done_bytes = end
         self.populated_bytes = end if end == self.num_bytes else max(self.populated_bytes, end - end % STEP_BYTES)
 
@@ -153,14 +131,15 @@ class Window:
     """
 
     notice: str | None = field(default=None, init=False)
-    """A sentence for people where the kernel makes no huge pages, else None."""
+    """The last reason in the log why memory is not in huge pages or not on its node."""
     _region: HostRegion = field(default_factory=lambda: HostRegion(STEP_BYTES), init=False)
     _can_collapse: bool = field(default=True, init=False)
     _can_populate: bool = field(default=True, init=False)
 
-    def populate(self, extent: Extent, start: int, end: int, stop: Callable[[], bool]) -> Populated | None:
-        """Back `start` to `end`, multiples of 2 MiB, by memory, in huge pages if the kernel can. Bytes that are there
-        already stay. None if `stop` said so in between. Raises `PinError`."""
+    def populate(self, extent: Extent, start: int, end: int, stop: Callable[[], bool]) -> int | None:
+        """Back the bytes from `start` to `end`, multiples of 2 MiB, with memory, in huge pages if the kernel can. Bytes
+        that have memory keep their content. Returns how many lie in small pages, or None if `stop` ended it early.
+        Raises `PinError`."""
         self._map(extent, start, end)
         try:
             small_page_bytes = 0
@@ -169,10 +148,9 @@ class Window:
                     return None
                 piece = min(_PIECE_BYTES, end - offset)
                 small_page_bytes += self._populate_piece(extent, offset, self._region.address + offset - start, piece)
-            numa_bytes = bytes_by_node(self._region.address, end - start, _NODE_STEP)
-            return Populated(end - start, small_page_bytes, numa_bytes)
+            return small_page_bytes
         finally:
-            self._unmap(end - start)
+            self._region.unmap_file(0, end - start)
 
     def close(self) -> None:
         """Give the address space back; idempotent."""
@@ -180,58 +158,57 @@ class Window:
 
     def _map(self, extent: Extent, start: int, end: int) -> None:
         size = end - start
-        flags = _MAP_SHARED | _MAP_FIXED
-        if _quick.mmap(self._region.address, size, _PROT_READ_WRITE, flags, extent.fd, start) != self._region.address:
-            if extent.huge_pages == "reserved":
-                why = "the machine or the cgroup has no reserved 2 MiB page left"
-                raise PinError("hugepages", f"mapping {format_size(size)} failed: {why} ({_error_text()})")
-            raise PinError("out_of_memory", f"mapping {format_size(size)} failed: {_error_text()}")
-        _quick.madvise(self._region.address, size, _MADV_DONTFORK)
+        try:
+            self._region.map_file(0, size, extent.fd, start)
+        except PinError as error:
+            if extent.huge_pages != "reserved":
+                raise
+            why = "the machine or the cgroup has no reserved 2 MiB page left"
+            raise PinError("hugepages", f"{why}: {error}") from error
         if extent.numa_node is not None:
-            extent.notice = prefer_node(self._region.address, size, extent.numa_node)
-
-    def _unmap(self, num_bytes: int) -> None:
-        """Put reserved address space back where the extent was mapped."""
-        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        if _libc.mmap(self._region.address, num_bytes, _PROT_NONE, flags, -1, 0) != self._region.address:
-            raise PinError("out_of_memory", f"unmapping {format_size(num_bytes)} failed: {_error_text()}")
-        _quick.madvise(self._region.address, num_bytes, _MADV_DONTFORK)
+            self._warn(prefer_node(self._region.address, size, extent.numa_node))
 
     def _populate_piece(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
-        """The bytes that lie in small pages afterwards."""
+        """Returns how many of the bytes lie in small pages afterwards."""
         small = 0 if extent.huge_pages == "reserved" else self._make_huge(extent, offset, address, num_bytes)
         is_there = extent.huge_pages != "reserved" and not small
-        self._populate(extent, offset, address, num_bytes, _quick if is_there else _libc)
+        self._populate(extent, offset, address, num_bytes, quick if is_there else libc)
         return small
 
     def _make_huge(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
         """Turn one 4 KiB page into a huge one, for each 2 MiB: 10 GiB/s, where populating 512 small pages first and
-        collapsing them afterwards reaches 0.2 to 0.35. A range without any page is refused by the kernel."""
+        collapsing them afterwards reaches 0.2 to 0.35. The kernel refuses a range without any page."""
         if not self._can_collapse:
             return num_bytes
         for start in range(0, num_bytes, HUGE_PAGE_BYTES):
-            self._populate(extent, offset + start, address + start, PAGE_BYTES, _quick)
-        if _libc.madvise(address, num_bytes, _MADV_COLLAPSE) == 0:
+            self._populate(extent, offset + start, address + start, PAGE_BYTES, quick)
+        if libc.madvise(address, num_bytes, MADV_COLLAPSE) == 0:
             return 0
         if ctypes.get_errno() == errno.EINVAL:
             self._can_collapse = False
-            self.notice = (
+            self._warn(
                 "shared memory lies in 4 KiB pages, which take longer to register: MADV_COLLAPSE failed with "
-                f"{_error_text()}; it needs Linux 6.1 and transparent huge pages"
+                f"{error_text()}; it needs Linux 6.1 and transparent huge pages"
             )
             return num_bytes
         starts = range(address, address + num_bytes, HUGE_PAGE_BYTES)
-        refused: int = sum(_libc.madvise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) != 0 for start in starts)
+        refused: int = sum(libc.madvise(start, HUGE_PAGE_BYTES, MADV_COLLAPSE) != 0 for start in starts)
         if refused:
-            self.notice = f"some shared memory lies in 4 KiB pages: MADV_COLLAPSE failed with {_error_text()}"
+            self._warn(f"some shared memory lies in 4 KiB pages: MADV_COLLAPSE failed with {error_text()}")
         return refused * HUGE_PAGE_BYTES
+
+    def _warn(self, notice: str | None) -> None:
+        """Log why memory is slower than it could be, once until the reason changes."""
+        if notice is not None and notice != self.notice:
+            self.notice = notice
+            logger.warning("%s", notice)
 
     def _populate(self, extent: Extent, offset: int, address: int, num_bytes: int, library: ctypes.CDLL) -> None:
         if self._can_populate:
-            if library.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0:
+            if library.madvise(address, num_bytes, MADV_POPULATE_WRITE) == 0:
                 return
             if ctypes.get_errno() != errno.EINVAL:
-                raise self._refusal(extent, num_bytes, _error_text())
+                raise self._refusal(extent, num_bytes, error_text())
             self._can_populate = False
         try:
             os.posix_fallocate(extent.fd, offset, num_bytes)  # a kernel before 5.14
@@ -251,34 +228,18 @@ def _require_whole_pages(num_bytes: int) -> None:
         raise ConfigError("size of an extent", num_bytes, "a multiple of 2 MiB")
 
 
-def _error_text() -> str:
-    code = ctypes.get_errno()
-    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
-
-
 PopulatorState = Literal["populating", "ready", "paused", "degraded", "failed", "closed"]
 
-_DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
-logger = logging.getLogger("kvstow.extents")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PopulatorStatus:
-    """One view of a populator. `degraded`: memory was refused; `failed`: an unexpected error. In both, `error_reason`
-    and `error` say why, what is populated stays usable, and `retry` tries again."""
+class PopulatorStatus(NamedTuple):
+    """One view of a populator. `degraded`: memory was refused; `failed`: an unexpected error. In both, `error` says
+    why, what is populated stays usable, and `retry` tries again."""
 
     state: PopulatorState
     populated_bytes: int
     target_bytes: int
     small_page_bytes: int
-    numa_bytes: Mapping[int, int]
-    rate_bytes_per_second: float | None
-    elapsed_seconds: float
-    notice: str | None
-    error_reason: str | None
     error: str | None
-    failures: Mapping[str, int]
 
 
 class Populator:
@@ -316,11 +277,11 @@ class Populator:
         self._extents: list[Extent] = []
         self._current: Extent | None = None  # the thread is populating it
         self._taken = 0  # bytes populated by this process
-        self._failure: tuple[str, str] | None = None
+        self._failure: str | None = None
+        self._is_defective = False
+        """Whether the failure is an unexpected error."""
         self._refusal = ""
         """The reason that is in the log, until something can be populated again."""
-        self._failures: Counter[str] = Counter()
-        self._progress = PinProgress(clock)
         self._listeners = Callbacks()
         self._paused = self._closing = False
         self._window = Window()
@@ -354,7 +315,7 @@ class Populator:
                 return
             self._extents.remove(extent)
             self._state.wait_for(lambda: self._current is not extent)
-            if self._failure is not None and self._failure[0] != _DEFECT and not self._has_unfinished():
+            if not self._is_defective and not self._has_unfinished():
                 self._failure = None  # what was refused is not wanted any more
 
     def set_paused(self, paused: bool) -> None:
@@ -371,24 +332,12 @@ class Populator:
 
     def status(self) -> PopulatorStatus:
         with self._state:
-            extents = self._extents
-            reason, error = self._failure or (None, None)
-            numa_bytes: Counter[int] = Counter()
-            for extent in extents:
-                numa_bytes.update(extent.numa_bytes)
-            notices = dict.fromkeys(filter(None, (self._window.notice, *(extent.notice for extent in extents))))
             return PopulatorStatus(
-                state=self._current_state(),
-                populated_bytes=sum(extent.populated_bytes for extent in extents),
-                target_bytes=sum(extent.num_bytes for extent in extents),
-                small_page_bytes=sum(extent.small_page_bytes for extent in extents),
-                numa_bytes=dict(numa_bytes),
-                rate_bytes_per_second=self._progress.rate,
-                elapsed_seconds=self._progress.elapsed,
-                notice="; ".join(notices) or None,
-                error_reason=reason,
-                error=error,
-                failures=dict(self._failures),
+                self._current_state(),
+                sum(extent.populated_bytes for extent in self._extents),
+                sum(extent.num_bytes for extent in self._extents),
+                sum(extent.small_page_bytes for extent in self._extents),
+                self._failure,
             )
 
     def close(self) -> None:
@@ -412,10 +361,10 @@ class Populator:
                 if error.reason != self._refusal:  # the node tries again and again
                     logger.warning("populating stopped: %s", error)
                 self._refusal = error.reason
-                self._fail(error.reason, str(error))
+                self._fail(str(error), is_defect=False)
             except Exception as error:
                 logger.exception("populating stopped by a defect")
-                self._fail(_DEFECT, repr(error))
+                self._fail(repr(error), is_defect=True)
             self._listeners.call()
 
     def _populate_next(self) -> bool:
@@ -430,23 +379,19 @@ class Populator:
                 self._current = None
                 return True
             start = max(extent.done_bytes, extent.populated_bytes)
-            self._progress.begin(self._taken)
         try:
             end = min(start + self._chunk_bytes, start - start % STEP_BYTES + STEP_BYTES, extent.num_bytes)
             self._allowance.require(self._taken, self._taken + end - start)
-            populated = self._window.populate(extent, start, end, lambda: not self._is_wanted(extent))
+            small_page_bytes = self._window.populate(extent, start, end, lambda: not self._is_wanted(extent))
         finally:
             with self._state:
                 self._current = None
                 self._state.notify_all()
         self._refusal = ""
         with self._state:
-            if populated is not None and extent in self._extents:
-                extent.record(populated, end)
-                self._taken += populated.num_bytes
-                self._progress.record(self._taken)
-                if not self._has_unfinished():
-                    self._progress.end()
+            if small_page_bytes is not None and extent in self._extents:
+                extent.record(end, small_page_bytes)
+                self._taken += end - start
         return self._wait_for_pause()
 
     def _wait_for_pause(self) -> bool:
@@ -460,12 +405,10 @@ class Populator:
         with self._state:
             return not self._closing and extent in self._extents
 
-    def _fail(self, reason: str, message: str) -> None:
+    def _fail(self, message: str, *, is_defect: bool) -> None:
         self._allowance.forget()
         with self._state:
-            self._failure = reason, message
-            self._failures[reason] += 1
-            self._progress.end()
+            self._failure, self._is_defective = message, is_defect
 
     # Under `_state`.
 
@@ -481,7 +424,7 @@ class Populator:
         if self._thread is not None and not self._thread.is_alive():
             return "failed"
         if self._failure is not None:
-            return "failed" if self._failure[0] == _DEFECT else "degraded"
+            return "failed" if self._is_defective else "degraded"
         if not self._has_unfinished():
             return "ready"
         return "paused" if self._paused else "populating"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kvstow.config import HugePages
 from kvstow.errors import PinError
@@ -41,7 +41,8 @@ class NodeMemory:
         self.given_up: dict[int, Extent] = {}
         """Extents that are not used any more, and that a process may still have."""
         self._ends: MemfdEnds | None = None
-        self._extents: dict[int, Extent] = {}
+        self.extents: dict[int, Extent] = {}
+        """The extents that exist, by number, without those that were given up. Others read it."""
         self._missing: dict[int, Create] = {}
         self._rows: dict[int, int] = {}
 
@@ -57,7 +58,7 @@ class NodeMemory:
 
     def restore(self, number: int, extent: Extent, row: int | None) -> None:
         """An extent of an earlier service, which the budget knows. Takes it over."""
-        self._extents[number] = extent
+        self.extents[number] = extent
         if row is not None:
             self._rows[number] = extent.row = row
         self.populator.add(extent)
@@ -70,7 +71,7 @@ class NodeMemory:
     @property
     def waits(self) -> bool:
         """Whether memory that was given up is not free yet."""
-        return bool(self.budget.closed())
+        return bool(self.budget.closed)
 
     def close_given_up(self, numbers: Iterable[int] | None = None) -> None:
         """Close what no process uses any more, of these extents or of all. The keeper must release it then, before
@@ -105,14 +106,14 @@ class NodeMemory:
         try:
             return seal_writes(extent.fd)
         except PermissionError:
-            return not self.budget.closed()[number].had
+            return not self.budget.closed[number].had
 
     def settle(self) -> bool:
         """Notice what is free by now; the rest is kept by some process. Returns whether the budget has to decide
         anew."""
         there = {*self.given_up, *(() if self._ends is None else self._ends.remaining())}
         has_news = False
-        for number, extent in list(self.budget.closed().items()):
+        for number, extent in list(self.budget.closed.items()):
             if number not in there:
                 self.budget.free(number)
                 has_news = True
@@ -126,20 +127,12 @@ class NodeMemory:
         self._create_missing()
         self.populator.retry()
 
-    def extent(self, number: int) -> Extent | None:
-        """Its descriptor may be sent to clients up to its watermark; None while it could not be created."""
-        return self._extents.get(number)
-
-    def extents(self) -> Mapping[int, Extent]:
-        """Those that exist, by number, without those that were given up."""
-        return self._extents
-
     def close(self) -> None:
         """Stop populating and release all extents; idempotent. A keeper has them still."""
         self.populator.close()
-        for extent in (*self._extents.values(), *self.given_up.values()):
+        for extent in (*self.extents.values(), *self.given_up.values()):
             extent.close()
-        self._extents.clear()
+        self.extents.clear()
         self.given_up.clear()
         if self._ends is not None:
             self._ends.close()
@@ -164,7 +157,7 @@ class NodeMemory:
             self._rows.pop(number, None)
         else:
             self._rows[number] = row
-        extent = self._extents.get(number)
+        extent = self.extents.get(number)
         if extent is not None:
             extent.row = row
 
@@ -184,10 +177,10 @@ class NodeMemory:
     def _close(self, number: int) -> None:
         self._missing.pop(number, None)
         self._rows.pop(number, None)
-        extent = self._extents.pop(number, None)
+        extent = self.extents.pop(number, None)
         if extent is not None:
             self.populator.discard(extent)
-            if number in self.budget.closed():
+            if number in self.budget.closed:
                 self.given_up[number] = extent
             else:  # it was never handed out
                 extent.close()

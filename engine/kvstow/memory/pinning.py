@@ -23,6 +23,7 @@ from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.errors import PinError
 from kvstow.memory.hoststeps import CallQueue, HostState, HostSteps, MadeCall
+from kvstow.memory.region import libc
 
 
 class Registrar(Protocol):
@@ -106,10 +107,6 @@ class PinProgress:
         return (after - before) / (pinned - began) if pinned > began else None
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mlock.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-
 class MlockRegistrar:
     """Locks memory with `mlock`, as far as the process may. After the first refusal it locks no more: the memory is
     populated and usable, `mode` becomes "populate", and `notice` names the limit. One registrar per pool."""
@@ -130,12 +127,12 @@ class MlockRegistrar:
         if self.notice is not None:
             return
         self._locked.add(address)  # before the call, which a signal handler may interrupt
-        if _libc.mlock(address, num_bytes) == 0:
+        if libc.mlock(address, num_bytes) == 0:
             self.locked_bytes += num_bytes
             return
         code = ctypes.get_errno()
         self._locked.remove(address)
-        _libc.munlock(address, num_bytes)  # it may have locked a part
+        libc.munlock(address, num_bytes)  # it may have locked a part
         what = f"mlock of {format_size(num_bytes)} failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})"
         if not _forbidden(code, num_bytes):
             raise PinError("memlock", what)
@@ -147,7 +144,7 @@ class MlockRegistrar:
     def unregister(self, address: int, num_bytes: int) -> None:
         if address not in self._locked:
             return
-        if _libc.munlock(address, num_bytes) != 0:
+        if libc.munlock(address, num_bytes) != 0:
             raise PinError("memlock", f"munlock of {format_size(num_bytes)} failed: {os.strerror(ctypes.get_errno())}")
         self._locked.remove(address)
         self.locked_bytes -= num_bytes
@@ -328,7 +325,7 @@ class PacedRegistrar:
         clock: Callable[[], float],
         cpu_clock: Callable[[], float],
     ) -> None:
-        self._registrar, self._pace, self._steps = registrar, pace, steps
+        self.registrar, self._pace, self._steps = registrar, pace, steps
         self._clock, self._cpu_clock = clock, cpu_clock
         self._is_prepared = False
         self._calls: deque[MadeCall] = deque(maxlen=_KEPT)
@@ -341,18 +338,13 @@ class PacedRegistrar:
     def prepare_thread(self) -> None:
         """Idempotent; see `Registrar.prepare_thread`."""
         if not self._is_prepared:
-            self._registrar.prepare_thread()
+            self.registrar.prepare_thread()
             self._is_prepared = True
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Pin a populated range, on the calling thread: a call of the queue for `advance`. Raises `PinError`; the range
-        is then not pinned."""
-        self._registrar.register(address, num_bytes)
 
     def unregister(self, address: int, num_bytes: int) -> None:
         """Undo `register`, at the pace. Raises `PinError`; the range is then still pinned. The caller records what is
         pinned, then calls `record`."""
-        call = partial(self._registrar.unregister, address, num_bytes)
+        call = partial(self.registrar.unregister, address, num_bytes)
         self._started, self._of_host = self._cpu_clock(), None
         if (expected := self._pace.call_seconds) is None:
             call()
@@ -423,14 +415,6 @@ class PacedRegistrar:
             self._steps.budget.share,
             self._steps.budget.cost,
         )
-
-    def unregister_at_close(self, address: int, num_bytes: int, what: str) -> None:
-        """Unregister on the calling thread, without a pace. Logs an error instead of raising it, so that the caller
-        goes on to the rest."""
-        try:
-            self._registrar.unregister(address, num_bytes)
-        except Exception as error:  # noqa: BLE001
-            logger.warning("could not unregister %s: %s", what, error)
 
     def _record_of_host(self, queue: CallQueue) -> None:
         """Tell the pace of each call what the median one took: one that took unusually long must not shrink the

@@ -30,18 +30,20 @@ _POPULATE_BYTES = 8 << 20  # per call, 1 ms or more: meanwhile an mmap of any th
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MAP_HUGETLB, _MAP_HUGE_2MB = 0x40000, 21 << 26
-_MADV_DONTNEED, _MADV_REMOVE, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 9, 10, 14, 23
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE = 4, 10, 14
+MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 22, 23, 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
+"""For calls that take long: they release the GIL."""
+quick = ctypes.PyDLL(None, use_errno=True)
+"""For calls of some microseconds, which keep the GIL: beside a thread that computes in Python, each call that releases
+it waits 5 ms to get it back."""
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_libc.mmap.restype, _libc.mmap.argtypes = _address, (_address, _size, _int, _int, _int, ctypes.c_long)
-_libc.munmap.argtypes = (_address, _size)
-_libc.madvise.argtypes = (_address, _size, _int)
-
-# Takes 2 us and keeps the GIL: beside a computing host, a thread that releases it waits 5 ms to get it back.
-_mprotect = ctypes.PyDLL(None, use_errno=True).mprotect
-_mprotect.argtypes = (_address, _size, _int)
+for _library in (libc, quick):
+    _library.mmap.restype, _library.mmap.argtypes = _address, (_address, _size, _int, _int, _int, ctypes.c_long)
+    _library.munmap.argtypes = _library.mlock.argtypes = _library.munlock.argtypes = (_address, _size)
+    _library.madvise.argtypes = _library.mprotect.argtypes = (_address, _size, _int)
 
 
 class HostRegion:
@@ -61,10 +63,10 @@ class HostRegion:
             _require_giving_back(self.address, self.num_bytes)
         self._closed = False
         # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
-        _libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
+        libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
         # Registering huge pages is 10 times cheaper. A kernel without them refuses, and the pool works all the same.
         # For reserved pages this changes nothing.
-        _libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
+        libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
 
     def commit(self, offset: int, num_bytes: int, *, plenty: bool = False, threads: int = 1) -> None:
         """Populate the range, with `threads` threads. Raises `PinError`; the range then holds no memory.
@@ -77,7 +79,7 @@ class HostRegion:
         touch = partial(_touch_by_threads, threads=threads)
         populate = _populate_reserved if self._is_reserved else touch if plenty else _populate
         try:
-            _check(_mprotect(address, num_bytes, _PROT_READ_WRITE), "mprotect", num_bytes)
+            _check(quick.mprotect(address, num_bytes, _PROT_READ_WRITE), "mprotect", num_bytes)
             populate(address, num_bytes)
         except BaseException:
             self.decommit(offset, num_bytes)
@@ -86,14 +88,29 @@ class HostRegion:
     def decommit(self, offset: int, num_bytes: int) -> None:
         """Give the range's memory back; its bytes are lost."""
         address = self.address + offset
-        _check(_libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
-        _check(_mprotect(address, num_bytes, _PROT_NONE), "mprotect", num_bytes)
+        _check(libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
+        _check(quick.mprotect(address, num_bytes, _PROT_NONE), "mprotect", num_bytes)
+
+    def map_file(self, offset: int, num_bytes: int, fd: int, start: int) -> None:
+        """Map a file's bytes from `start` on in place of the reserved address space at `offset`. A child process does
+        not inherit the mapping. Raises `PinError`."""
+        address, flags = self.address + offset, _MAP_SHARED | _MAP_FIXED
+        if quick.mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, start) != address:
+            raise PinError("out_of_memory", f"mapping {format_size(num_bytes)} failed: {error_text()}")
+        quick.madvise(address, num_bytes, _MADV_DONTFORK)
+
+    def unmap_file(self, offset: int, num_bytes: int, library: ctypes.CDLL = libc) -> None:
+        """Put reserved address space back where a file was mapped."""
+        address, flags = self.address + offset, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        if library.mmap(address, num_bytes, _PROT_NONE, flags, -1, 0) != address:
+            raise PinError("out_of_memory", f"unmapping {format_size(num_bytes)} failed: {error_text()}")
+        quick.madvise(address, num_bytes, _MADV_DONTFORK)
 
     def close(self) -> None:
         """Give back memory and address space; idempotent."""
         if not self._closed:
             self._closed = True
-            _libc.munmap(self.address, self.num_bytes)
+            libc.munmap(self.address, self.num_bytes)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -104,23 +121,23 @@ def _reserve_aligned(num_bytes: int, more_flags: int) -> int:
     """Reserve more than needed, then unmap what lies before and after the aligned part."""
     asked = num_bytes + HUGE_PAGE_BYTES
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | more_flags
-    start = _libc.mmap(None, asked, _PROT_NONE, flags, -1, 0)
+    start = libc.mmap(None, asked, _PROT_NONE, flags, -1, 0)
     if start == _MAP_FAILED:
-        raise PinError("out_of_memory", f"cannot reserve {format_size(asked)} of address space: {_error_text()}")
+        raise PinError("out_of_memory", f"cannot reserve {format_size(asked)} of address space: {error_text()}")
     address = round_up(start, HUGE_PAGE_BYTES)
     if address > start:
-        _libc.munmap(start, address - start)
+        libc.munmap(start, address - start)
     if (rest := start + asked - address - num_bytes) > 0:
-        _libc.munmap(address + num_bytes, rest)
+        libc.munmap(address + num_bytes, rest)
     return int(address)
 
 
 def _require_giving_back(address: int, num_bytes: int) -> None:
     """Raise `PinError` and unmap the range if the kernel cannot take reserved huge pages back. An empty range is enough
     to find out."""
-    if _libc.madvise(address, num_bytes, _MADV_DONTNEED) != 0:
-        what = _error_text()
-        _libc.munmap(address, num_bytes)
+    if libc.madvise(address, num_bytes, _MADV_DONTNEED) != 0:
+        what = error_text()
+        libc.munmap(address, num_bytes)
         raise PinError("hugepages", f"a pool in reserved huge pages needs Linux 5.18: MADV_DONTNEED failed with {what}")
 
 
@@ -150,14 +167,14 @@ def _populate(address: int, num_bytes: int) -> None:
         if ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
             _touch(start, size)
         else:
-            raise PinError("out_of_memory", f"populating of {format_size(num_bytes)} failed: {_error_text()}")
+            raise PinError("out_of_memory", f"populating of {format_size(num_bytes)} failed: {error_text()}")
 
 
 def _populate_reserved(address: int, num_bytes: int) -> None:
     """As `_populate`, but never by touching: a missing reserved page would raise SIGBUS."""
     for _, size in _refused(address, num_bytes):
         is_short = ctypes.get_errno() == errno.EFAULT
-        why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else _error_text()
+        why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else error_text()
         raise PinError("hugepages", f"populating {format_size(size)} failed: {why}")
 
 
@@ -166,16 +183,17 @@ def _refused(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
     set."""
     for start in range(address, address + num_bytes, _POPULATE_BYTES):
         size = min(_POPULATE_BYTES, address + num_bytes - start)
-        if _libc.madvise(start, size, _MADV_POPULATE_WRITE) != 0:
+        if libc.madvise(start, size, MADV_POPULATE_WRITE) != 0:
             yield start, size
 
 
 def _check(result: int, what: str, num_bytes: int) -> None:
     if result != 0:
-        raise PinError("out_of_memory", f"{what} of {format_size(num_bytes)} failed: {_error_text()}")
+        raise PinError("out_of_memory", f"{what} of {format_size(num_bytes)} failed: {error_text()}")
 
 
-def _error_text() -> str:
+def error_text() -> str:
+    """The name and the text of the last error of `libc` or `quick`."""
     code = ctypes.get_errno()
     return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
 
@@ -186,9 +204,6 @@ _MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no functions for t
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _NODES = 1024  # the kernel's most; a mask may be larger than the machine
 _WORD_BITS = 64
-
-# Calls of 2 us keep the GIL: beside a host that computes in Python, each release of it would cost 5 ms of waiting.
-_quick = ctypes.PyDLL(None, use_errno=True)
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
@@ -203,10 +218,9 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
     # The kernel subtracts one from the given number of bits.
     arguments = (ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_long(_MPOL_PREFERRED), mask)
-    if _quick.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(_NODES + 1), ctypes.c_ulong(0)) == 0:
+    if quick.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(_NODES + 1), ctypes.c_ulong(0)) == 0:
         return None
-    code = ctypes.get_errno()
-    return _refusal(node, f"mbind failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})")
+    return _refusal(node, f"mbind failed: {error_text()}")
 
 
 def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
@@ -220,7 +234,7 @@ def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
     rest = ctypes.c_void_p(None), ctypes.c_ulong(0)
     for start in range(address, address + num_bytes, step):
         arguments = (ctypes.byref(node), *rest, ctypes.c_void_p(start), ctypes.c_ulong(_NODE_OF_PAGE))
-        if _quick.syscall(ctypes.c_long(number), *arguments) != 0:
+        if quick.syscall(ctypes.c_long(number), *arguments) != 0:
             return Counter()
         found[node.value] += min(step, address + num_bytes - start)
     return found

@@ -6,10 +6,10 @@ A pool's slots lie in rows of extents. Row `i` is one extent for each rank, with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from kvstow.errors import ConfigError
 from kvstow.memory.region import HUGE_PAGE_BYTES, round_up
 
 UNIT_BYTES = HUGE_PAGE_BYTES  # sizes of extents are multiples of it
@@ -118,123 +118,6 @@ class BookedExtent:
     def may_change_hands(self) -> bool:
         """Its pool has lost it, and every client has released it."""
         return self.recalled and not self.maps
-
-
-class ExtentBook:
-    """Extents by number. Numbers are never used twice. Not locked."""
-
-    def __init__(self, numa_nodes: Sequence[int | None]) -> None:
-        self.extents: dict[int, BookedExtent] = {}
-        self.closed: dict[int, BookedExtent] = {}
-        """Those that were handed out, and whose memory the kernel has not taken back yet."""
-        self.allocated_bytes = 0
-        """Of all that exist, those among them that were closed."""
-        self._numa_nodes = numa_nodes
-        self._last_number = 0
-
-    @property
-    def spare_bytes(self) -> int:
-        return sum(extent.num_bytes for extent in self.extents.values() if extent.is_spare)
-
-    @property
-    def recalled_bytes(self) -> int:
-        """Of extents that were recalled, and that clients still have."""
-        return sum(extent.num_bytes for extent in self.extents.values() if extent.recalled)
-
-    def find(self, number: int) -> BookedExtent:
-        """Raises `NotFoundError`."""
-        if number not in self.extents:
-            raise NotFoundError(f"there is no extent {number}")
-        return self.extents[number]
-
-    def create(self, num_bytes: int, numa_node: int | None) -> int:
-        self.restore(self._last_number + 1, BookedExtent(num_bytes, numa_node))
-        return self._last_number
-
-    def restore(self, number: int, extent: BookedExtent) -> None:
-        """An extent with a number that it had before a restart."""
-        self.extents[number] = extent
-        self.allocated_bytes += extent.num_bytes
-        self._last_number = max(self._last_number, number)
-
-    @property
-    def closing_bytes(self) -> int:
-        """Of those that were closed, and that nobody is known to have."""
-        return sum(extent.num_bytes for extent in self.closed.values() if not extent.is_kept)
-
-    def close(self, number: int) -> None:
-        """One that was handed out counts until the kernel has its memory back."""
-        extent = self.extents.pop(number)
-        if extent.owner is None:
-            self.allocated_bytes -= extent.num_bytes
-        else:
-            self.closed[number] = extent
-
-    def restore_closed(self, num_bytes: int) -> int:
-        """Memory of an earlier service. The number is one that no other extent has."""
-        number = min((0, *self.closed)) - 1
-        self.closed[number] = BookedExtent(num_bytes, None, is_kept=True)
-        self.allocated_bytes += num_bytes
-        return number
-
-    def free(self, number: int) -> None:
-        """The kernel has the memory of a closed one back."""
-        self.allocated_bytes -= self.closed.pop(number).num_bytes
-
-    def find_spare(self, num_bytes: int, node: int | None, owner: int, taken: Container[int | None] = ()) -> int | None:
-        """One of this size that the owner may have: on the node, else on the one with the most spare memory; the oldest
-        of them, as it is populated first."""
-        by_node = self._bytes_by_node(spare_only=True)
-        fitting = [
-            (extent.numa_node != node, -by_node[extent.numa_node], number)
-            for number, extent in self.extents.items()
-            if extent.is_spare
-            and extent.num_bytes == num_bytes
-            and extent.owner in (None, owner)
-            and number not in taken
-        ]
-        return min(fitting)[-1] if fitting else None
-
-    def newest_spare(self, owner: int | None, taken: Container[int | None] = ()) -> int:
-        """Of those that this owner may not have, else of all: the newest, as it is populated last."""
-        spares = (
-            (number, extent.owner) for number, extent in self.extents.items() if extent.is_spare and number not in taken
-        )
-        return max(spares, key=lambda spare: (spare[1] not in (None, owner), spare[0]))[0]
-
-    def emptiest_node(self) -> int | None:
-        by_node = self._bytes_by_node(spare_only=False)
-        return min(self._numa_nodes, key=lambda node: by_node[node])
-
-    def record_mapping(self, client: str, number: int, *, is_process: bool) -> None:
-        """Raises `ConflictError` if it may not be mapped."""
-        extent = self.find(number)
-        if extent.is_spare or extent.recalled:
-            raise ConflictError(f"extent {number} is not in use, or was recalled: it may not be mapped")
-        extent.maps[client] += 1
-        if is_process:
-            extent.had.add(client)
-
-    def record_unmapping(self, client: str, number: int) -> None:
-        """Raises `InvalidRequestError` if the client has no mapping."""
-        maps = self.find(number).maps
-        if client not in maps:
-            raise InvalidRequestError(f"{client} has no mapping of extent {number}")
-        maps[client] -= 1
-        if not maps[client]:
-            del maps[client]
-
-    def record_death(self, client: str) -> None:
-        for extent in (*self.extents.values(), *self.closed.values()):
-            extent.maps.pop(client, None)
-            extent.had.discard(client)
-
-    def _bytes_by_node(self, *, spare_only: bool) -> Counter[int | None]:
-        by_node: Counter[int | None] = Counter()
-        for extent in self.extents.values():
-            if extent.is_spare or not spare_only:
-                by_node[extent.numa_node] += extent.num_bytes
-        return by_node
 
 
 @dataclass(slots=True)

@@ -335,12 +335,15 @@ class SlotPool(ABC):
             memory=self._memory,
             paced=self._paced,
             pace=self._pace,
-            is_host_idle=lambda: self.steps.state(self._clock()) == "idle",
+            is_host_idle=self._is_host_idle,
         )
         self._queue = growth.queue
         growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
         self._progress.begin(self._covered() * self.slot_bytes)
         return growth
+
+    def _is_host_idle(self) -> bool:
+        return self.steps.state(self._clock()) == "idle"
 
     def _plan(self, covered: int, number: int) -> list[Chunk]:
         """Up to so many chunks that follow each other in memory, after the first `covered` slots."""

@@ -130,7 +130,7 @@ class FakeRank:
     def gather(self, op_id: int) -> None:
         """Read the blocks of a queued store into staging, and report that its source is free."""
         self.staging.setdefault(op_id, [self.blocks.get(block) for block in self.queue[op_id].blocks])
-        self.say(op_id, "source_free")
+        self.send(op_id, "source_free")
 
     def run(self, op_id: int, *, fail: bool = False) -> None:
         """Copy a queued op and report it. If it fails, it corrupts what it would have written."""
@@ -144,13 +144,13 @@ class FakeRank:
         if fail:
             spoiled, numbers = (self.slots, op.slots) if op.direction == "store" else (self.blocks, op.blocks)
             spoiled.update(dict.fromkeys(numbers))
-        self.say(op_id, "failed" if fail else "done")
+        self.send(op_id, "failed" if fail else "done")
 
     def run_all(self) -> None:
         for op_id in list(self.queue):
             self.run(op_id)
 
-    def say(self, op_id: int, mark: Mark, *, boot_id: str | None = None) -> None:
+    def send(self, op_id: int, mark: Mark, *, boot_id: str | None = None) -> None:
         """Report a mark of an op, true or not."""
         error = "injected" if mark == "failed" else None
         self.engine.complete(self.rank, boot_id or self.boot_id, [Completion(op_id, mark, error, seconds=0.001)])

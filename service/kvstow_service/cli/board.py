@@ -15,6 +15,7 @@ from kvstow.stats import SLOT_STATES
 from kvstow_api.answers import ConditionView
 from kvstow_api.columns import Table as RowTable
 from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, Sizes, select_ranks
+from kvstow_api.texts import percent
 from kvstow_service.cli.output import STATE_STYLES
 
 # The characters distinguish the states on terminals without colours.
@@ -228,14 +229,17 @@ def _by_size(sizes: Sizes, width: int) -> RenderableType:
     """A bar for each size, in another colour for the present and the next useful one. One line."""
     if not sizes.ratios:
         return Text.assemble(_label("by size".ljust(_LABEL + 2)), sizes.words, no_wrap=True, overflow="ellipsis")
-    wide = max(2, _bar_width(width) // len(sizes.ratios))
+    wide = _bar_width(width) // len(sizes.ratios)
     line = Text()
     for number, ratio in enumerate(sizes.ratios):
         style = "bold green" if number == sizes.now else "yellow" if number == sizes.next else "blue"
-        line.append(_level(ratio, sizes.top) * (wide - 1) + " ", style)
+        line.append((_level(ratio, sizes.top) * max(1, wide - 1)).ljust(wide), style)
+    words = [] if sizes.now is None else [f"{percent(sizes.ratios[sizes.now])} now"]
+    if sizes.next is not None:
+        words.append(f"{percent(sizes.ratios[sizes.next])} with {sizes.labels[sizes.next]}")
+    words += [f"{row.value} {row.note}" for row in sizes.figures if row.name == "saved"]
     grid = _grid()
-    words = ", ".join(f"{row.value} {row.note}" for row in sizes.figures)
-    grid.add_row(_label("by size"), line, words)
+    grid.add_row(_label("by size"), line, ", ".join(words))
     return grid
 
 

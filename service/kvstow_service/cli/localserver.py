@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,6 +32,12 @@ class LocalServerClient(Client):
         if self._local is None or route.method == "GET":
             return super().call(route, body, **given)
         return self._local.call(route, body, **given)
+
+    def record(self, pool: str, *, seconds: float, max_bytes: int) -> Generator[str, None, None]:
+        self._local = self._local or self._find()
+        if self._local is None:
+            return super().record(pool, seconds=seconds, max_bytes=max_bytes)
+        return self._local.record(pool, seconds=seconds, max_bytes=max_bytes)
 
     def close(self) -> None:
         super().close()

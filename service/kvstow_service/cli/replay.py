@@ -1,20 +1,26 @@
-"""`kvstow replay`: a request trace through an engine of its own, or through engines that attach to a node service.
-`kvstow trace` generates traces."""
+"""`kvstow replay`: a request trace through an engine of its own, or through engines that attach to a node service; or
+what it hits in pools of several sizes. `kvstow trace` generates traces, and records them."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import click
 
+from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, MissingPackageError, ProcessEndedError, SettingError
-from kvstow_service.cli.failures import ExitCode, reporting_failures
+from kvstow_api.texts import counted
+from kvstow_service.cli.connection import SIZE, TIME, Connection, chosen_pool, pool_flag, remote
+from kvstow_service.cli.failures import CommandError, ExitCode, reporting_failures
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.trace import SHAPES, Shape, even_shape, shape_named
 
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvstow.config import EngineConfig
+    from kvstow_service.replay.hittable import HitTable
     from kvstow_service.replay.launcher import AttachedResult
     from kvstow_service.replay.ranks import ReplaySession
     from kvstow_service.replay.result import ReplayResult
@@ -74,11 +81,92 @@ def attach_path(attach: str) -> Path:
 
 
 def shape_of(name: str | None, slot_size: str | None) -> Shape:
-    from kvstow.bytesize import parse_size
-
     if name is not None and slot_size is not None:
         raise ConfigError("--slot-size", slot_size, "--slot-size or --shape, not both")
     return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
+
+
+_NOT_WITH_SIZES = {
+    "--attach": "the pools of a table are made here",
+    "--engines": "a table has one engine for each pool",
+    "--pool-slots": "--sizes has the sizes",
+    "--port": "there is no server",
+    "--rate": "a table has the time of the trace",
+    "--time-scale": "a table has the time of the trace",
+    "--prefill-rate": "nothing is computed",
+    "--kv-blocks": "nothing is loaded",
+}
+
+
+def check_sizes(given: Mapping[str, object], *, no_data: bool) -> None:
+    """Raises `SettingError` for options that contradict --sizes."""
+    if not no_data:
+        raise SettingError("--sizes", given["--sizes"], "needs --no-data: a table moves no bytes")
+    for name, reason in _NOT_WITH_SIZES.items():
+        if given[name] is not None:
+            raise SettingError(name, given[name], f"cannot be used with --sizes: {reason}")
+
+
+def parse_sizes(text: str, slot_bytes: int) -> list[int]:
+    """Slots, from the smallest on. A plain number is one of slots, a size with a unit one of bytes on all ranks; then
+    `slot_bytes` are those of a slot. Raises `ConfigError`."""
+    found = set()
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        slots = int(part) if part.isdecimal() else parse_size(part, "--sizes") // slot_bytes
+        if slots < 1:
+            raise ConfigError("--sizes", part, f"1 slot or more; a slot has {slot_bytes} bytes on all ranks")
+        found.add(slots)
+    if not found:
+        raise ConfigError("--sizes", text, "slots, or bytes with a unit, separated by commas: 1000,64GiB")
+    return sorted(found)
+
+
+def parse_policies(names: Sequence[str]) -> list[str]:
+    """For a table. Raises `ConfigError`."""
+    from kvstow_service.replay.hittable import FORESIGHT
+
+    try:
+        return [name if name == FORESIGHT else parse_policy(name) for name in names]
+    except ConfigError as error:
+        raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {FORESIGHT}, with foresight") from None
+
+
+def run_table(found: list[TraceRequest], sizes: list[int], policies: list[str], slot_bytes: int) -> HitTable:
+    from kvstow_service.replay.hittable import hit_table
+
+    with _progress() as progress:
+        replayed = progress.add_task("replaying", total=len(found) * len(sizes) * len(policies))
+        return hit_table(found, sizes, policies, slot_bytes, lambda count: progress.update(replayed, completed=count))
+
+
+def _print_table(table: HitTable, png: Path | None, *, as_json: bool) -> None:
+    from kvstow_service.cli.plotting import Line, Plot, drawn, save
+
+    plot = Plot(
+        title="% of the blocks that hit, by size",
+        sizes=table.sizes,
+        labels=[format_size(slots * table.slot_bytes) for slots in table.sizes],
+        lines=[Line(policy, found) for policy, found in table.ratios.items()],
+        limit=table.everything,
+        limit_name="without evictions",
+    )
+    if png is not None:
+        save(plot, png)
+    if as_json:
+        click.echo(json.dumps(table.to_json()))
+        return
+    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in table.ratios))]
+    for number, slots in enumerate(table.sizes):
+        ratios = (f"{100 * found[number]:.2f} %" for found in table.ratios.values())
+        rows.append((f"{slots:,}", plot.labels[number], *ratios))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    click.echo(
+        f"{table.requests:,} requests looked up {table.blocks:,} blocks; "
+        f"without evictions {100 * table.everything:.2f} % of them would hit\n"
+    )
+    click.echo(drawn(plot, min(100, get_terminal_size().columns)))
 
 
 # -- the two ways to run a trace --------------------------------------------------------------------------------------
@@ -202,7 +290,10 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option(
     "--policy",
-    help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's.",
+    "policies",
+    multiple=True,
+    help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's. "
+    "With --sizes repeatable, by default auto and lru; min evicts with foresight.",
 )
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
@@ -215,6 +306,17 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option("--prefill-rate", type=_POSITIVE, help="Tokens per second that an engine computes. Default: no limit.")
 @click.option("--no-data", is_flag=True, help="Replay the control plane only; move no bytes.")
+@click.option(
+    "--sizes",
+    metavar="SIZE,...",
+    help="With --no-data: replay with each policy at each of these sizes, in slots, or in bytes of all ranks (64GiB). "
+    "Prints a table and draws it.",
+)
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --sizes: also draw the table into this file; needs matplotlib.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
     trace: str,
@@ -225,7 +327,7 @@ def replay(
     shape: str | None,
     requests: int | None,
     ranks: int,
-    policy: str | None,
+    policies: tuple[str, ...],
     rate: float | None,
     time_scale: float | None,
     concurrency: int,
@@ -233,6 +335,8 @@ def replay(
     port: int | None,
     prefill_rate: float | None,
     no_data: bool,
+    sizes: str | None,
+    png: Path | None,
     as_json: bool,
 ) -> None:
     """Replay a request trace and verify every loaded byte.
@@ -246,6 +350,9 @@ def replay(
     If the service has a fleet tier, blocks may come from it; with --prefill-rate, a fetch has to be faster than
     computing the same blocks.
 
+    With --no-data --sizes, only a control plane runs for each size and policy, in the time of the trace: what would hit
+    in pools of other sizes.
+
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
     from kvstow.config import EngineConfig
@@ -256,9 +363,25 @@ def replay(
         require_packages()
         from kvstow_service.replay.driver import blocks_needed
 
+        cut = shape_of(shape, slot_size)
+        if sizes is not None:
+            given = {
+                "--sizes": sizes, "--attach": attach, "--engines": engines, "--pool-slots": pool_slots, "--port": port,
+                "--rate": rate, "--time-scale": time_scale, "--prefill-rate": prefill_rate, "--kv-blocks": kv_blocks,
+            }  # fmt: skip
+            check_sizes(given, no_data=no_data)
+            slots = parse_sizes(sizes, cut.slot_bytes * ranks)
+            chosen = parse_policies(policies or ("auto", "lru"))
+            found = read_trace(trace, limit=requests)
+            _print_table(run_table(found, slots, chosen, cut.slot_bytes * ranks), png, as_json=as_json)
+            return
+        if png is not None:
+            raise SettingError("--png", str(png), "needs --no-data and --sizes")
+        if len(policies) > 1:
+            raise SettingError("--policy", ", ".join(policies), "can be repeated only with --no-data and --sizes")
+        policy = policies[0] if policies else None
         check_attach(attach, engines, policy, no_data=no_data)
         check_port(port, attach, no_data=no_data)
-        cut = shape_of(shape, slot_size)
         config = EngineConfig(
             slot_bytes=cut.slot_bytes,
             capacity_slots=_POOL_SLOTS if pool_slots is None else pool_slots,
@@ -304,7 +427,7 @@ def _print(result: ReplayResult | AttachedResult, *, as_json: bool) -> None:
 
 @click.group()
 def trace() -> None:
-    """Generate request traces."""
+    """Generate request traces, or record those of a live pool."""
 
 
 @trace.command()
@@ -329,6 +452,74 @@ def generate(sessions: int, turns: int, requests: int | None, shared_prompts: in
         found = generate_trace(shape, limit=requests)
         with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
             stream.writelines(f"{request.to_line()}\n" for request in found)
+
+
+_ENDS = {
+    "time": "its time is over",
+    "size": "it has reached its size (--size)",
+    "slow": "it was read too slowly; a local --output, or a connection that is faster, keeps up",
+}
+
+
+@trace.command()
+@click.option("--time", "seconds", type=TIME, default="10m", show_default=True, help="How long to record, at most.")
+@click.option("--size", type=SIZE, default="64MiB", show_default=True, help="How much to record, at most.")
+@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+@pool_flag
+@remote
+def record(connection: Connection, seconds: float, size: float, output: str, pool: str | None) -> None:
+    """Record the requests of a live pool, until Ctrl-C.
+
+    A line for each request that ends: when that was, which blocks it has used, and which of them it has looked up. In
+    place of keys there are hashes under a random key, which the server throws away with the recording: they mean
+    something in this recording alone. `kvstow replay` reads it. Changes need a credential, and so does this.
+    """
+    with ExitStack() as stack:
+        client = stack.enter_context(connection.client())
+        name = chosen_pool(client, pool)
+        stream = stack.enter_context(nullcontext(sys.stdout) if output == "-" else _open(output))
+        bars = stack.enter_context(_progress_of_time())
+        lines = stack.enter_context(closing(client.record(name, seconds=seconds, max_bytes=int(size))))
+        told = _copy(lines, stream, seconds, bars)
+    words = f"{counted(told.requests, 'request')} of pool {name}, {format_size(told.num_bytes)}"
+    if told.end is None:
+        raise CommandError(f"the connection has ended before the recording: {words}", "what was received is kept")
+    click.echo(f"the recording has ended: {told.end}; {words}", err=True)
+
+
+class _Recorded(NamedTuple):
+    """`end`: why it has ended, None if the server did not say."""
+
+    requests: int
+    num_bytes: int
+    end: str | None
+
+
+def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bars: Progress) -> _Recorded:
+    """Write the requests among the lines to `stream`."""
+    begun, requests, num_bytes = time.monotonic(), 0, 0
+    bar = bars.add_task("recording", total=seconds, requests="0 requests")
+    try:
+        for line in lines:
+            if line.startswith('{"recording"'):
+                return _Recorded(requests, num_bytes, _ENDS[json.loads(line)["recording"]["end"]])
+            if line:
+                stream.write(f"{line}\n")
+                requests, num_bytes = requests + 1, num_bytes + len(line) + 1
+            shown = f"{counted(requests, 'request')}, {format_size(num_bytes)}"
+            bars.update(bar, completed=min(seconds, time.monotonic() - begun), requests=shown)
+    except KeyboardInterrupt:
+        return _Recorded(requests, num_bytes, "it was stopped")
+    return _Recorded(requests, num_bytes, None)
+
+
+def _progress_of_time() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[requests]}"))
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def _open(path: str) -> TextIO:

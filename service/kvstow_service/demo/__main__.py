@@ -15,10 +15,10 @@ from pathlib import Path
 
 import httpx
 from rich.console import Console
+from rich.table import Table
 
-from kvstow_service.demo.claims import print_claims
 from kvstow_service.demo.processes import DemoError
-from kvstow_service.demo.story import Scale, Story
+from kvstow_service.demo.story import Claim, Scale, Story
 
 
 def main(scale: Scale = Scale()) -> int:  # noqa: B008 - frozen
@@ -44,6 +44,28 @@ def main(scale: Scale = Scale()) -> int:  # noqa: B008 - frozen
     if svg:
         console.save_svg(str(svg), title="make demo")
     return 0 if holds else 1
+
+
+def print_claims(claims: list[Claim], console: Console) -> bool:
+    """Print a summary; whether all claims hold."""
+    if console.is_terminal:
+        table = Table(title="What was claimed, and what was seen", title_justify="left", show_lines=True)
+        for name in ("claim", "seen", ""):
+            table.add_column(name)
+        for claim in claims:
+            table.add_row(claim.text, claim.seen, "[green]yes" if claim.holds else "[red]NO")
+        console.print(table)
+    else:
+        for claim in claims:
+            line = f"{'yes' if claim.holds else 'NO':4}{claim.text}: {claim.seen}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    holds = all(claim.holds for claim in claims)
+    failed = sum(not claim.holds for claim in claims)
+    if holds:
+        console.print(f"All {len(claims)} claims hold.", style="green", highlight=False)
+    else:
+        console.print(f"{failed} of {len(claims)} claims do not hold.", style="red", highlight=False)
+    return holds
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstow.bytesize import format_size, parse_size
-from kvstow_service.demo.claims import Claim
 from kvstow_service.demo.processes import DEADLINE_SECONDS, Engine, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.engineprocess import EngineSpec
@@ -40,6 +39,15 @@ class Scale:
     shape: TraceShape = TraceShape(sessions=60, turns=5, shared_prompts=4)  # noqa: RUF009 - frozen
     flags: tuple[str, ...] = ()
     rate: float = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A sentence, what was seen, and whether that bears it out."""
+
+    text: str
+    seen: str
+    holds: bool
 
 
 class Story:

@@ -127,7 +127,7 @@ class Node:
         raise_descriptor_limit()
         if self.settings.state is not None:
             records = NodeRecords(self.settings.state, self.settings.keep_timeout, self._most_bytes())
-            self.memory.pools.records = records
+            self.memory.records = records
             self._running.callback(lambda: records.finish(gives_back=self._gives_back))
         self._running.callback(self.memory.memory.close)
         self._running.callback(self.memory.close_records)
@@ -178,7 +178,7 @@ class Node:
     def _take_back(self) -> None:
         """Ask the engines to release all memory. Otherwise they would hold it for the next service."""
         if self._gives_back or self.records is None:
-            self.memory.do(self.memory.pools.revoke_all)
+            self.memory.do(self.memory.revoke_all)
             for call_on_thread in (self.memory.do, self.server.post):
                 done = threading.Event()
                 call_on_thread(done.set)
@@ -218,7 +218,7 @@ class Node:
     @property
     def records(self) -> NodeRecords | None:
         """What survives a crash of this process. None without a state folder, and before `start`."""
-        return self.memory.pools.records
+        return self.memory.records
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -270,11 +270,11 @@ def recover_node(survivors: Survivors, memory: MemoryThread, host: NodeHost, ser
 
 
 def _recover(survivors: Survivors, memory: MemoryThread, host: NodeHost, server: AttachServer) -> int:
-    memory.pools.restore_memory(survivors)
+    memory.restore_memory(survivors)
     num_blocks = 0
     for found in survivors.pools:
         pool = host.restore_pool(found.record, found.namespaces)
-        memory.pools.restore_pool(pool, found, survivors)
+        memory.restore_pool(pool, found, survivors)
         sessions = _sessions(found)
         earlier = [
             EarlierSession(
@@ -285,9 +285,10 @@ def _recover(survivors: Survivors, memory: MemoryThread, host: NodeHost, server:
         names = {tag: label.name for tag, label in found.journal.namespaces().items()}
         num_blocks += recover(pool, found.journal.recover(), names, earlier)
         for session_id, workers in sessions.items():
-            host.restore_session(workers[0].record)
+            record = workers[0].record
             peers = [(one.hello(), one.peer(None if pidfd is None else os.dup(pidfd))) for one, pidfd in workers]
-            server.restore_session(session_id, workers[0].record.token_digest, peers)
+            session = server.restore_session(session_id, record.token_digest, peers)
+            session.hosted = host.restore_session(record, session)
     return num_blocks
 
 
@@ -343,7 +344,7 @@ class NodeDirectory:
         node, memory, records = self._node, self._node.memory, self._node.records
         pools, now = self.pools(), time.monotonic()
         return MemoryStatus(
-            target_bytes=memory.total_bytes,
+            target_bytes=memory.budget.total_bytes,
             populated_bytes=node.populator.status().populated_bytes,
             failure=node.memory_failure(),
             granted_bytes=sum(pool.granted_bytes for pool in pools),
@@ -366,7 +367,7 @@ class NodeDirectory:
         return HostedPool(
             pool.name,
             pool.facade,
-            max_capacity_slots=self._node.memory.total_bytes // slot_bytes,
+            max_capacity_slots=self._node.memory.budget.total_bytes // slot_bytes,
             granted_bytes=pool.granted_bytes,
             due_bytes=pool.due_bytes,
             model=pool.model,

@@ -8,40 +8,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvstow.attach.calls import (
-    BeginLoad,
-    BeginStore,
-    Completions,
-    CountLookup,
-    EventPage,
-    ExtentSlots,
-    Found,
-    LoadBegun,
-    Lookup,
-    LookupPrompt,
-    Pending,
-    Prefill,
-    ReadEvents,
-    ResetDone,
-    StoreBegun,
-    Use,
-)
+from kvstow.attach.calls import ResetDone
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
-from kvstow.attach.wire import Message
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
-from kvstow.messages import DesiredState, RankReport
-from kvstow.source import Source
 from kvstow.status import NamespaceStatus, SessionStatus
-from kvstow_service.node.attach.sessionhost import Later, SessionGrant, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
 from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.sessionlink import SessionLink
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodetier import NodeTier
 
@@ -55,12 +36,25 @@ at each start, each start has a namespace of its own."""
 logger = logging.getLogger("kvstow.node")
 
 
-class NodeHost:
-    """The `SessionHost` of the attach server, over `SharedPool`s in the node's memory.
+class SessionGrant(NamedTuple):
+    """What a new session receives: see `Welcome`."""
 
-    The attach server's thread makes the engines' calls, and none of them waits. What a pool does is O(blocks given)
-    under the pool's lock, and everything about memory is left to the `MemoryThread`. All other methods may be called
-    from any thread.
+    engine_id: str
+    pool: str
+    namespace: str
+    sharing_off: tuple[str, ...] = ()
+    source_key: str = ""
+
+
+class NodeHost:
+    """The pools and sessions of a node.
+
+    The attach server's thread opens and ends sessions and makes the engines' calls, and none of them waits. What a pool
+    does is O(blocks given) under the pool's lock, and everything about memory is left to the `MemoryThread`. All other
+    methods may be called from any thread.
+
+    The calls for a session come in this order: `open_session`; the engine's calls; `NodeSession.lose` once;
+    `session_over` once. No call mentions the session after that. Its id is never reused.
 
     A pool begins with its first session, and ends in `_close_pool` alone. It is in use while it has sessions.
 
@@ -87,7 +81,7 @@ class NodeHost:
         self._closing: dict[str, NodePool] = {}
         """Pools that cannot be found any more, and whose names are still in use."""
         self._sessions: dict[str, NodeSession] = {}
-        self._waiting: dict[str, NodeSession] = {}
+        self._waiting: set[NodeSession] = set()
         """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
 
     # -- for any thread -------------------------------------------------------------------------------------
@@ -132,7 +126,7 @@ class NodeHost:
     def _end_pool(self, pool: NodePool) -> None:
         """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
         with self._lock:
-            self._memory.do(self._memory.pools.remove_pool, pool)
+            self._memory.do(self._memory.remove_pool, pool)
             del self._closing[pool.name]
 
     def has_sessions(self, pool: NodePool) -> bool:
@@ -173,21 +167,26 @@ class NodeHost:
         self.switches.apply_to(pool.facade.admin)
         return pool
 
-    def restore_session(self, record: WorkerRecord) -> None:
+    def restore_session(self, record: WorkerRecord, link: SessionLink) -> NodeSession:
         """Restore a lost session, which its pool has recovered, from the record of one of its workers."""
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
         hello = replace(record.hello(), role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
-        peer = record.peer(None)
-        session = NodeSession(record.session_id, hello, peer, _NoLink(record.session_id), pool, namespace, control)
+        peer, memory = record.peer(None), self._memory
+        session = NodeSession(record.session_id, hello, peer, link, pool, namespace, control, memory, self._waiting)
         with self._lock:
             self._sessions[record.session_id] = session
+        return session
 
-    # -- attaching: on the attach server's thread, like all below -------------------------------------------
+    # -- the attach server's thread -------------------------------------------------------------------------
 
-    def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
+    def open_session(
+        self, session_id: str, hello: Hello, peer: Peer, link: SessionLink
+    ) -> tuple[NodeSession, SessionGrant]:
+        """A scheduler half attaches. `hello` is what it claims; `peer.uid` comes from the kernel, and is part of the
+        pool's identity. Raises `AttachRefusedError`."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
         identity = replace(hello.pool, uid=peer.uid)  # the user that the kernel reports
@@ -213,28 +212,19 @@ class NodeHost:
                 logger.info("namespace %s ends, to make room for another one of uid %d", name, peer.uid)
                 former.drop(name)
             if found is None:
-                self._memory.do(self._memory.pools.add_pool, pool, peer.uid)
+                self._memory.do(self._memory.add_pool, pool, peer.uid)
                 self._pools[pool.name] = pool
             hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
             control = pool.enter(hello.engine, namespace)
-            session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
+            session = NodeSession(session_id, hello, peer, link, pool, namespace, control, self._memory, self._waiting)
             self._sessions[session_id] = session
         if found is None:
             self.switches.apply_to(pool.facade.admin)
-        self._memory.do(self._memory.pools.add_session, session)
+        self._memory.do(self._memory.add_session, session)
         if self.tier is not None:
-            self.tier.enter(session)
-        return SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons, pool.sources.key.hex())
-
-    def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
-        session = self._sessions[session_id]
-        try:
-            self._memory.add_worker(session, hello, peer)
-        except OSError as error:
-            raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
-        session.workers[hello.rank] = hello
-        if session.is_complete:  # only now are the NUMA nodes of all its devices known
-            self._memory.do(self._memory.pools.start_session, session.pool, session.numa_nodes())
+            session.tier = self.tier.enter(session, session.hello.fleet_weights)
+        key = pool.sources.key.hex()
+        return session, SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons, key)
 
     def _require_ranks(self, uid: int, num_ranks: int) -> None:
         """The caller holds the lock. Raises `AttachRefusedError`."""
@@ -273,88 +263,29 @@ class NodeHost:
         self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
         return pool
 
-    # -- calls ----------------------------------------------------------------------------------------------
-
-    def lookup(self, session_id: str, call: Lookup, later: Later | None = None) -> Found | Pending:
-        return self._note_wait(session_id, self._sessions[session_id].lookup(call, later))
-
-    def lookup_prompt(self, session_id: str, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
-        return self._note_wait(session_id, self._sessions[session_id].lookup_prompt(call, later))
-
-    def _note_wait(self, session_id: str, answer: Found | Pending) -> Found | Pending:
-        if isinstance(answer, Pending):
-            self._waiting[session_id] = self._sessions[session_id]
-        return answer
-
-    def next_deadline(self) -> float | None:
-        """O(sessions whose lookups wait)."""
-        if not self._waiting:
-            return None
-        deadlines = [session.waits.next_deadline for session in self._waiting.values()]
-        return min([deadline for deadline in deadlines if deadline is not None], default=None)
-
-    def expire(self) -> None:
-        """O(sessions whose lookups wait)."""
-        for session_id, session in list(self._waiting.items()):
-            session.waits.expire()
-            if session.waits.next_deadline is None:
-                self._waiting.pop(session_id, None)
-
-    def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
-        session = self._sessions[session_id]
-        session.release(lease_ids)
-        if session.pool.owed:
-            self._memory.free_owed(session.pool)
-
-    def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
-        return self._sessions[session_id].begin_load(call)
-
-    def begin_store(self, session_id: str, call: BeginStore) -> StoreBegun:
-        session = self._sessions[session_id]
-        begun = session.begin_store(call)
-        if session.pool.used_slots > session.pool.grow_above >= 0:
-            self._memory.do(self._memory.pools.grow, session.pool)
-        return begun
-
-    def complete(self, session_id: str, call: Completions) -> None:
-        self._sessions[session_id].complete(call)
-
-    def use(self, session_id: str, call: Use) -> None:
-        self._sessions[session_id].use(call)
-
-    def count_lookup(self, session_id: str, call: CountLookup) -> None:
-        self._sessions[session_id].control.count_lookup(call.queried, call.hits, Source(*call.source))
-
-    def note_prefill(self, session_id: str, call: Prefill) -> None:
-        session, news = self._sessions[session_id], call.news()
-        session.control.note_prefill(news)
-        if session.tier is not None:
-            session.tier.note_prefill(news.cost)
-
     def reset(self, session_id: str) -> ResetDone:
         session = self._sessions[session_id]
-        if self.tier is not None:
-            self.tier.leave(session)
+        session.control.on_stored = session.tier = None  # the keys no longer mean the same blocks
         name = session.control.reset()
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
         if self.tier is not None:
-            self.tier.enter(session)
+            session.tier = self.tier.enter(session, session.hello.fleet_weights)
         return ResetDone(name)
 
-    def read_events(self, session_id: str, call: ReadEvents) -> EventPage:
-        return self._sessions[session_id].read_events(call)
+    def next_deadline(self) -> float | None:
+        """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait)."""
+        if not self._waiting:
+            return None
+        deadlines = [session.waits.next_deadline for session in self._waiting]
+        return min([deadline for deadline in deadlines if deadline is not None], default=None)
 
-    def take_report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
-        return self._sessions[session_id].take_report(rank, report)
-
-    def extents_registered(self, session_id: str, rank: int, extents: Sequence[ExtentSlots]) -> None:
-        self._sessions[session_id].registered(rank, extents)
-
-    def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
-        session = self._sessions[session_id]
-        session.released(rank, extent_ids)
-        self._memory.do(self._memory.pools.release, session.client(rank), extent_ids)
+    def expire(self) -> None:
+        """Answer the lookups that have waited long enough. O(sessions whose lookups wait)."""
+        for session in list(self._waiting):
+            session.waits.expire()
+            if session.waits.next_deadline is None:
+                self._waiting.discard(session)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""
@@ -370,45 +301,19 @@ class NodeHost:
         for session in list(self._sessions.values()):
             session.send_settled()
 
-    # -- ends -----------------------------------------------------------------------------------------------
-
-    def session_lost(self, session_id: str, reason: str) -> None:
-        session = self._sessions[session_id]
-        session.control.lose(reason)
-        self._memory.do(self._memory.pools.lose_session, session)
-
-    def worker_released(self, session_id: str, rank: int) -> None:
-        self._end_client(self._sessions[session_id], rank)
-
     def session_over(self, session_id: str) -> None:
+        """All workers that received memory have released it, so nothing of the session can reach memory."""
         session = self._sessions[session_id]
         for rank in range(len(session.ranks)):  # also those that were never sent descriptors
-            self._end_client(session, rank)
+            session.end_worker(rank)
         with self._lock:  # at once: a pool without sessions may be deleted, which comes after the end of its claims
             del self._sessions[session_id]
             if not self._sessions_of(session.pool):
-                self._memory.do(self._memory.pools.end_claims, session.pool.name)
+                self._memory.do(self._memory.end_claims, session.pool.name)
         self._memory.look_again()
-
-    def _end_client(self, session: NodeSession, rank: int) -> None:
-        client = session.client(rank)
-        session.pool.process_died(client)
-        self._memory.do(self._memory.pools.end_client, client)
-        if session.pool.owed:
-            self._memory.free_owed(session.pool)
 
 
 def _user_limit(why: str) -> AttachRefusedError:
     return AttachRefusedError(
         "user_limit", f"{why}; the engine tries again, and gets in when others of this user have ended"
     )
-
-
-class _NoLink:
-    """The link of a session of the previous service, which has no connections."""
-
-    def __init__(self, session_id: str) -> None:
-        self.session_id = session_id
-
-    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Does nothing: the message is dropped."""

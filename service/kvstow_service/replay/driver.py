@@ -115,7 +115,7 @@ class _Job:
 
     `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
     last, and so outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
-    says whether it was; None while it waits for a copy.
+    returns whether it was; None while it waits for a copy.
     """
 
     number: int

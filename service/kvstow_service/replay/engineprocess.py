@@ -19,7 +19,7 @@ from kvstow_service.replay.trace import ReplayOptions, Shape, TraceRequest
 
 _FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
 _ABSENT_SECONDS = 2.0  # the same while no service answers
-_SETTLED_SECONDS = 0.15  # without more slots; a worker tells the service of new ones every 0.05 s
+_SETTLED_SECONDS = 0.15  # without more slots; a worker reports new ones to the service every 0.05 s
 _GROWTH_SECONDS = 2.0  # with more and more slots
 _PROGRESS_SECONDS = 0.1
 _WAIT_SECONDS = 0.02

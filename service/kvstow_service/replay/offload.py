@@ -201,8 +201,8 @@ class AttachedOffload:
         self._ranks.wait(seconds, self.engine.fileno())
 
     def ask_room(self) -> int:
-        """Slots that a store would find, as the service has last said; 0 without an answer. Call it in every step: a
-        store of nothing is how the service is asked."""
+        """Slots that a store would find, as the service has last reported; 0 without an answer. Call it in every step:
+        a store of nothing is how the service is asked."""
         if self._asked is not None and self._asked.done:
             self._room = 0 if self._asked.error else self.engine.store_room()
             self._asked = None

@@ -1,7 +1,7 @@
 """The child processes of an attached replay: each engine, and each of its ranks.
 
 A child runs a function of this package with what it is given and a pipe to its parent. It ends when its parent does,
-because the pipe ends then. A terminal's Ctrl-C reaches the first process alone, which tells the others.
+because the pipe ends then. A terminal's Ctrl-C ends the first process alone, which ends the others.
 """
 
 from __future__ import annotations

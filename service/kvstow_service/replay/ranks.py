@@ -223,7 +223,7 @@ def local_session(
 ) -> Iterator[ReplaySession]:
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
-    `shape`: see `build_rank`. `on_pinned` hears the number of usable slots while it waits. Raises
+    `shape`: see `build_rank`. `on_pinned` gets the number of usable slots while it waits. Raises
     `InsufficientMemoryError` or `PinError` where the pool or a KV cache cannot be made.
     """
     pool_bytes = config.slot_bytes * config.capacity_slots

@@ -3,7 +3,8 @@ the KV cache that they fill.
 
 A trace is one JSON object a line, the schema of the Mooncake traces. `hash_ids` holds one id per block of
 `BLOCK_TOKENS` prompt tokens. Equal ids mean equal prompts up to and including that block, so an id alone is the prefix
-hash of its block.
+hash of its block. What `kvstow trace record` writes has an id for each block of the pool, computed ones included, and
+`looked_up`.
 
 Generated traces are multi-turn: conversations that start from shared system prompts and grow by a question and an
 answer. Their figures follow the conversation trace of Mooncake in kind: long prompts, think times of tens of seconds, a
@@ -29,20 +30,28 @@ _HASH_BYTES = 32  # as long as the digests of a real prefix hash, so that keys c
 
 
 class TraceRequest(NamedTuple):
-    """One request. `timestamp` in milliseconds, lengths in tokens."""
+    """One request. `timestamp` in milliseconds, lengths in tokens. `looked_up`: from where to where in `hash_ids` it
+    has looked up its blocks, in a trace that was recorded: the GPU had those before, and has computed those behind.
+    None for all of them."""
 
     timestamp: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    looked_up: tuple[int, int] | None = None
 
     def keys(self) -> list[BlockKey]:
-        """The keys of the prompt's blocks, in order."""
+        """The keys of its blocks, in order."""
         return [make_key(0, hash_id.to_bytes(_HASH_BYTES, "big")) for hash_id in self.hash_ids]
 
     def to_line(self) -> str:
         """The request as a line of a trace, without the newline."""
-        return json.dumps(self._asdict())
+        return json.dumps({name: value for name, value in self._asdict().items() if value is not None})
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """From where to where it looks up its blocks."""
+        return self.looked_up or (0, len(self.hash_ids))
 
 
 def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
@@ -78,7 +87,7 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
 def _parse_request(value: Any) -> TraceRequest:
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__} found; a request is a JSON object")
-    missing = [field for field in TraceRequest._fields if field not in value]
+    missing = [field for field in TraceRequest._fields if field != "looked_up" and field not in value]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")
     timestamp, hash_ids = value["timestamp"], value["hash_ids"]
@@ -90,7 +99,17 @@ def _parse_request(value: Any) -> TraceRequest:
     if not isinstance(hash_ids, list):
         raise ValueError(f"hash_ids is {hash_ids!r}; allowed: a list of whole numbers")
     _check_hash_ids(hash_ids)
-    return TraceRequest(timestamp, value["input_length"], value["output_length"], tuple(hash_ids))
+    looked_up = value.get("looked_up")
+    if looked_up is not None:
+        looked_up = _positions(looked_up, len(hash_ids))
+    return TraceRequest(timestamp, value["input_length"], value["output_length"], tuple(hash_ids), looked_up)
+
+
+def _positions(value: Any, count: int) -> tuple[int, int]:
+    match value:
+        case [int(first), int(stop)] if 0 <= first <= stop <= count:
+            return first, stop
+    raise ValueError(f"looked_up is {value!r}; allowed: two whole numbers, growing, from 0 to {count}")
 
 
 def _check_hash_ids(hash_ids: list[Any]) -> None:

@@ -127,7 +127,7 @@ _TLS_FILES = {"ca_file": "ssl_ca_certs", "certificate_file": "ssl_certfile", "ke
 
 
 class RedisRefusal(NamedTuple):
-    """What the server said instead of an answer."""
+    """The error that the server sent instead of an answer."""
 
     text: str
     is_full: bool
@@ -170,9 +170,6 @@ class RedisLane:
             except TierUnavailableError as error:  # answers may be left, which are not those of the next call
                 self._drop(str(error))
                 raise
-
-    def is_in_use(self) -> bool:
-        return self._lock.locked()
 
     def close(self) -> None:
         """Ends the call under way, and waits until it has ended. Idempotent."""
@@ -309,10 +306,6 @@ class _Client:
             timeouts=sum(lane.timeouts for lane in self._lanes),
             restarts=sum(max(0, lane.connects - 1) for lane in self._lanes),
         )
-
-    def is_in_use(self) -> bool:
-        """Whether a call is under way."""
-        return any(lane.is_in_use() for lane in self._lanes)
 
     def close(self) -> None:
         self._is_closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import httpx
@@ -227,3 +228,24 @@ async def test_memory_that_cannot_be_measured_has_no_series(launch: Any, node: F
     assert (await scrape(client))["kvstow_node_orphaned_bytes"].samples == []
     assert (await get(client, "/v1/readiness"))["memory"]["orphaned_bytes"] is None
     assert caplog.text.count("measuring orphaned memory failed") == 1
+
+
+async def test_a_curve_has_series_once_there_is_evidence(client: httpx.AsyncClient, node: FakeNode) -> None:
+    engine = node.attach(NAMES[0])
+    for number in range(100):
+        engine.control.use([sha256(bytes([number % 24])).digest()])
+    before = await scrape(client)
+    assert before["kvstow_curve_hit_ratio"].samples == before["kvstow_curve_useful_bytes"].samples == []
+    for number in range(300):
+        engine.control.use([sha256(bytes([number % 24])).digest()])
+    families = await scrape(client)
+    ratios = values(families, "kvstow_curve_hit_ratio", "pool", "times", "order")
+    assert {(times, order) for _, times, order in ratios} == {
+        *((times, order) for times in ("0.125", "0.25", "0.5", "1", "2", "4", "8") for order in ("policy", "lru")),
+        ("inf", "policy"),
+    }
+    assert ratios[NAMES[0], "1", "lru"] < 0.2 < 0.8 < ratios[NAMES[0], "2", "policy"]
+    (useful,) = values(families, "kvstow_curve_useful_bytes", "pool").values()
+    assert useful == 2 * SLOTS * SLOT_BYTES * RANKS
+    (requests,) = values(families, "kvstow_curve_requests", "pool").values()
+    assert requests >= 150

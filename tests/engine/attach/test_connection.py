@@ -177,7 +177,7 @@ def test_without_a_service_nothing_raises_and_the_pauses_grow(client: Client, pa
     assert connection.wait(call, 10)
     with pytest.raises(DisconnectedError, match="cannot connect"):
         call.answer(Found)
-    assert not connection.tell(Reset())
+    assert not connection.send(Reset())
     assert client.heard == []
 
 
@@ -248,7 +248,7 @@ def test_a_refusal_is_heard_although_sending_fails_first(
     client.attach(service)
     service.send(Refused(reason, "a sentence"))
     service.hang_up()
-    assert not connection.tell(Reset())
+    assert not connection.send(Reset())
     assert (connection.state, connection.refusal, connection.problem) == ("detached", reason, "a sentence")
     assert connection._next_attempt - client.now == pytest.approx(pause)
     assert client.heard == ["s1", "lost"]
@@ -342,7 +342,7 @@ def test_a_message_that_no_frame_holds_is_the_hosts_error(client: Client, servic
     with pytest.raises(ProtocolError, match="a payload has"):
         client.connection.call(Lookup([bytes(256)] * 40_000))
     with pytest.raises(ProtocolError, match=r"begin_load: .*surrogates not allowed"):
-        client.connection.tell(BeginLoad(1, 0, 1, "\ud800"))
+        client.connection.send(BeginLoad(1, 0, 1, "\ud800"))
     assert client.connection.state == "attached"
 
 
@@ -361,7 +361,7 @@ def test_descriptors_belong_to_the_host_or_are_closed(client: Client, service: F
 
 
 def tell(connection: AttachConnection) -> None:
-    assert not connection.tell(Reset())
+    assert not connection.send(Reset())
 
 
 def flush(connection: AttachConnection) -> None:
@@ -372,7 +372,7 @@ def flush(connection: AttachConnection) -> None:
 
 def call_and_wait(connection: AttachConnection) -> None:
     connection._exchange(0.0)
-    assert not connection.tell(Reset())
+    assert not connection.send(Reset())
 
 
 @pytest.mark.parametrize("end", [tell, flush, call_and_wait, AttachConnection.poll])

@@ -256,7 +256,7 @@ def test_hints_have_limits(hints: Hints) -> None:
         calls.Use.unpack(calls.Use([], 0, (0, 0), hints).pack())
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
-    with pytest.raises(ProtocolError, match="too short for what it says"):
+    with pytest.raises(ProtocolError, match="shorter than its slots"):
         GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),), True).pack())
     for name in ("seconds", "queue_seconds"):
         for seconds in (float("nan"), -1.0, float("inf"), 1e9):

@@ -30,7 +30,7 @@ def test_a_load_ends_with_the_last_rank_without_waiting_for_the_service() -> Non
     assert taken(ops) == []
     assert ops.complete(1, Completion(op.op_id, "done", num_bytes=5)) == Completion(77, "done", num_bytes=5)
     assert taken(ops) == [(op.op_id, "done")]
-    ops.take_word([SettledOp(77, "load", "done")])
+    ops.take_results([SettledOp(77, "load", "done")])
     assert (taken(ops), len(ops)) == ([], 0)
 
 
@@ -53,7 +53,7 @@ def test_a_store_gives_its_blocks_back_early_and_is_stored_when_the_service_says
     assert taken(ops) == [(op.op_id, "source_free")]
     ops.complete(0, Completion(op.op_id, "done"))
     assert (taken(ops), ops.num_awaited) == ([], 1)
-    ops.take_word([SettledOp(77, "store", "source_free"), SettledOp(77, "store", "done")])
+    ops.take_results([SettledOp(77, "store", "source_free"), SettledOp(77, "store", "done")])
     assert (taken(ops), len(ops), ops.num_awaited) == ([(op.op_id, "done")], 0, 0)
 
 
@@ -73,7 +73,7 @@ def test_an_abandoned_store_ends_for_the_host_and_its_late_completions_still_rea
     ops = opened()
     op = ops.start("store", (4,), (9,), 77, "")
     ops.complete(0, Completion(op.op_id, "done"))
-    ops.take_word([SettledOp(77, "store", "failed", "stuck")])
+    ops.take_results([SettledOp(77, "store", "failed", "stuck")])
     assert (taken(ops), len(ops), ops.num_awaited) == ([(op.op_id, "failed")], 1, 0)
     assert ops.complete(1, Completion(op.op_id, "done")) == Completion(77, "done")
     assert (taken(ops), len(ops), ops.num_awaited) == ([], 0, 0)
@@ -118,5 +118,5 @@ def test_a_late_completion_of_an_old_session_is_not_said_in_a_new_one() -> None:
     assert ops.complete(0, Completion(old.op_id, "done")) is None
     assert taken(ops) == [(old.op_id, "failed")]
     assert ops.complete(0, Completion(new.op_id, "done")) == Completion(77, "done")
-    ops.take_word([SettledOp(77, "store", "done")])
+    ops.take_results([SettledOp(77, "store", "done")])
     assert taken(ops) == [(new.op_id, "source_free"), (new.op_id, "done")]

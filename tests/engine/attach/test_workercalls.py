@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
+from kvstow.attach.hello import unique_id
 from kvstow.attach.wire import MOST_LISTED, Kind
-from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
+from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, OpGate, WorkerCalls
 from kvstow.errors import AttachError, PinError
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState, Op, RankReport
 from kvstow.testing.fakes import FakeClock
 
 
@@ -30,7 +33,7 @@ class Wire:
         self.said: list[Any] = []
         self.calls: list[Call] = []
 
-    def tell(self, message: Any) -> bool:
+    def send(self, message: Any) -> bool:
         self.said.append(message)
         return True
 
@@ -110,37 +113,37 @@ def calls(rank: Rank, wire: Wire, clock: FakeClock) -> WorkerCalls:
 def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
     calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
-    assert calls.speak() == REPORT_SECONDS
+    assert calls.report_due() == REPORT_SECONDS
     assert [type(message) for message in wire.taken()] == [Report]
     rank.registered = {1: 10}
     calls.is_changed = True
-    calls.speak()
+    calls.report_due()
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 10),))]
     rank.registered = {1: 30, 2: 5}
     calls.is_changed = True
-    assert calls.speak() == pytest.approx(GAP_SECONDS)
+    assert calls.report_due() == pytest.approx(GAP_SECONDS)
     assert wire.taken() == []
     clock.advance(GAP_SECONDS)
-    assert calls.speak() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
+    assert calls.report_due() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 30), ExtentSlots(2, 5)))]
 
 
 def test_many_extents_are_told_in_several_messages(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
     rank.registered = dict.fromkeys(range(MOST_LISTED + 1), 1)
-    calls.speak()
+    calls.report_due()
     told = [message.extents for message in wire.taken() if isinstance(message, RegisteredExtents)]
     assert [len(extents) for extents in told] == [MOST_LISTED, 1]
     assert [extent for extents in told for extent, _ in extents] == list(range(MOST_LISTED + 1))
 
 
 def test_it_reports_every_second(calls: WorkerCalls, wire: Wire, clock: FakeClock) -> None:
-    calls.speak()
+    calls.report_due()
     wire.taken()
     clock.advance(REPORT_SECONDS / 2)
-    assert calls.speak() == REPORT_SECONDS / 2
+    assert calls.report_due() == REPORT_SECONDS / 2
     assert wire.taken() == []
     clock.advance(REPORT_SECONDS / 2)
-    calls.speak()
+    calls.report_due()
     assert [type(message) for message in wire.taken()] == [Report]
 
 
@@ -148,22 +151,22 @@ def test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go(
     calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
     rank.registered = {1: 10, 2: 10}
-    calls.speak()
+    calls.report_due()
     wire.taken()
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 10}, [2]
     calls.is_changed = True
-    calls.speak()
+    calls.report_due()
     assert [type(message) for message in wire.taken()] == [Report, ReleasedExtents]
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 0}, [7]
     calls.is_changed = True
-    calls.speak()
+    calls.report_due()
     assert [type(message) for message in wire.taken()] == [RegisteredExtents, Report, ReleasedExtents]
 
 
 def test_the_answer_to_a_report_is_applied(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
-    calls.speak()
+    calls.report_due()
     desired = Desired(DesiredState("engine", 5, number=3))
     calls.advance()
     assert rank.applied == []
@@ -176,7 +179,7 @@ def test_the_answer_to_a_report_is_applied(calls: WorkerCalls, rank: Rank, wire:
 
 
 def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wire) -> None:
-    calls.speak()
+    calls.report_due()
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
     with pytest.raises(AttachError):
         calls.advance()
@@ -213,3 +216,26 @@ def test_grants_of_a_session_that_has_ended_change_nothing(calls: WorkerCalls, r
     calls.end_session()
     calls.take(ALL)
     assert rank.said == []
+
+
+def test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile() -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def load(ops: Sequence[Op], after: object) -> None:
+        has_begun.set()
+        assert may_end.wait(30)
+
+    plane: Any = SimpleNamespace(pending_ops=0, layered=SimpleNamespace(load=load), take_completions=list)
+    gate = OpGate(plane, stores=True)
+    gate.open(1)
+    loading = threading.Thread(target=gate.load, args=((Op(unique_id(1, 1), "load", (1,), (1,)),), None))
+    shutting = threading.Thread(target=gate.shut)
+    loading.start()
+    assert has_begun.wait(30)
+    shutting.start()
+    shutting.join(10)
+    was_shut, was_quiet = not shutting.is_alive(), gate._lock.locked() or gate.is_quiet()
+    may_end.set()
+    loading.join()
+    shutting.join()
+    assert (was_shut, was_quiet, gate.is_quiet()) == (True, False, True)

@@ -215,7 +215,7 @@ def test_settled_ops_are_reported_once_with_blocks_and_request(make_host: MakeEn
     (rank,) = make_ranks(engine)
     op = engine.begin_store([A], [5], request_id="r1").op
     assert op is not None
-    rank.say(op.op_id, "source_free")
+    rank.send(op.op_id, "source_free")
     rank.submit(op)
     rank.run_all()
     assert engine.take_settled() == [
@@ -230,10 +230,10 @@ def test_the_source_is_free_only_when_it_is_on_every_rank(make_host: MakeEngine)
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [5]).op
     assert op is not None
-    ranks[0].say(op.op_id, "source_free")
-    ranks[0].say(op.op_id, "source_free")
+    ranks[0].send(op.op_id, "source_free")
+    ranks[0].send(op.op_id, "source_free")
     assert engine.take_settled() == []
-    ranks[1].say(op.op_id, "done")  # implies it
+    ranks[1].send(op.op_id, "done")  # implies it
     assert [settled.mark for settled in engine.take_settled()] == ["source_free"]
 
 
@@ -262,10 +262,10 @@ def test_a_failed_load_removes_its_keys_at_the_first_failure(make_host: MakeEngi
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
     op = engine.begin_load(engine.acquire([A, B]), [1, 2], request_id="r")
-    ranks[0].say(op.op_id, "failed")
+    ranks[0].send(op.op_id, "failed")
     assert engine.lookup([A]) == 0, "the request would find the keys again and load in a circle"
     assert engine.take_settled() == []
-    ranks[1].say(op.op_id, "done")
+    ranks[1].send(op.op_id, "done")
     (settled,) = engine.take_settled()
     assert (settled.mark, settled.request_id) == ("failed", "r")
     assert engine.stats().pool.slots.free == 4
@@ -279,16 +279,16 @@ def test_late_and_repeated_completions_are_counted_and_ignored(make_host: MakeEn
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [0]).op
     assert op is not None
-    ranks[0].say(op.op_id, "done")
-    ranks[0].say(op.op_id, "done")
-    ranks[0].say(op.op_id, "failed")
+    ranks[0].send(op.op_id, "done")
+    ranks[0].send(op.op_id, "done")
+    ranks[0].send(op.op_id, "failed")
     assert engine.lookup([A]) == 0
     assert engine.stats().faults.duplicate_completions == 2
-    ranks[1].say(op.op_id, "done")
+    ranks[1].send(op.op_id, "done")
     assert engine.lookup([A]) == 1
-    ranks[1].say(op.op_id, "failed")
-    ranks[1].say(op.op_id + 1, "done")
-    ranks[1].say(op.op_id, "done", boot_id="another")
+    ranks[1].send(op.op_id, "failed")
+    ranks[1].send(op.op_id + 1, "done")
+    ranks[1].send(op.op_id, "done", boot_id="another")
     assert engine.stats().faults.stale_completions == 3
     assert engine.lookup([A]) == 1
 
@@ -336,7 +336,7 @@ def test_an_abandoned_store_is_not_awaited(make_host: MakeEngine, clock: FakeClo
     clock.advance(10.5)
     engine.tick()
     assert (engine.awaited_transfers, engine.open_transfers) == (0, 1)
-    rank.say(op.op_id, "done")
+    rank.send(op.op_id, "done")
     assert (engine.awaited_transfers, engine.open_transfers) == (0, 0)
 
 
@@ -502,7 +502,7 @@ def test_pending_transfers_are_shown_with_their_ranks(make_host: MakeEngine, clo
     clock.advance(2.0)
     op = engine.begin_store([B, C], [8, 9]).op
     assert op is not None
-    ranks[1].say(op.op_id, "source_free")
+    ranks[1].send(op.op_id, "source_free")
     pending = engine.stats().transfers.pending
     assert (pending.loads, pending.stores, pending.load_bytes, pending.store_bytes) == (1, 1, 64, 128)
     assert pending.oldest_seconds == 2.0

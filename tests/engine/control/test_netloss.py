@@ -75,7 +75,7 @@ class TimedNode(TierNode):
     def seconds(self, op: TierOp) -> float:
         return 0.0 if op.direction == "put" else LATENCY + len(op.slots) * self.slot_bytes / self.rate
 
-    def say(self, rank: int, op: TierOp, mark: Mark = "done", moved: int | None = None) -> None:
+    def send(self, rank: int, op: TierOp, mark: Mark = "done", moved: int | None = None) -> None:
         moved = len(op.keys) if moved is None else moved
         done = TierCompletion(op.op_id, mark, None, seconds=self.seconds(op), moved=moved)
         self.engine.complete(rank, self.ranks[rank].boot_id, [done])

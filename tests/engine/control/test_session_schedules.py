@@ -223,7 +223,7 @@ class Engines(RuleBasedStateMachine):
             said = [words for engine in everyone for words in engine.said]
             if said:
                 rank, op_id, mark = said[pick % len(said)]
-                rank.say(op_id, mark)
+                rank.send(op_id, mark)
         elif queued:
             engine, rank, op = queued[pick % len(queued)]
             if what == "gather" and op.direction == "store":
@@ -279,7 +279,7 @@ class Engines(RuleBasedStateMachine):
     def after_the_end(self, what: str, engine: Engine) -> None:
         if what == "speak late":  # without having copied anything
             for rank, op in engine.queued():
-                rank.say(op.op_id, "done")
+                rank.send(op.op_id, "done")
         else:
             engine.die(engine.alive[0])
             if not engine.alive:
@@ -310,7 +310,7 @@ class Engines(RuleBasedStateMachine):
             self.clock.advance(40.0)
             pool.tick()
         elif what == "add extent":
-            if len(pool.extents) < MAX_EXTENTS and self.sweep is None and pool.is_let_go:
+            if len(pool.extents) < MAX_EXTENTS and self.sweep is None and pool.is_released:
                 self.add_extent()
         elif what == "populate":
             pool.set_populated(pool.capacity)
@@ -458,7 +458,7 @@ def leases_outlive_a_boot(patch: pytest.MonkeyPatch) -> None:
 
 
 def extents_change_hands_while_they_are_mapped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedPool, "_is_let_go", lambda self: True)
+    patch.setattr(SharedPool, "_is_released", lambda self: True)
 
 
 def namespaces_are_ignored(patch: pytest.MonkeyPatch) -> None:

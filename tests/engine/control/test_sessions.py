@@ -49,7 +49,7 @@ def test_ops_of_other_sessions_are_foreign(host: Host) -> None:
     first, second = host.attach(), host.attach()
     op = first.begin_store([A])
     assert op is not None
-    second.ranks[0].say(op.op_id, "done")
+    second.ranks[0].send(op.op_id, "done")
     assert host.counts["filling"] == 1
     assert PoolFacade(host.pool).stats().faults.stale_completions == 1
 
@@ -90,7 +90,8 @@ def test_sessions_are_found_until_nothing_of_them_is_left(host: Host) -> None:
     first, second = host.attach(), host.attach()
     first.begin_store([A])
     first.session.lose("closed")
-    assert [(one.id, one.state, one.processes) for one in host.pool.session_statuses()] == [
+    statuses = [session.status() for session in host.pool.attached()]
+    assert [(one.id, one.state, one.processes) for one in statuses] == [
         ("1", "lost", 1),
         ("2", "attached", 1),
     ]
@@ -187,7 +188,7 @@ def test_what_a_lost_session_says_is_counted_and_ignored(host: Host) -> None:
     client.store([B])
     assert op is not None
     client.session.lose("closed")
-    client.ranks[0].say(op.op_id, "done")
+    client.ranks[0].send(op.op_id, "done")
     client.ranks[0].pin(2)
     faults = PoolFacade(host.pool).stats().faults
     assert (faults.stale_completions, faults.stale_reports) == (1, 1)
@@ -372,7 +373,7 @@ def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
     assert PoolFacade(host.pool).readiness().state == "ready"
 
 
-def test_an_extent_is_let_go_when_every_rank_has_unmapped_it_or_is_dead(host: Host) -> None:
+def test_an_extent_is_released_when_every_rank_has_unmapped_it_or_is_dead(host: Host) -> None:
     host.pool.add_extent(4)
     host.pool.set_populated(12)
     client, lost = host.attach(), host.attach()
@@ -385,14 +386,14 @@ def test_an_extent_is_let_go_when_every_rank_has_unmapped_it_or_is_dead(host: Ho
     sweep.run()
     assert host.pool.extents == (8,)
     assert host.counts == {"free": 0, "filling": 0, "cached": 8, "leased": 0, "quarantined": 0}
-    assert not host.pool.is_let_go
+    assert not host.pool.is_released
     with pytest.raises(ConflictError, match="some engines still use memory"):
         host.pool.add_extent(4)
     client.ranks[0].report()
     client.ranks[0].report()
-    assert not host.pool.is_let_go
+    assert not host.pool.is_released
     host.kill(lost)
-    assert host.pool.is_let_go
+    assert host.pool.is_released
     host.pool.add_extent(4)
 
 
@@ -462,7 +463,7 @@ def test_the_slots_of_a_sessions_leases_and_loads_are_bounded(host: Host, monkey
     assert client.session.acquire([A]).slots == ()
     assert misses(host) == 1
     for rank in client.ranks:
-        rank.say(op.op_id, "done")
+        rank.send(op.op_id, "done")
     assert client.session.acquire([A]).slots
 
 

@@ -25,6 +25,7 @@ from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
 from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.errors import ConflictError, LeaseError
+from kvstow.hints import Hints, context_id
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
 from kvstow.results import Lease, Settled
@@ -34,7 +35,7 @@ from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 MAX_SLOTS = 6
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
 ACTIONS = {  # who: what, as often as it is named
-    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "use"],
+    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "use"] + ["use with hints"] * 3,
     "copy": ["copy"] * 8
     + ["copy all", "copy of one rank", "copy and repeat"] * 3
     + ["fail", "gather", "gather", "repeat", "repeat all"],
@@ -52,7 +53,7 @@ ACTIONS = {  # who: what, as often as it is named
         "receive late",
         "receive late",
     ],
-    "operate": ["evict", "idle", "purge", "protect", "unprotect", "resize", "to and fro", "policy", "gate"]
+    "operate": ["evict", "idle", "purge", "protect", "unprotect", "resize", "to and fro", "policy", "gate", "context"]
     + ["go on"] * 3,
 }
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
@@ -98,6 +99,8 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
             self.store(chain[: 1 + pick % 4])
         elif what == "use":
             self.engine.use(chain)
+        elif what == "use with hints":
+            self.use_with_hints(pick)
         elif what == "look up":
             lease = self.engine.acquire(chain)
             assert lease.keys == tuple(chain[: len(lease.slots)])
@@ -108,6 +111,12 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
                 self.load(lease)
             else:
                 self.engine.release_lease(lease)
+
+    def use_with_hints(self, pick: int) -> None:
+        chain, name = CHAINS[pick % len(CHAINS)][: 1 + pick % 4], context_id(str(pick % 5))
+        resume_in = (None, 0.0, 1.0, 60.0, 1e9)[pick % 7 % 5]
+        self.engine.use(chain, hints=Hints(name, resume_in, release=pick % 6 == 0))
+        self.clock.advance(pick % 3)
 
     def store(self, keys: list[bytes]) -> None:
         blocks = self.fresh_blocks(len(keys))
@@ -215,8 +224,26 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
             admin.unprotect(chain if pick % 2 else None)
         elif what == "policy":
             admin.set_policy("lru" if pick % 2 else "4")
+        elif what == "context":
+            self.steer_context(pick)
         elif what == "gate":
             self.refuse(pick)
+
+    def steer_context(self, pick: int) -> None:
+        admin, known = self.engine.admin, self.engine.contexts().contexts
+        if not known:
+            return
+        context = bytes.fromhex(known[pick % len(known)].context)
+        if pick % 5 == 0:
+            admin.release_context(context)
+        elif pick % 5 == 1:
+            admin.set_context(context, float(pick % 50))
+        elif pick % 5 == 2:
+            admin.evict(context=context).run()
+        elif pick % 5 == 3:
+            admin.purge(context=context).run()
+        elif self.engine.pool.index.claims is not None:
+            self.engine.pool.index.claims.set_on(pick % 2 == 0)
 
     def begin_sweep(self, what: str, pick: int) -> None:
         """Start bulk work and do one slice of it."""

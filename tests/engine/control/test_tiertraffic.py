@@ -295,10 +295,10 @@ def test_repeated_and_late_completions_change_nothing(make_node: MakeNode, objec
     op = only(node.fetch(KEYS[:2]))
     node.deliver()
     node.run(0, op)
-    node.say(0, op)
+    node.send(0, op)
     assert node.engine.lookup(KEYS) == 0
     node.run(1, op)
-    node.say(1, op)
+    node.send(1, op)
     assert node.loaded(KEYS) == 2
     assert isinstance(node.engine, OffloadEngine)
     faults = node.engine.stats().faults
@@ -487,7 +487,7 @@ class Fleet:
         most = self.choose.choice([None, None, 0, 1])
         node.run(rank, op, most=most, fail=self.choose.random() < 0.1)
         if repeat:
-            node.say(rank, op)
+            node.send(rank, op)
 
     def finish(self) -> None:
         for node in self.nodes:

@@ -45,7 +45,7 @@ class TierNode:
     def run(self, rank: int, op: TierOp, *, most: int | None = None, fail: bool = False) -> None:
         """Move up to `most` of the objects, as far as the store has them, and report it."""
         moved = self.move(rank, op, most)
-        self.say(rank, op, "failed" if fail else "done", moved)
+        self.send(rank, op, "failed" if fail else "done", moved)
 
     def move(self, rank: int, op: TierOp, most: int | None = None) -> int:
         """Without reporting it."""
@@ -66,7 +66,7 @@ class TierNode:
             slots.update(dict.fromkeys(op.slots[moved:]))  # half written
         return moved
 
-    def say(self, rank: int, op: TierOp, mark: Mark = "done", moved: int | None = None) -> None:
+    def send(self, rank: int, op: TierOp, mark: Mark = "done", moved: int | None = None) -> None:
         moved = len(op.keys) if moved is None else moved
         error = "injected" if mark == "failed" else None
         done = TierCompletion(op.op_id, mark, error, seconds=0.001, moved=moved)

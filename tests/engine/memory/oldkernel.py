@@ -13,7 +13,7 @@ class OldKernel:
     """Passes every call on, but for `madvise` with the advice that it does not know."""
 
     def __init__(self, unknown_advice: int) -> None:
-        self.libc: Any = region_module._libc
+        self.libc: Any = region_module.libc
         self._unknown = unknown_advice
 
     def __getattr__(self, name: str) -> object:

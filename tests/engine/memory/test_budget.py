@@ -9,7 +9,7 @@ from tests.seeds import few_and_many
 
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
-from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, ExtentBook, PoolLayout, RankLayout, fair_shares
+from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, RankLayout, fair_shares
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -403,8 +403,8 @@ class Node:
             self.carry_out(self.budget.plan())
             if self.budget.plan():
                 raise Violation("planning twice decides more")
-            self._require(self.closed == self.budget.closed().keys())
-            closing = [extent for extent, one in self.budget.closed().items() if not one.is_kept]
+            self._require(self.closed == self.budget.closed.keys())
+            closing = [extent for extent, one in self.budget.closed.items() if not one.is_kept]
             for extent in closing:
                 if is_kept():
                     self.budget.keep(extent)
@@ -567,31 +567,33 @@ def hands_over_while_mapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_a_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExtentBook, "record_unmapping", lambda book, client, number: book.find(number).maps.pop(client, None))
+    patch.setattr(
+        MemoryBudget, "record_unmapping", lambda book, client, number: book.find(number).maps.pop(client, None)
+    )
 
 
 def believes_a_death_of_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExtentBook, "record_death", lambda book, _: [one.maps.clear() for one in book.extents.values()])
+    patch.setattr(MemoryBudget, "record_death", lambda book, _: [one.maps.clear() for one in book.extents.values()])
 
 
 def ignores_owners(patch: pytest.MonkeyPatch) -> None:
-    def find_spare(book: ExtentBook, size: int, node: int | None, owner: int, taken: Sequence[int]) -> int | None:
+    def find_spare(book: MemoryBudget, size: int, node: int | None, owner: int, taken: Sequence[int]) -> int | None:
         spares = (number for number, one in book.extents.items() if one.is_spare and number not in taken)
         return min((number for number in spares if book.extents[number].num_bytes == size), default=None)
 
-    patch.setattr(ExtentBook, "find_spare", find_spare)
+    patch.setattr(MemoryBudget, "_find_spare", find_spare)
 
 
 def gives_an_extent_twice(patch: pytest.MonkeyPatch) -> None:
-    def find_spare(book: ExtentBook, size: int, node: int | None, owner: int, taken: Sequence[int]) -> int | None:
+    def find_spare(book: MemoryBudget, size: int, node: int | None, owner: int, taken: Sequence[int]) -> int | None:
         return min((number for number, one in book.extents.items() if one.num_bytes == size), default=None)
 
-    patch.setattr(ExtentBook, "find_spare", find_spare)
+    patch.setattr(MemoryBudget, "_find_spare", find_spare)
 
 
 def spends_recalled_memory(patch: pytest.MonkeyPatch) -> None:
     def available(budget: MemoryBudget) -> int:
-        return budget.total_bytes - budget.allocated_bytes + budget.spare_bytes + budget._book.recalled_bytes
+        return budget.total_bytes - budget.allocated_bytes + budget.spare_bytes + budget.recalled_bytes
 
     patch.setattr(MemoryBudget, "_available", available)
     patch.setattr(MemoryBudget, "_make_room", lambda *_: True)

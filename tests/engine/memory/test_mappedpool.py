@@ -20,8 +20,7 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
 from kvstow.memory import pinning
 from kvstow.memory.extents import EXTENT_NAME
-from kvstow.memory.mappedextent import ExtentMapping
-from kvstow.memory.mappedpool import MappedPool
+from kvstow.memory.mappedpool import ExtentChunk, MappedExtent, MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
@@ -326,6 +325,47 @@ def test_memory_in_another_place_than_before_is_registered_anew(
     assert registrar.most_bytes == 4 * MIB
 
 
+@pytest.fixture
+def idle_pool(make_pool: MakePool) -> MappedPool:
+    """A pool without its thread: the test takes each step."""
+    pool = MappedPool(64 << 10, FakeRegistrar())
+    make_pool.pools.append(pool)
+    return pool
+
+
+def give_back(pool: MappedPool) -> None:
+    step = pool._give_back_step()
+    assert step is not None
+    step()
+
+
+def test_an_extent_arrives_until_those_with_its_slots_are_retired(idle_pool: MappedPool, extents: Extents) -> None:
+    for number, first in ((1, 0), (2, 32)):
+        grant(idle_pool, extents.create(2 * MIB), first=first, extent_id=number)
+    assert idle_pool._usable() == 64
+    idle_pool.revoke([1, 2])
+    grant(idle_pool, extents.create(2 * MIB), first=16, extent_id=3)
+    assert idle_pool._usable() == 0
+    for released in (1, 2):
+        assert idle_pool._next_chunk(16) is None
+        give_back(idle_pool)
+        assert idle_pool.take_released() == [released]
+    chunk = idle_pool._next_chunk(16)
+    assert isinstance(chunk, ExtentChunk)
+    assert chunk.extent.extent_id == 3
+
+
+def test_an_extent_that_still_arrives_when_a_session_begins_goes(idle_pool: MappedPool, extents: Extents) -> None:
+    grant(idle_pool, extents.create(2 * MIB), extent_id=1)
+    idle_pool.revoke([1])
+    grant(idle_pool, extents.create(2 * MIB), extent_id=2)
+    idle_pool.begin_session()
+    for _ in range(2):
+        give_back(idle_pool)
+    assert idle_pool._give_back_step() is None
+    assert idle_pool.take_released() == [], "the service of this session waits for none of them"
+
+
 def test_what_the_service_must_not_grant_is_refused(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     grant(pool, extents.create(2 * MIB), extent_id=1)
@@ -498,15 +538,15 @@ def test_beside_an_idle_host_another_thread_maps_memory_than_the_one_that_regist
     extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that attaches registers what the service has kept, with nothing else to do."""
-    chunk, mapping, threads = 2 * MIB, ExtentMapping.map, list[str]()
+    chunk, mapping, threads = 2 * MIB, MappedExtent.map, list[str]()
     for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
         monkeypatch.setattr(pinning, name, chunk)
 
-    def noted(extent: ExtentMapping, start: int, end: int) -> None:
+    def noted(extent: MappedExtent, start: int, end: int) -> None:
         threads.append(threading.current_thread().name)
         mapping(extent, start, end)
 
-    monkeypatch.setattr(ExtentMapping, "map", noted)
+    monkeypatch.setattr(MappedExtent, "map", noted)
     pool = MappedPool(64 << 10, FakeRegistrar(), cpu_clock=FakeClock())
     try:
         grant(pool, extents.create(chunk))

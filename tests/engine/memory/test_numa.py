@@ -37,7 +37,7 @@ def test_a_refusal_of_the_kernel_becomes_a_notice(monkeypatch: pytest.MonkeyPatc
             ctypes.set_errno(code)
             return -1
 
-    monkeypatch.setattr(numa, "_quick", Refusing())
+    monkeypatch.setattr(numa, "quick", Refusing())
     notice = numa.prefer_node(4096, 4096, 1)
     assert notice is not None
     assert errno.errorcode[code] in notice
@@ -54,7 +54,7 @@ def test_the_system_call_gets_the_range_and_the_nodes_bit(monkeypatch: pytest.Mo
             calls.append([*values, *[index for index, word in enumerate(mask) if word], max(mask)])
             return 0
 
-    monkeypatch.setattr(numa, "_quick", Recording())
+    monkeypatch.setattr(numa, "quick", Recording())
     monkeypatch.setattr(numa, "_MBIND", {os.uname().machine: 7})
     assert numa.prefer_node(8192, 4096, 70) is None
     assert calls == [[7, 8192, 4096, 1, 1025, 0, 1, 1 << 6]]
@@ -80,7 +80,7 @@ def test_bytes_are_counted_by_the_node_of_each_sampled_page(monkeypatch: pytest.
             node._obj.value = int(address.value >= 3 << 20)
             return -1 if address.value >= 8 << 20 else 0
 
-    monkeypatch.setattr(numa, "_quick", Telling())
+    monkeypatch.setattr(numa, "quick", Telling())
     monkeypatch.setattr(numa, "_GET_MEMPOLICY", {os.uname().machine: 7})
     mib = 1 << 20
     assert numa.bytes_by_node(mib, 5 * mib, 2 * mib) == {0: 2 * mib, 1: 3 * mib}

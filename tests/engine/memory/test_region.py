@@ -84,7 +84,7 @@ def present(region: HostRegion, pages: int) -> bool:
 
 
 def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_module, "_libc", OldKernel(unknown_advice=23))
+    monkeypatch.setattr(region_module, "libc", OldKernel(unknown_advice=23))
     region = HostRegion(4 * PAGE_BYTES)
     region.commit(0, 4 * PAGE_BYTES)
     assert present(region, 4)

@@ -137,7 +137,7 @@ def test_a_kernel_that_cannot_take_pages_back_is_refused(monkeypatch: pytest.Mon
             unmapped.append(num_bytes)
             return int(self.libc.munmap(address, num_bytes))
 
-    monkeypatch.setattr(region_module, "_libc", Kernel(unknown_advice=4))
+    monkeypatch.setattr(region_module, "libc", Kernel(unknown_advice=4))
     with pytest.raises(PinError, match=r"needs Linux 5\.18: MADV_DONTNEED failed with EINVAL") as caught:
         HostRegion(6 * HUGE_PAGE_BYTES, "reserved")
     assert caught.value.reason == "hugepages"
@@ -147,7 +147,7 @@ def test_a_kernel_that_cannot_take_pages_back_is_refused(monkeypatch: pytest.Mon
 def test_reserved_pages_are_never_populated_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is missing would end the process by a SIGBUS."""
     region = HostRegion(HUGE_PAGE_BYTES, "reserved")
-    monkeypatch.setattr(region_module, "_libc", OldKernel(unknown_advice=23))
+    monkeypatch.setattr(region_module, "libc", OldKernel(unknown_advice=23))
     with pytest.raises(PinError, match="populating 2 MiB failed: EINVAL") as caught:
         region.commit(0, HUGE_PAGE_BYTES)
     assert caught.value.reason == "hugepages"

@@ -107,3 +107,14 @@ def test_gaps_and_extremes_are_drawn(ratios: list[float | None]) -> None:
 
 def test_one_size_is_drawn() -> None:
     assert "●" in drawn(Plot("", [8], ["a"], [Line("x", [0.5])]))
+
+
+def test_top_has_a_bar_for_each_size_in_one_line(busy: Host, run: Run) -> None:
+    lines = [line for line in run("top", "--server", busy.url).stdout.splitlines() if line.startswith("by size")]
+    assert len(lines) == 1, run("top", "--server", busy.url).output
+    assert lines[0].split()[2:] == ["▁▁▁▁███", "0.0", "%", "now,", "100.0", "%", "with", "256", "KiB"]
+
+
+def test_top_says_in_one_line_that_it_is_too_early(host: Host, run: Run) -> None:
+    (line,) = [line for line in run("top", "--server", host.url).stdout.splitlines() if line.startswith("by size")]
+    assert line.split()[2:5] == ["too", "early", "to"]

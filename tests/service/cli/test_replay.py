@@ -216,3 +216,72 @@ def test_an_admin_server_is_for_one_pool_in_this_process(trace: str, arguments: 
     outcome = invoke(trace, "--port", "0", *arguments)
     assert outcome.exit_code == 2
     assert complaint in outcome.stderr
+
+
+# -- a table of sizes and policies -------------------------------------------------------------------------------------
+
+TABLE = ("--no-data", "--sizes", "50,2MiB,20", "--slot-size", "8KiB", "--ranks", "2")
+
+
+def test_a_table_has_the_hits_of_each_size_and_policy(trace: str) -> None:
+    policies = ("--policy", "auto", "--policy", "lru", "--policy", "4", "--policy", "min")
+    outcome = invoke(trace, *TABLE, *policies, "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert [(size["slots"], size["bytes"]) for size in found["sizes"]] == [
+        (20, 20 << 14), (50, 50 << 14), (128, 2 << 20),
+    ]  # fmt: skip
+    for size in found["sizes"]:
+        ratios = size["ratios"]
+        assert list(ratios) == ["auto", "lru", "4", "min"]
+        assert all(0 <= ratio <= ratios["min"] + 1e-9 for ratio in ratios.values())
+    assert found["sizes"][-1]["ratios"]["min"] <= found["everything"]
+    single = json.loads(invoke(trace, "--no-data", "--pool-slots", "50", "--policy", "lru", "--json").stdout)
+    assert found["sizes"][1]["ratios"]["lru"] == pytest.approx(single["block_hit_rate"])
+
+
+def test_a_table_is_printed_and_drawn(trace: str) -> None:
+    outcome = invoke(trace, *TABLE)
+    lines = outcome.stdout.splitlines()
+    assert lines[0].split() == ["SLOTS", "SIZE", "AUTO", "LRU"]
+    assert lines[1].split()[:3] == ["20", "320", "KiB"]
+    assert "without evictions" in lines[4]
+    assert "● auto   ○ lru" in lines[-1]
+
+
+def test_a_table_goes_into_a_png(trace: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert invoke(trace, *TABLE, "--png", str(tmp_path / "table.png")).exit_code == 0
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
+    """The GPU had the first block of each, and the last one was computed."""
+    path = tmp_path / "recorded.jsonl"
+    line = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1, 2, 3, 4], "looked_up": [1, 3]}
+    path.write_text("\n".join(json.dumps({**line, "timestamp": number}) for number in range(3)))
+    found = json.loads(invoke(str(path), "--no-data", "--sizes", "8", "--policy", "lru", "--json").stdout)
+    assert (found["blocks"], found["everything"]) == (6, pytest.approx(2 / 3))
+    assert found["sizes"][0]["ratios"]["lru"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--sizes", "8"), "needs --no-data"),
+        (("--no-data", "--sizes", "0"), "1 slot or more"),
+        (("--no-data", "--sizes", "1KiB"), "1 slot or more"),
+        (("--no-data", "--sizes", "many"), "--sizes"),
+        (("--no-data", "--sizes", ","), "separated by commas"),
+        (("--no-data", "--sizes", "8", "--policy", "best"), "min, with foresight"),
+        (("--no-data", "--sizes", "8", "--pool-slots", "8"), "--pool-slots"),
+        (("--no-data", "--sizes", "8", "--time-scale", "2"), "--time-scale"),
+        (("--no-data", "--policy", "lru", "--policy", "auto"), "can be repeated only with"),
+        (("--no-data", "--policy", "min"), "min"),
+        (("--no-data", "--png", "x.png"), "needs --no-data and --sizes"),
+    ],
+)
+def test_options_of_a_table_that_make_no_sense_are_refused(trace: str, options: tuple[str, ...], words: str) -> None:
+    outcome = invoke(trace, *options)
+    assert outcome.exit_code == 2
+    assert words in outcome.stderr

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -23,6 +23,7 @@ from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentit
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Kind
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
+from kvstow_service.node.nodehost import NodeHost
 
 POOL = PoolIdentity(
     slot_bytes=(4096, 4096),
@@ -105,7 +106,7 @@ class Node:
         self.next_peer: Callable[[], Peer] = lambda: Peer(0, 1000, 1000, os.pidfd_open(os.getpid()))
         self.failures: list[str] = []
         options = {"find_peer": self._find_peer, "on_failure": self.failures.append} | options
-        self.server = AttachServer(self.host, self.socket.listener, **options)
+        self.server = AttachServer(cast(NodeHost, self.host), self.socket.listener, **options)
         self.connections: list[AttachConnection] = []
         self.processes: list[FakeProcess] = []
 

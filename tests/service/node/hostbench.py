@@ -40,7 +40,6 @@ from kvstow.memory.nodememory import NodeMemory
 from kvstow.messages import Completion, Mark
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import ready_report
-from kvstow_service.node.attach.sessionhost import SessionGrant
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
@@ -76,7 +75,7 @@ class Engine:
         self.kept: list[int] = []
         """Copies of what it was sent, if `keeps_fds`. The test closes them."""
         self.reports = 0
-        self.answer: SessionGrant = bench.host.open_session(session_id, hello, self.peer(), self)
+        self.session, self.answer = bench.host.open_session(session_id, hello, self.peer(), self)
 
     def peer(self, pid: int = 0) -> Peer:
         return Peer(pid, self.uid, self.uid, None)
@@ -135,7 +134,7 @@ class Engine:
     def join(self, *ranks: int, **fields: Any) -> None:
         for rank in ranks or range(self.num_ranks):
             hello = Hello(role="worker", engine="e", host="h", pid=1, rank=rank, **fields)
-            self.bench.host.join_worker(self.session_id, hello, self.peer(100 + rank))
+            self.session.join_worker(hello, self.peer(100 + rank))
 
     def register(self, limit: int | None = None) -> None:
         """All that is populated, on all ranks."""
@@ -146,7 +145,7 @@ class Engine:
                 if limit is not None:
                     slots = max(0, min(slots, limit - grant.first_slot))
                 told.append(ExtentSlots(grant.extent_id, slots))
-            self.bench.host.extents_registered(self.session_id, rank, told)
+            self.session.registered(rank, told)
 
     def report(self, rank: int | None = None, boot: str = "b") -> None:
         """`pinned_slots` and `applied` are not believed."""
@@ -155,21 +154,21 @@ class Engine:
             report = ready_report(
                 SLOT_BYTES, 0, rank=one, boot_id=boot, pinned_slots=10**6, sender="s", number=self.reports
             )
-            self.bench.host.take_report(self.session_id, one, report)
+            self.session.take_report(report)
 
     def release_revoked(self, *ranks: int) -> None:
         for rank in ranks or list(self.revoked):
             extents = self.revoked.pop(rank, [])
             for extent in extents:
                 del self.grants[rank][extent]
-            self.bench.host.extents_released(self.session_id, rank, extents)
+            self.session.released(rank, extents)
 
     def begin_store(self, *numbers: int) -> StoreBegun:
-        return self.bench.host.begin_store(self.session_id, BeginStore([key_of(number) for number in numbers]))
+        return self.session.begin_store(BeginStore([key_of(number) for number in numbers]))
 
     def complete(self, op_id: int, mark: Mark = "done", ranks: Sequence[int] | None = None) -> None:
         for rank in range(self.num_ranks) if ranks is None else ranks:
-            self.bench.host.complete(self.session_id, Completions(rank, "b", (Completion(op_id, mark),)))
+            self.session.complete(Completions(rank, "b", (Completion(op_id, mark),)))
 
     def store(self, *numbers: int) -> StoreBegun:
         begun = self.begin_store(*numbers)
@@ -178,7 +177,7 @@ class Engine:
         return begun
 
     def find(self, *numbers: int, hold: Hold = Hold.NOTHING) -> Found:
-        found = self.bench.host.lookup(self.session_id, Lookup([key_of(number) for number in numbers], hold))
+        found = self.session.lookup(Lookup([key_of(number) for number in numbers], hold))
         assert isinstance(found, Found)
         return found
 
@@ -187,20 +186,20 @@ class Engine:
         return sum(length for _, length in self.find(*numbers).runs)
 
     def read_events(self, after: int = 0) -> EventPage:
-        return self.bench.host.read_events(self.session_id, ReadEvents(after))
+        return self.session.read_events(ReadEvents(after))
 
     def begin_load(self, lease_id: int, count: int = 1) -> LoadBegun:
-        return self.bench.host.begin_load(self.session_id, BeginLoad(lease_id, 0, count))
+        return self.session.begin_load(BeginLoad(lease_id, 0, count))
 
     # -- ends -------------------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        self.bench.host.session_lost(self.session_id, "gone")
+        self.session.lose("gone")
 
     def let_go(self, *ranks: int) -> None:
         """Of the workers that got descriptors."""
         for rank in ranks or list(self.grants):
-            self.bench.host.worker_released(self.session_id, rank)
+            self.session.end_worker(rank)
 
     def over(self) -> None:
         self.bench.host.session_over(self.session_id)
@@ -246,7 +245,7 @@ class HostBench:
         """What the thread of the memory would do."""
         if self.starts_populated:
             for number in range(1, 10_000):
-                extent = self.memory.memory.extent(number)
+                extent = self.memory.memory.extents.get(number)
                 if extent is not None:
                     extent.populated_bytes = extent.num_bytes
         self.memory.run_pending()

@@ -81,7 +81,7 @@ def shown(node: Node) -> dict[str, Any]:
         "sessions": sessions,
         "shares": shares_of(node),
         "allocated": node.memory.figures.allocated_bytes,
-        "given_up": node.memory.memory.budget.closed_bytes,
+        "given_up": sum(one.num_bytes for one in node.memory.memory.budget.closed.values()),
         "problems": node.memory.figures.failures,
         "faults": node.memory.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -131,7 +131,7 @@ class RawWorker:
                 self.registered[extent_id] = slots
                 news.append(ExtentSlots(extent_id, slots))
         if news:
-            self.connection.tell(RegisteredExtents(tuple(news)))
+            self.connection.send(RegisteredExtents(tuple(news)))
 
     def let_go(self) -> None:
         for extent_id in self.revoked:
@@ -139,7 +139,7 @@ class RawWorker:
             os.close(self.fds.pop(extent_id))
             del self.grants[extent_id], self.populated[extent_id]
             self.registered.pop(extent_id, None)
-        self.connection.tell(ReleasedExtents(tuple(self.revoked)))
+        self.connection.send(ReleasedExtents(tuple(self.revoked)))
         self.revoked.clear()
 
     def report(self) -> None:
@@ -226,7 +226,7 @@ class RawEngine:
     def complete(self, op_id: int, mark: str = "done") -> None:
         for worker in self.workers:
             done = Completion(op_id, mark)  # type: ignore[arg-type]
-            worker.connection.tell(Completions(worker.rank, worker.boot, (done,)))
+            worker.connection.send(Completions(worker.rank, worker.boot, (done,)))
 
     def store(self, keys: Sequence[bytes]) -> StoreBegun:
         begun = self.begin_store(keys)
@@ -260,7 +260,7 @@ class RawEngine:
         return self.ask(Lookup(keys, hold), Found)
 
     def release(self, lease_id: int) -> None:
-        self.scheduler.tell(Release((lease_id,)))
+        self.scheduler.send(Release((lease_id,)))
 
     def load(self, keys: Sequence[bytes]) -> int:
         """How many leading keys there were; all their bytes are verified on all ranks."""

@@ -14,7 +14,7 @@ from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
 from kvstow.attach.wire import MOST_LISTED
-from kvstow.errors import AttachError, AttachRefusedError, NotFoundError
+from kvstow.errors import AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Lease
@@ -108,8 +108,8 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
 
 def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:
     done = [Completion(number, "done") for number in range(MOST_LISTED + 1)]
-    engine._spoken[0, BOOT] = done
-    sent = [message.completions for message in engine._take_spoken()]
+    engine._unsent[0, BOOT] = done
+    sent = [message.completions for message in engine._take_unsent()]
     assert sent == [tuple(done[:-1]), (done[-1],)]
 
 
@@ -146,8 +146,6 @@ def test_nothing_waits_unless_asked(engine: Engine, node: Node) -> None:
         engine.step()
         assert not engine.wait(answer)
         assert not answer.done
-        with pytest.raises(AttachError):
-            _ = answer.value
     assert engine.wait(answer, seconds=DEADLINE_SECONDS)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
+from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import (
     ExtentBytes,
     ExtentGrant,
+    ExtentSlots,
     GrantedExtents,
     PopulatedExtents,
     RegisteredExtents,
@@ -26,18 +29,40 @@ from kvstow.attach.hello import SessionTicket, unique_id
 from kvstow.attach.peer import Peer
 from kvstow.attach.worker import AttachedWorker
 from kvstow.dataplane import DataPlane
+from kvstow.devices.base import LayeredLoad
 from kvstow.errors import CopyError
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
-from kvstow.testing.fakes import FakeDevice, FakeRegistrar
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow.testing.fakes import FakeDevice, FakeRegistrar, FakeTicket
+from kvstow_service.node.pools.sessionlink import SessionLink
 
 MIB = 1 << 20
 SLOT = 4096
 EXTENT_SLOTS = 2 * MIB // SLOT
+
+
+class RecordingSession(FakeSession):
+    """Records what the worker reports of its memory."""
+
+    def __init__(self, service: Service, *given: Any) -> None:
+        super().__init__(*given)
+        self.service = service
+
+    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self.service.words.append("registered")
+        super().registered(rank, extents)
+
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        self.service.words.append("released")
+        super().released(rank, extent_ids)
+
+    def take_report(self, report: RankReport) -> DesiredState:
+        self.service.words.append("take_report")
+        self.service.reports.append(report)
+        return DesiredState("engine-1", EXTENT_SLOTS * len(self.service.fds), number=1)
 
 
 class Service:
@@ -54,21 +79,7 @@ class Service:
         self.first_id = 1
         node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
         self.host.on_join = self._join
-        takers: dict[str, Callable[..., Any]] = {
-            name: getattr(self.host, name) for name in ("extents_registered", "extents_released")
-        }
-        for name, take in takers.items():
-            setattr(self.host, name, partial(self._record, name, take))
-        self.host.take_report = self._report  # type: ignore[method-assign]
-
-    def _record(self, name: str, take: Callable[..., Any], *values: Any) -> Any:
-        self.words.append(name)
-        return take(*values)
-
-    def _report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
-        self.words.append("take_report")
-        self.reports.append(report)
-        return DesiredState("engine-1", EXTENT_SLOTS * len(self.fds), number=1)
+        self.host.session_type = partial(RecordingSession, self)
 
     def _join(self, link: SessionLink, rank: int) -> None:
         self.links.append(link)
@@ -86,14 +97,29 @@ class Service:
         return {extent_id: slots for _, said in self.host.registered for extent_id, slots in said}
 
 
+class FakeLayers:
+    """Loads by layer whose copies end when the test says so."""
+
+    num_parts = 1
+
+    def __init__(self) -> None:
+        self.ticket = FakeTicket()
+
+    def load_layers(self, *_: object) -> Any:
+        return SimpleNamespace(ticket=self.ticket, wait=lambda part: None)
+
+    def load_now(self, *_: object) -> None:
+        pytest.fail("it went another way")
+
+
 class Rank:
     """A rank with a device whose copies end when the test says so."""
 
     def __init__(self, path: Path, rank: int = 0, *, replicated: bool = False) -> None:
         self.registrar = FakeRegistrar()
         self.pool = MappedPool(SLOT, self.registrar, pace=partial(FixedPace, 512 << 10, 0.0))
-        self.device = FakeDevice()
-        self.plane = DataPlane(rank, self.pool, self.device)
+        self.device, self.layers = FakeDevice(), FakeLayers()
+        self.plane = DataPlane(rank, self.pool, self.device, layers=self.layers)
         self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", replicated=replicated)
         self.worker.start()
         self.said: list[Completion] = []
@@ -101,6 +127,10 @@ class Rank:
     def submit(self, op_id: int, slot: int = 0, direction: Direction = "load") -> int:
         self.worker.submit(StepPlan((Op(op_id, direction, (1,), (slot,)),)))
         return op_id
+
+    def load_by_layer(self, op_id: int, slot: int = 0) -> LayeredLoad | None:
+        assert self.worker.layered is not None
+        return self.worker.layered.load((Op(op_id, "load", (1,), (slot,)),), None)
 
     def ended(self, op_id: int) -> str | None:
         """The mark of an op, once it has ended; a failure with its reason."""
@@ -195,18 +225,35 @@ def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_s
     wait_until(lambda: rank.ended(late))
     assert str(rank.ended(late)).startswith("failed CopyError")
     wait_until(lambda: rank.pool._next_step() is None)
-    assert "extents_released" not in service.words
+    assert "released" not in service.words
     assert rank.registrar.locked_bytes > 2 * MIB
     ticket.finish()
-    wait_until(lambda: "extents_released" in service.words)
-    assert service.words.index("extents_registered") < service.words.index("extents_released")
-    assert service.words[service.words.index("extents_released") - 1] == "take_report"
+    wait_until(lambda: "released" in service.words)
+    assert service.words.index("registered") < service.words.index("released")
+    assert service.words[service.words.index("released") - 1] == "take_report"
     assert service.reports[-1].pinned_slots == EXTENT_SLOTS
     assert rank.registrar.locked_bytes == 2 * MIB
     wait_until(lambda: rank.ended(op) == "done")
 
 
-@pytest.mark.parametrize("when", ["poll", "speak"])
+def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read(
+    rank: Rank, service: Service
+) -> None:
+    load = unique_id(1, 5)
+    assert rank.load_by_layer(load, EXTENT_SLOTS + 3) is not None
+    service.words.clear()
+    service.revoke(2)
+    wait_until(lambda: service.registered()[2] == 0)
+    wait_until(lambda: rank.pool._next_step() is None)
+    assert "extents_released" not in service.words
+    assert rank.registrar.locked_bytes > 2 * MIB
+    rank.layers.ticket.finish()
+    wait_until(lambda: "extents_released" in service.words)
+    assert rank.registrar.locked_bytes == 2 * MIB
+    wait_until(lambda: rank.ended(load) == "done")
+
+
+@pytest.mark.parametrize("when", ["poll", "report_due"])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
     rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -218,7 +265,7 @@ def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_
         if connection.state == "attached" and not sent:
             waits.set()
             assert has_closed.wait(DEADLINE_SECONDS)
-            sent.append(connection.tell(RegisteredExtents(())))
+            sent.append(connection.send(RegisteredExtents(())))
         return go_on()
 
     monkeypatch.setattr(late, when, send_first)
@@ -251,11 +298,11 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     assert rank.ended(late) == "failed the session of this op has ended"
     ticket.finish()
     wait_until(lambda: rank.ended(under_way) == "done")
-    assert (len(node.events("joined")), node.events("let go")) == (1, [])
+    assert (len(node.events("joined")), node.events("ended")) == (1, [])
     last.finish()
     wait_until(lambda: len(node.events("joined")) == 2)
     wait_until(lambda: rank.ended(before_the_ticket) == "done")
-    assert len(node.events("let go")) == len(node.events("over")) == 1, "the process lives, and has said it"
+    assert len(node.events("ended")) == len(node.events("over")) == 1, "the process lives, and has said it"
 
 
 def test_memory_that_the_next_service_grants_again_stays_registered(
@@ -276,7 +323,7 @@ def test_memory_of_which_the_next_service_has_nothing_goes(
     rank.worker.join(next_session(engine, node))
     wait_until(lambda: rank.registrar.locked_bytes == 0)
     wait_until(lambda: rank.pool.status().resident_bytes == 0)
-    assert "extents_released" not in service.words, "the next service waits for nothing"
+    assert "released" not in service.words, "the next service waits for nothing"
     assert rank.worker.is_attached
 
 
@@ -341,7 +388,7 @@ def test_a_word_of_the_service_that_cannot_be_right_ends_the_session_and_is_told
 def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node: Node) -> None:
     assert rank.worker.close()
     assert rank.worker.close()
-    wait_until(lambda: node.events("let go"))
+    wait_until(lambda: node.events("ended"))
     assert (rank.registrar.locked_bytes, rank.worker.is_attached) == (0, False)
     assert str(rank.ended(rank.submit(unique_id(1, 9)))).startswith("failed")
 
@@ -357,7 +404,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
 ) -> None:
     load = rank.submit(unique_id(1, 1))
     asked, said = list[bool](), list[str]()
-    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._say_settled
+    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._report_settled
 
     def note_question() -> bool:
         asked.append(is_quiet())
@@ -368,7 +415,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
         say()
 
     monkeypatch.setattr(rank.worker._gate, "is_quiet", note_question)
-    monkeypatch.setattr(rank.worker, "_say_settled", note_word)
+    monkeypatch.setattr(rank.worker, "_report_settled", note_word)
     engine.close()
     wait_until(lambda: len(asked) > 1 or said)
     assert said == [], "a copy is under way"
@@ -393,12 +440,12 @@ def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
     rank.worker.begin_step()
     engine.close()
     wait_until(lambda: len(turns) > 3)
-    load = Op(unique_id(1, 1), "load", (1,), (0,))
-    assert rank.worker.load_now((load,), lambda: "begun") == "begun"
+    assert rank.load_by_layer(unique_id(1, 1)) is not None
+    rank.layers.ticket.finish()
     rank.worker.end_step()
     wait_until(lambda: node.events("over"))
     with pytest.raises(CopyError, match="the session of this op has ended"):
-        rank.worker.load_now((load,), lambda: pytest.fail("an op of another session was let through"))
+        rank.load_by_layer(unique_id(1, 2))
 
 
 def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer(
@@ -427,7 +474,7 @@ def test_a_worker_closed_after_its_session_has_ended_says_so_too(
     engine.close()
     wait_until(lambda: node.events("lost"))
     wait_until(lambda: not rank.worker.is_attached)
-    assert node.events("let go") == []
+    assert node.events("ended") == []
     rank.worker.close()
     wait_until(lambda: node.events("over"))
 
@@ -459,7 +506,7 @@ def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
     assert not rank.worker.close()
     assert not rank.worker.close()
     wait_until(lambda: node.events("lost"))
-    assert node.events("let go") == []
+    assert node.events("ended") == []
     monkeypatch.undo()
     close()
 

@@ -175,9 +175,7 @@ def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
     assert found[0].namespace == HELLO.namespace
 
 
-@pytest.mark.parametrize(
-    "end", [Engine.end, lambda engine: engine.bench.host.release_leases(engine.session_id, LEASES)]
-)
+@pytest.mark.parametrize("end", [Engine.end, lambda engine: engine.session.release_leases(LEASES)])
 def test_many_slots_are_freed_by_the_thread_of_the_memory(
     bench: HostBench, monkeypatch: pytest.MonkeyPatch, end: Callable[[Engine], object]
 ) -> None:
@@ -218,7 +216,7 @@ def test_ops_and_leases_of_others_are_refused(bench: HostBench) -> None:
     assert mine.pool.facade.stats().faults.stale_completions == 2
     with pytest.raises(LeaseError, match="released or used up"):
         mine.begin_load(lease.lease_id)
-    bench.host.release_leases(mine.session_id, [lease.lease_id, 12345])
+    mine.session.release_leases([lease.lease_id, 12345])
     assert theirs.begin_load(lease.lease_id).slots
     theirs.complete(op.op_id)
     assert theirs.has(2) == 1
@@ -228,7 +226,7 @@ def test_words_of_a_former_boot_are_ignored(bench: HostBench) -> None:
     engine = bench.start()
     op = engine.begin_store(1)
     for rank in (0, 1):
-        bench.host.complete(engine.session_id, Completions(rank, "older", (Completion(op.op_id, "done"),)))
+        engine.session.complete(Completions(rank, "older", (Completion(op.op_id, "done"),)))
     assert engine.has(1) == 0
 
 
@@ -255,11 +253,11 @@ def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> Non
         ([ExtentSlots(mine, ROW_SLOTS + 1)], "its 32 slots at most"),
     ):
         with pytest.raises(InvalidRequestError, match=says):
-            bench.host.extents_registered(engine.session_id, 0, extents)
+            engine.session.registered(0, extents)
     with pytest.raises(InvalidRequestError, match="is none that this worker was sent"):
-        bench.host.extents_released(engine.session_id, 0, [foreign])
+        engine.session.released(0, [foreign])
     with pytest.raises(InvalidRequestError, match="was not revoked"):
-        bench.host.extents_released(engine.session_id, 0, [mine])
+        engine.session.released(0, [mine])
     bench.run()
     assert engine.client(0) in bench.budget.mappers(mine)
     assert bench.host.sessions()[0].registered_slots == ROW_SLOTS
@@ -346,7 +344,7 @@ def test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over(
     engine = bench.start()
     name = engine.pool.name
     bench.budget.attach(name, "earlier")
-    bench.memory.pools._claims[name] = {"earlier"}
+    bench.memory._claims[name] = {"earlier"}
     engine.lose()
     engine.let_go()
     with monkeypatch.context() as patch:
@@ -405,7 +403,7 @@ def test_at_the_end_workers_are_asked_to_let_go_of_all_memory_and_get_none(bench
     first = bench.start()
     assert set(first.grants) == {0, 1}
     ended: list[bool] = []
-    bench.memory.do(bench.memory.pools.revoke_all)
+    bench.memory.do(bench.memory.revoke_all)
     bench.memory.do(ended.append, True)
     late = bench.attach()
     late.join()

@@ -1,4 +1,4 @@
-"""Sessions of the service before: what they hold is freed when their processes have ended or spoken."""
+"""Sessions of the service before: what they hold is freed when their processes have ended or have reported it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.hello import digest_of
 from kvstow.attach.peer import Peer
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.pools.nodesession import NodeSession
 
 TOKEN = "a token of the service before"
 
@@ -35,14 +35,15 @@ def node(make_node: MakeNode, processes: list[FakeProcess]) -> Node:
 
 def restore(node: Node, *peers: Peer) -> None:
     """A session with these workers; starts the server."""
-    node.host.sessions["before"] = FakeSession(cast(SessionLink, None), 1000, len(peers), lost=True)
     workers = [(replace(WORKER, rank=rank), peer) for rank, peer in enumerate(peers)]
-    node.server.restore_session("before", digest_of(TOKEN), workers)
+    session = node.server.restore_session("before", digest_of(TOKEN), workers)
+    node.host.sessions["before"] = FakeSession(node.host, "before", session, 1000, len(peers))
+    session.hosted = cast(NodeSession, node.host.sessions["before"])
     node.server.start()
 
 
 def ends(node: Node) -> list[tuple[object, ...]]:
-    return node.events("lost", "let go", "over")
+    return node.events("lost", "ended", "over")
 
 
 def test_it_is_shown_as_lost_and_over_when_its_processes_have_died(node: Node, processes: list[FakeProcess]) -> None:
@@ -55,11 +56,11 @@ def test_it_is_shown_as_lost_and_over_when_its_processes_have_died(node: Node, p
     quiet(node)
     assert ends(node) == []
     processes[1].die()
-    node.wait_for_event("let go")
-    assert ends(node) == [("let go", "before", 1)]
+    node.wait_for_event("ended")
+    assert ends(node) == [("ended", "before", 1)]
     processes[0].die()
     node.wait_for_event("over")
-    assert ends(node)[1:] == [("let go", "before", 0), ("over", "before")]
+    assert ends(node)[1:] == [("ended", "before", 0), ("over", "before")]
 
 
 def test_its_processes_settle_it_when_they_attach_again(node: Node, processes: list[FakeProcess]) -> None:
@@ -69,7 +70,7 @@ def test_its_processes_settle_it_when_they_attach_again(node: Node, processes: l
         node.next_peer = process.peer
         node.attach_worker(scheduler, rank, settled_tokens=(TOKEN,))
     node.wait_for_event("over")
-    assert sorted(ends(node)) == [("let go", "before", 0), ("let go", "before", 1), ("over", "before")]
+    assert sorted(ends(node)) == [("ended", "before", 0), ("ended", "before", 1), ("over", "before")]
 
 
 def test_other_processes_cannot_settle_it(node: Node) -> None:
@@ -92,7 +93,7 @@ def test_a_worker_whose_pidfd_nobody_has_settles_it_by_its_token(make_node: Make
     assert ends(node) == [], "it is of another rank"
     node.attach_worker(scheduler, 0, settled_tokens=("another", TOKEN))
     node.wait_for_event("over")
-    assert ends(node) == [("let go", "before", 0), ("over", "before")]
+    assert ends(node) == [("ended", "before", 0), ("over", "before")]
 
 
 def test_nobody_joins_it(node: Node, processes: list[FakeProcess]) -> None:
@@ -110,7 +111,7 @@ def test_a_process_that_died_in_between_is_noticed_at_the_start(
     processes[0].die()
     restore(node, processes[0].peer())
     node.wait_for_event("over")
-    assert ends(node) == [("let go", "before", 0), ("over", "before")]
+    assert ends(node) == [("ended", "before", 0), ("over", "before")]
 
 
 def test_a_process_whose_end_cannot_be_seen_is_trusted_only_if_that_was_asked_for(
@@ -132,7 +133,7 @@ def test_a_process_whose_end_cannot_be_seen_is_trusted_only_if_that_was_asked_fo
 def test_detaching_it_never_kills_the_service_or_a_process_of_another_user(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever pidfd stands in the records for a worker."""
+    """Whatever pidfd the records name for a worker."""
     killed: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: killed.append(pidfd))
     node = make_node(start=False)

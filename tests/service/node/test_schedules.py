@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -27,10 +27,10 @@ from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import LeaseError
 from kvstow.memory.rows import BookedExtent
-from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
 from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.pools.memoryholder import RankMemory
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.nodesession import RankMemory
+from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory
 
 STEPS = 800
@@ -141,7 +141,7 @@ class Schedule:
                 if not revoked and said.get(grant.extent_id, 0) < most:
                     said[grant.extent_id] = self.random.randint(said.get(grant.extent_id, 0), most)
             told = [ExtentSlots(*one) for one in said.items()]
-            self.bench.host.extents_registered(client.engine.session_id, rank, told)
+            client.engine.session.registered(rank, told)
 
     # -- transfers ------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Schedule:
 
     def memory_of(self, extent_id: int) -> mmap.mmap:
         if extent_id not in self.maps:
-            extent = self.bench.memory.memory.extent(extent_id)
+            extent = self.bench.memory.memory.extents.get(extent_id)
             assert extent is not None
             self.maps[extent_id] = mmap.mmap(extent.fd, extent.num_bytes)
         return self.maps[extent_id]
@@ -249,7 +249,7 @@ class Schedule:
         client = self.pick()
         if client is not None and client.leases:
             lease_id, _ = client.leases.pop()
-            self.bench.host.release_leases(client.engine.session_id, [lease_id])
+            client.engine.session.release_leases([lease_id])
 
     def release_revoked(self) -> None:
         """Of a worker that copies nothing to or from them any more."""
@@ -333,11 +333,11 @@ class Schedule:
             slots = pool.facade.stats().pool.slots
             left = (slots.filling, slots.leased, slots.quarantined, slots.protected)
             assert left == (0, 0, 0, 0), f"slots were never freed: {slots}"
-            assert pool.session_statuses() == []
+            assert not [session for session in pool.attached() if session.is_engine]
         self.delete_pools()
         self.bench.run()
         self.close()  # the mappings of the processes, so that nothing counts any more that was closed meanwhile
-        self.bench.memory.pools.check()
+        self.bench.memory.check()
         self.bench.run()
         assert self.bench.budget.spare_bytes == self.bench.budget.total_bytes, "an extent was never given back"
 
@@ -374,15 +374,14 @@ def test_no_byte_is_wrong_and_nothing_is_left(seeds: range, tmp_path: Path) -> N
 
 
 def slots_are_freed_at_the_end_of_the_connection(patch: pytest.MonkeyPatch) -> None:
-    lost = NodeHost.session_lost
+    lose = NodeSession.lose
 
-    def lose_and_free(host: NodeHost, session_id: str, reason: str) -> None:
-        lost(host, session_id, reason)
-        session = host._sessions[session_id]
+    def lose_and_free(session: NodeSession, reason: str) -> None:
+        lose(session, reason)
         for client in session.clients():
             session.pool.process_died(client)
 
-    patch.setattr(NodeHost, "session_lost", lose_and_free)
+    patch.setattr(NodeSession, "lose", lose_and_free)
 
 
 def a_clock_frees_what_lost_sessions_hold(patch: pytest.MonkeyPatch) -> None:
@@ -408,7 +407,7 @@ def a_row_is_revoked_before_its_blocks_are_gone(patch: pytest.MonkeyPatch) -> No
 
 def _give_back_at_once(memory: PoolMemory, active: int) -> bool:
     for number in sorted(memory._held, reverse=True)[: len(memory._held) - active]:
-        memory._let_go(number)
+        memory._drop_claim(number)
     return False
 
 
@@ -428,8 +427,8 @@ def the_weights_are_no_part_of_a_namespace(patch: pytest.MonkeyPatch) -> None:
 def users_share_a_pool(patch: pytest.MonkeyPatch) -> None:
     open_session = NodeHost.open_session
 
-    def of_any_user(host: NodeHost, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
-        return open_session(host, session_id, hello, Peer(peer.pid, 0, peer.gid, None), link)
+    def of_any_user(host: NodeHost, session_id: str, hello: Hello, peer: Peer, *rest: Any) -> Any:
+        return open_session(host, session_id, hello, Peer(peer.pid, 0, peer.gid, None), *rest)
 
     patch.setattr(NodeHost, "open_session", of_any_user)
 

@@ -86,3 +86,19 @@ def test_equal_ids_give_equal_keys_and_others_differ() -> None:
     assert first[0] == second[0]
     assert len({*first, *second}) == 4
     assert {len(key) for key in first} == {34}
+
+
+def test_what_a_recorded_request_looked_up_is_read_and_written() -> None:
+    line = b'{"timestamp": 0, "input_length": 2, "output_length": 1, "hash_ids": [1, 2, 3], "looked_up": [1, 2]}'
+    (request,) = parse_trace([line], "x")
+    assert (request.looked_up, request.asked) == ((1, 2), (1, 2))
+    assert list(parse_trace([request.to_line().encode()], "x")) == [request]
+    assert "looked_up" not in request._replace(looked_up=None).to_line()
+    assert request._replace(looked_up=None).asked == (0, 3)
+
+
+@pytest.mark.parametrize("given", ["[2, 1]", "[0, 4]", "[-1, 1]", "[1]", "7", '["0", "1"]'])
+def test_positions_outside_of_a_request_are_refused(given: str) -> None:
+    line = f'{{"timestamp": 0, "input_length": 2, "output_length": 1, "hash_ids": [1, 2, 3], "looked_up": {given}}}'
+    with pytest.raises(InvalidRequestError, match=r"x:1: looked_up is .*allowed"):
+        list(parse_trace([line.encode()], "x"))

@@ -217,7 +217,7 @@ def test_closing_ends_a_call_that_hangs(
 
     thread = Thread(target=get)
     thread.start()
-    eventually(client.is_in_use, "the call")
+    eventually(client._gets._lock.locked, "the call")
     client.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1

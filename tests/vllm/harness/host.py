@@ -16,7 +16,6 @@ from tests.vllm.harness.setup import BLOCK_TOKENS, VALUE_BYTES, Setup
 from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.worker import SteppedWorker
 
-from kvstow.attach.engine import AttachedEngine
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
@@ -25,7 +24,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.admin.agent import AgentStats
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
-from kvstow_service.connectors.vllm.rankdataplane import AttachedPlane
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 SHARED = "kvstow_service.connectors.engine_core"
@@ -77,18 +76,17 @@ class Host:
         config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=setup.slots, num_ranks=setup.ranks)
         self.service = SlowService(config, setup.slots, clock=self._clock, delay=lambda: random.choice(setup.answers))
         self.engine = self.service.facade
-        make = AttachedEngine
 
-        def connected(path: Path, **options: Any) -> AttachedEngine:
-            return self.service.connect(make(path, **options))
+        def connected(*arguments: Any, **options: Any) -> AttachedControl:
+            return self.service.connect(AttachedControl(*arguments, **options))
 
-        def build(rank: int, socket: Path, options: Any, kv: Any, **_: Any) -> AttachedPlane:
+        def build(rank: int, socket: Path, options: Any, kv: Any, **_: Any) -> SteppedAttachment:
             num_bytes = setup.slots * kv.layout.slot_bytes
             plane = rankdataplane.build_plane(rank, num_bytes, num_bytes, options, kv)
             self._attached.append(SteppedAttachment(plane, self.service))
-            return AttachedPlane(plane, self._attached[-1])  # type: ignore[arg-type]
+            return self._attached[-1]
 
-        patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedEngine", connected)
+        patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedControl", connected)
         patch.setattr(f"{CONNECTOR}.tensorhost.build_attached_plane", build)
 
     def exchange_reports(self) -> None:

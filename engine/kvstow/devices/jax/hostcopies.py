@@ -125,10 +125,10 @@ def cached_copy_bytes() -> int | None:
     that is unknown: on other processors, with other C libraries, and with glibc before 2.33."""
     command = [_LOADER, "--list-tunables"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"x86_non_temporal_threshold: 0x([0-9a-f]+)", told)
+    found = re.search(r"x86_non_temporal_threshold: 0x([0-9a-f]+)", listed)
     return int(found[1], 16) if found else None
 
 

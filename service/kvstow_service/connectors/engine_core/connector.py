@@ -19,7 +19,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
-from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     in where the KV cache is and how they learn that loads have ended.
 
     Importing and creating it starts no thread and opens nothing. The worker's half starts with its KV cache. The
-    scheduler's half starts when all ranks have said hello. Raises `ConfigError` for options or a model that KVStow does
-    not support.
+    scheduler's half starts when all ranks have sent their hello. Raises `ConfigError` for options or a model that
+    KVStow does not support.
     """
 
     _half: SchedulerHost | WorkerHost[Any]
@@ -57,7 +57,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # vLLM understands bad blocks only of plain models
         self._has_sent_hello = False
-        self._told_by_layer: str | None = None  # the request of which vLLM was told that its load goes by layer
+        self._promised_by_layer: str | None = None  # the request whose load by layer was promised to vLLM
         self._num_layered = 0  # loads by layer that the step being planned has to have
         self._lost: str | None = None
         self._timed_step = 0  # the one that this rank computes, if it is timed
@@ -124,7 +124,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
         update = RankUpdate(
-            rank.take_completions(),
+            rank.side.take_boot_completions(),
             hello,
             *rank.news(),
             timed_step=self._timed_step,
@@ -162,42 +162,30 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler: requests --------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self._host.ask("arrival of a request", lambda offload: offload.side.expect(request), None)
+        self._host.ask("arrival of a request", lambda side: side.expect(request), None)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        def find(offload: Offload) -> int | None:
-            return offload.side.find_hit(request, num_computed_tokens)
-
-        def goes_by_layer(offload: Offload) -> bool:
-            return offload.side.loads_by_layer(request)
-
         nothing: int | None = 0
-        found = self._host.ask("lookup", find, nothing)
-        by_layer = bool(found) and self._host.ask("way of a load", goes_by_layer, otherwise=False)
-        self._told_by_layer = request.request_id if by_layer else None
+        found = self._host.ask("lookup", lambda side: side.find_hit(request, num_computed_tokens), nothing)
+        by_layer = bool(found) and self._host.ask("way of a load", lambda side: side.loads_by_layer(request), False)
+        self._promised_by_layer = request.request_id if by_layer else None
         return found, bool(found) and not by_layer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        def admit(offload: Offload) -> bool:
-            offload.side.admit(request, blocks.get_block_ids(), num_external_tokens)
-            return True
-
-        def fail(offload: Offload) -> None:
-            offload.side.fail_admission(request, blocks.get_block_ids(), num_external_tokens)
-
-        is_admitted = self._host.ask("admission", admit, otherwise=False)
-        if num_external_tokens and self._told_by_layer == request.request_id:
+        admission = request, blocks.get_block_ids(), num_external_tokens
+        is_admitted = self._host.ask("admission", lambda side: side.admit(*admission), False)
+        if num_external_tokens and self._promised_by_layer == request.request_id:
             self._num_layered += 1
             if not is_admitted:  # vLLM computes with these blocks in this step, and takes back no part of it
                 self._lost = f"request {request.request_id}: its load by layer could not be planned"
         elif num_external_tokens and not is_admitted:
-            self._host.ask("load", fail, None)
-        self._told_by_layer = None
+            self._host.ask("load", lambda side: side.fail_admission(*admission), None)
+        self._promised_by_layer = None
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        fetched = self._host.ask("sources of a hit", lambda offload: offload.side.fetched_tokens(request), 0)
+        fetched = self._host.ask("sources of a hit", lambda side: side.fetched_tokens(request), 0)
         fetched = min(fetched, num_external_tokens)  # vLLM has no name of its own for a remote store
         counts = {CacheHitSource.HOST: num_external_tokens - fetched, CacheHitSource.EXTERNAL_UNSPECIFIED: fetched}
         return {source: count for source, count in counts.items() if count}
@@ -209,17 +197,19 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request's blocks may be freed at once: blocks that are being stored have their own references."""
-        self._host.ask("end of a request", lambda offload: offload.side.finish(request, block_ids), None)
+        self._host.ask("end of a request", lambda side: side.finish(request, block_ids), None)
         return False, None
 
     # -- scheduler: one step --------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         host = self._host
-        ticket = host.ticket  # first: planning may begin a session, and ranks leave the old one when they are told
-        plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
+        ticket = (
+            host.ticket
+        )  # first: planning may begin a session, and ranks leave the old one when they get its ticket
+        plan = host.ask("plan of a step", lambda side: side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
-            plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
+            plan = host.ask("loads of a step", lambda side: side.take_planned(), None)
         lost, wanted = self._lost, self._num_layered
         self._lost, self._num_layered = None, 0
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
@@ -232,26 +222,25 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             for rank, updates in metadata.updates.items():
                 for update in updates:
                     self._host.receive(rank, update)
-            self._host.ask("transfers that have ended", lambda offload: offload.side.settle(), None)
+            self._host.ask("transfers that have ended", lambda side: side.settle(), None)
 
     def has_pending_push_work(self) -> bool:
-        is_pending = self._host.ask(
-            "stores under way", lambda offload: offload.side.has_pending_stores, otherwise=False
-        )
+        is_pending = self._host.ask("stores under way", lambda side: side.has_pending_stores, False)
         return is_pending or self._host.wants_steps
 
     def has_pending_block_frees(self) -> bool:
-        return self._host.ask("GPU blocks of stores", lambda offload: offload.side.holds_gpu_blocks, otherwise=False)
+        return self._host.ask("GPU blocks of stores", lambda side: side.holds_gpu_blocks, False)
 
     def take_events(self) -> Iterable[Any]:
-        return self._host.ask("KV events", lambda offload: offload.events.take_events() if offload.events else (), ())
+        return self._host.ask("KV events", lambda side: side.events.take_events() if side.events else (), ())
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
         """vLLM asks both halves. A worker's half has none."""
-        if isinstance(self._half, SchedulerHost):
-            return self._half.ask("statistics", lambda offload: offload.stats.take_stats(), None)
-        return None
+        host = self._half
+        return (
+            host.ask("statistics", lambda _: host.stats.take_stats(), None) if isinstance(host, SchedulerHost) else None
+        )
 
     def reset_cache(self) -> bool | None:
-        is_empty = self._host.offload is None
-        return self._host.ask("reset", lambda offload: offload.side.reset(), otherwise=is_empty)
+        is_empty = self._host.side is None
+        return self._host.ask("reset", lambda side: side.reset(), is_empty)

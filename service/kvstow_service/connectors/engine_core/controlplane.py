@@ -4,7 +4,7 @@ A hit is host blocks that were found and are held so that a request can continue
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,7 @@ from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow.source import Source
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, longest_end
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class HitFinder(Protocol):
 
 
 class EmbeddedHits:
-    """Finds hits in the engine of this process."""
+    """Finds hits in the engine of this process, which answers at once."""
 
     def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
         self._engine, self._groups = engine, groups
@@ -55,36 +55,28 @@ class EmbeddedHits:
     def expect(self, tracked: TrackedRequest, end: int) -> None:
         """Does nothing: a lookup takes microseconds."""
 
-    def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
-        if self._groups.is_plain:
-            return self._hold_run(tracked, self._groups.full[0], local, end)
-        return self._hold_places(tracked, local, end)
+    def forget(self, tracked: TrackedRequest) -> None:
+        """Does nothing: no answer is awaited."""
 
     def is_valid(self, hit: Hit) -> bool:
         return True
 
-    def forget(self, tracked: TrackedRequest) -> None:
-        """Does nothing: no answer is awaited."""
-
-    def _hold_places(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
-        """Find and hold what each group needs."""
-        end = longest_end(self._engine, self._groups, tracked, local, end)
-        if end <= local:
-            return None
-        keys = tracked.keys_of_places(self._groups, local, end)
+    def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
+        groups = self._groups
+        if groups.is_plain:  # the leading run alone counts: find and hold it in one step
+            tokens = groups.full[0].block_tokens
+            keys = tracked.keys(groups.full[0], local // tokens, end // tokens)
+            run = self._engine.acquire(keys, count=False)
+            return Hit(local, local + len(run.slots) * tokens, run) if run.slots else None
+        end = longest_end(self._engine, groups, tracked, local, end)
+        keys = tracked.keys_of_places(groups, local, end) if end > local else []
         lease = self._engine.lease(keys) if keys else None  # None: a block was evicted meanwhile
         return None if lease is None else Hit(local, end, lease)
 
-    def _hold_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | None:
-        """Find and hold in one step. Used if only the leading run counts."""
-        keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
-        lease = self._engine.acquire(keys, count=False)
-        return Hit(local, local + len(lease.slots) * group.block_tokens, lease) if lease.slots else None
-
 
 class ControlPlane(Protocol):
-    """Used only by the scheduler's thread. An embedded engine answers at once; the node service answers after a later
-    `step`.
+    """The calls that need no explanation are those of `OffloadEngine`. Used only by the scheduler's thread. An embedded
+    engine answers at once; the node service answers after a later `step`.
 
     Only `wait` waits, for a fraction of a millisecond in each step, and `wait_for_slots`, for 2 ms in each step.
     """
@@ -102,30 +94,24 @@ class ControlPlane(Protocol):
     @property
     def begins_loads_at_once(self) -> bool:
         """Whether `begin_load` answers before it returns. Otherwise the slots of a load by layer are asked for before
-        vLLM is told of it: its step cannot wait for them."""
+        vLLM learns of it: its step cannot wait for them."""
 
-    def wait_for_slots(self, answer: Awaited[Op | None]) -> bool:
+    def wait_for_slots(self, answer: Awaited[object]) -> bool:
         """Like `wait`, for such a load."""
 
     def hit_finder(self, groups: KVGroups) -> HitFinder: ...
-
-    # Loads and stores: see `OffloadEngine`.
-
     def release_lease(self, lease: Lease) -> None: ...
-
     def begin_load(
         self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
     ) -> Awaited[Op | None]:
         """The value is None if the lease has ended; nothing is held in that case."""
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]: ...
-
-    def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Which of these keys need not be stored, as far as that is known at once. Stores skip other keys that are
         present, too."""
 
     def store_room(self) -> int: ...
-
     @property
     def source_key(self) -> bytes:
         """Of the digests of sources (`source_of`); empty while there is none."""
@@ -139,21 +125,13 @@ class ControlPlane(Protocol):
         hints: Hints | None,
         source: Source,
     ) -> None: ...
-
     def count_lookup(self, queried: int, hits: int, source: Source) -> None: ...
-
     def note_prefill(self, news: PrefillNews) -> None: ...
-
-    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None: ...
-
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
     def take_settled(self) -> list[Settled]: ...
-
     @property
     def awaited_transfers(self) -> int: ...
-
-    # All blocks.
-
-    def reset(self) -> None:
+    def reset(self) -> object:
         """What is in the pool or in flight now is never found again."""
 
     def bypass_loads(self) -> str:
@@ -164,29 +142,29 @@ class ControlPlane(Protocol):
 
 
 class EmbeddedControl:
-    """The engine in this process, which is thread-safe."""
+    """The engine in this process, which is thread-safe. The admin server's thread ticks it."""
+
+    begins_loads_at_once = True
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._engine.config.slot_bytes
+        self.slot_bytes = engine.config.slot_bytes
+        # What needs no answer is the engine's own.
+        self.contains, self.store_room, self.use = engine.contains, engine.store_room, engine.use
+        self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
+        self.complete, self.take_settled = engine.complete, engine.take_settled
+        self.note_prefill, self.source_key = engine.note_prefill, engine.pool.sources.key
 
     def step(self) -> None:
-        """The admin server's thread ticks it."""
+        """Does nothing: each call is answered at once."""
 
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done
 
-    begins_loads_at_once = True
     wait_for_slots = wait
 
     def hit_finder(self, groups: KVGroups) -> HitFinder:
         return EmbeddedHits(self._engine, groups)
-
-    def release_lease(self, lease: Lease) -> None:
-        self._engine.release_lease(lease)
 
     def begin_load(
         self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
@@ -194,44 +172,11 @@ class EmbeddedControl:
         try:
             return Given(self._engine.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice))
         except LeaseError as error:  # a rank has lost its memory since the lookup
-            self._engine.release_lease(lease)
+            self.release_lease(lease)
             return Given(None, str(error))
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Given[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
-
-    def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        return self._engine.contains(keys)
-
-    def store_room(self) -> int:
-        return self._engine.store_room()
-
-    @property
-    def source_key(self) -> bytes:
-        return self._engine.pool.sources.key
-
-    def use(
-        self,
-        keys: Sequence[bytes],
-        *,
-        start: int,
-        looked_up: tuple[int, int],
-        hints: Hints | None,
-        source: Source,
-    ) -> None:
-        self._engine.use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
-
-    def count_lookup(self, queried: int, hits: int, source: Source) -> None:
-        self._engine.count_lookup(queried, hits, source)
-
-    def note_prefill(self, news: PrefillNews) -> None:
-        self._engine.note_prefill(news)
-
-    def take_settled(self) -> list[Settled]:
-        return self._engine.take_settled()
-
-    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        self._engine.complete(rank, boot_id, tuple(completions))
 
     @property
     def awaited_transfers(self) -> int:
@@ -245,6 +190,3 @@ class EmbeddedControl:
         if not bypass.load:
             self._engine.admin.set_bypass(load=True, store=bypass.store, ttl_seconds=None)
         return "`kvstow bypass --off`"
-
-    def fail(self, reason: str) -> None:
-        self._engine.fail(reason)

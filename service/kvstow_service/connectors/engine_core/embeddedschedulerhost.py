@@ -21,9 +21,10 @@ from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
-from kvstow_service.connectors.engine_core.offloadmetrics import EngineFigures
+from kvstow_service.connectors.engine_core.offloadmetrics import read_family
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
-from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
@@ -72,15 +73,15 @@ class EmbeddedSchedulerHost(SchedulerHost):
             logger.warning("rank %d: its report is not accepted: %s", report.rank, error)
             return None
 
-    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload:
+    def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide:
         sizes = [hello.slot_bytes for hello in hellos]
         self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
         engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        self.stats = StatsFeed(
+            lambda: read_family(engine.stats(), sum(sizes), self._slot_tokens), lambda: engine.open_transfers > 0
+        )
         engine.model = self._process.model
-        events = self._make_events(engine)
-        stats = StatsFeed(EngineFigures(engine, sum(sizes), self._slot_tokens))
-        control = EmbeddedControl(engine)
-        side = self._make_side(control, pool, stats, events)
+        side = self._new_side(EmbeddedControl(engine), pool, self._make_events(engine))
         self.engine = engine
         admin = EmbeddedAdmin(
             engine,
@@ -102,7 +103,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
             *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
             "lazy" if self._options.lazy_offload else "eager",
         )
-        return Offload(control, side, stats, events)
+        return side
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
         """The largest size that a resize may set. On each node, the slots of its ranks share the available memory."""

@@ -103,7 +103,7 @@ class LoadPolicy:
         return load + self._decode_seconds < self._tail_seconds
 
     def waits(self, num_blocks: int) -> None:
-        """The slots of a load by layer were asked for before vLLM is told of it."""
+        """The slots of a load by layer were asked for before the load is promised to vLLM."""
         self._waiting += num_blocks
 
     def waits_no_more(self, num_blocks: int) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
-from kvstow_service.connectors.engine_core.stepplan import StepPlanner
+from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import (
     BegunLoad,
     Hit,
@@ -48,11 +48,9 @@ class SharedLoads:
     own load would get half of the link from now on.
     """
 
-    def __init__(
-        self, planner: StepPlanner, groups: KVGroups, clock: Callable[[], float], *, drafts: bool = False
-    ) -> None:
+    def __init__(self, draft: StepDraft, groups: KVGroups, clock: Callable[[], float], *, drafts: bool = False) -> None:
         """`drafts`: see `VLLMProcess`."""
-        self._planner, self._groups, self._clock = planner, groups, clock
+        self._draft, self._groups, self._clock = draft, groups, clock
         group = groups.groups[0]
         self._hash_tokens = group.block_tokens // group.hashes_per_block
         self._are_found = groups.is_plain or not drafts  # one block less, and the window before it was not loaded
@@ -76,7 +74,7 @@ class SharedLoads:
     def done(self, tracked: TrackedRequest) -> None:
         """The load is done. vLLM has yet to schedule its request, but it may ask about others first."""
         if (load := self._loads.get(tracked)) is not None:
-            load.done_in = self._planner.number
+            load.done_in = self._draft.number
 
     def ended(self, tracked: TrackedRequest) -> None:
         """The load has failed, or its request continues or has ended. Idempotent."""
@@ -84,7 +82,7 @@ class SharedLoads:
             load.is_over = True
 
     def _is_over(self, load: SharedLoad) -> bool:
-        return load.is_over or (load.done_in is not None and load.done_in < self._planner.number)
+        return load.is_over or (load.done_in is not None and load.done_in < self._draft.number)
 
     def _find(self, request: Request, local: int, end: int) -> LoadWait | None:
         """The load that brings most of the request's tokens, if it is worth a wait."""
@@ -148,14 +146,14 @@ class Loads:
     local prefix are already on the GPU.
 
     vLLM waits for a promised load until every rank has reported its end. Each `plan_load` therefore ends in exactly one
-    report per rank: of its op, or of its loss. vLLM does not wait for a load by layer (`plan_layered`): the step that
-    admits its request computes with it, so it has to begin at once.
+    report per rank: of its op, or of its loss. vLLM does not wait for a load by layer: the step that admits its request
+    computes with it, so it has to begin at once.
     """
 
     def __init__(
         self,
         control: ControlPlane,
-        planner: StepPlanner,
+        draft: StepDraft,
         groups: KVGroups,
         null_block: int,
         observe: Observe,
@@ -166,7 +164,7 @@ class Loads:
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
         time of each lookup."""
-        self._control, self._planner, self._groups = control, planner, groups
+        self._control, self._draft, self._groups = control, draft, groups
         self._null_block, self._observe, self._shared = null_block, observe, shared
         self._finder = control.hit_finder(groups)
         self._asked: deque[_AskedLoad] = deque()
@@ -175,7 +173,7 @@ class Loads:
         self._layered: dict[int, PromptPart] = {}
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
-        self._told: list[TrackedRequest] = []  # those whose load vLLM was told of in this step
+        self._promised: list[TrackedRequest] = []  # those whose load was promised to vLLM in this step
         self._unwanted: list[Awaited[Op | None]] = []
         self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
@@ -255,7 +253,7 @@ class Loads:
             self._drop_begun(tracked)
             return 0
         tracked.choice = begun.choice
-        self._told.append(tracked)
+        self._promised.append(tracked)
         return begun.hit.end - begun.start
 
     def _take_begun(self, tracked: TrackedRequest) -> BegunLoad | None:
@@ -272,11 +270,11 @@ class Loads:
     def drop_unused(self) -> None:
         """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up, and so is one
         whose request vLLM has not asked for in this step: if it stayed, its slots would, too."""
-        for tracked in self._told:
+        for tracked in self._promised:
             if tracked.begun is not None:
                 tracked.had_no_room = True
                 self._drop_begun(tracked)
-        self._told.clear()
+        self._promised.clear()
         for tracked, is_asked_for in [*self._begun.items()]:
             self._begun[tracked] = False
             if not is_asked_for:
@@ -286,7 +284,7 @@ class Loads:
             if not answer.done:
                 unknown.append(answer)
             elif answer.value is not None:
-                self._planner.drop_load(answer.value)
+                self._draft.drop_load(answer.value)
         self._unwanted = unknown
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
@@ -301,10 +299,10 @@ class Loads:
 
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Stop holding the request's hit."""
-        self._finder.forget(tracked)
         self._release_lease(tracked)
         self._drop_begun(tracked)
         self._end_deferral(tracked)
+        self._finder.forget(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
         if tracked.hit is not None:
@@ -343,46 +341,37 @@ class Loads:
     # -- load -----------------------------------------------------------------------------------------------
 
     def plan_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Load the `num_tokens` tokens after `tracked.start` into the request's tables. Uses up the hit."""
+        """Load the `num_tokens` tokens after `tracked.start` into the request's tables, the way that `tracked.choice`
+        says. Uses up the hit. Raises `LeaseError` if a load by layer is impossible."""
         hit, tracked.hit = tracked.hit, None
-        tracked.load_failed = False
-        end = tracked.start + num_tokens
-        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
-        places = self._groups.places(tracked.start, end)
-        targets = [tracked.tables[group][number] for group, number in places]
-        answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)
-        if answer is None:
-            self.lose_load(tracked, num_tokens)
-            return
-        self._policy.begun(_choice_of(tracked), len(targets))
-        self._meter.load_began()
-        tokens = PromptPart.between(tracked.start, end)
-        self._asked.append(_AskedLoad(tracked, tokens, tuple(targets), answer, self._clock()))
-        self._shared.begun(tracked, num_tokens)
-        if answer.done:
-            self.take_begun()
-
-    def plan_layered(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Load the `num_tokens` tokens after `tracked.start` in the step that is being planned, which computes with
-        them. Uses up the hit. Raises `LeaseError` if that is impossible."""
-        hit, tracked.hit = tracked.hit, None
-        begun = self._take_begun(tracked)
+        begun, tracked.load_failed = self._take_begun(tracked), False
         end = tracked.start + num_tokens
         places = self._groups.places(tracked.start, end)
-        targets = [tracked.tables[group][number] for group, number in places]
+        targets = tuple([tracked.tables[group][number] for group, number in places])
         answer: Awaited[Op | None] | None = None
         if begun is not None:
-            tracked.fetched_tokens = begun.hit.fetched_tokens(tracked.start, end)
-            if (begun.start, begun.hit.end) == (tracked.start, end) and self._null_block not in targets:
+            hit = begun.hit
+            if (begun.start, hit.end) == (tracked.start, end) and self._null_block not in targets:
                 answer = begun.answer
         elif hit is not None:
-            tracked.fetched_tokens = hit.fetched_tokens(tracked.start, end)
             answer = self._begin_load(tracked, hit, end, places, targets)
-        if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
-            raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
-        self._planner.add_layered(replace(answer.value, blocks=tuple(targets)))
-        self._layered[answer.value.op_id] = PromptPart.between(tracked.start, end)
-        self._policy.begun(_choice_of(tracked), len(targets))
+        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
+        choice = tracked.choice  # None: the request was not looked up
+        if choice is not None and choice.by_layer:
+            if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
+                raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
+            self._draft.layered.append(replace(answer.value, blocks=targets))
+            self._layered[answer.value.op_id] = PromptPart.between(tracked.start, end)
+        elif choice is None or answer is None:
+            self._lose(tracked, targets)
+            return
+        else:
+            self._meter.load_began()
+            tokens = PromptPart.between(tracked.start, end)
+            self._asked.append(_AskedLoad(tracked, tokens, targets, answer, self._clock()))
+            self._shared.begun(tracked, num_tokens)
+        self._policy.begun(choice, len(targets))
+        self.take_begun()
 
     def take_begun(self, *, wait: bool = False) -> None:
         """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
@@ -393,7 +382,7 @@ class Loads:
                 return
             self._asked.popleft()
             if (op := answer.value) is not None:
-                self._planner.add_load(op, tracked.request.request_id)
+                self._draft.add_load(op, tracked.request.request_id)
                 self._under_way[op.op_id] = tracked
                 self._queued[op.op_id] = _Queued(tokens, len(targets), at)
             else:
@@ -432,10 +421,10 @@ class Loads:
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True
         self._shared.ended(tracked)
-        self._planner.add_lost_load(tracked.request.request_id, targets)
+        self._draft.lost_loads[tracked.request.request_id] = targets
 
     def _begin_load(
-        self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: list[int]
+        self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: Sequence[int]
     ) -> Awaited[Op | None] | None:
         """None if some of what the request needs was not found; nothing is held in that case."""
         held = places
@@ -443,15 +432,11 @@ class Loads:
             held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
         if held[first : first + len(places)] == places and self._null_block not in targets:
-            choice = _choice_of(tracked).label
-            return self._planner.begin_load(hit.lease, targets, hit.first + first, tracked.request.request_id, choice)
+            assert tracked.choice is not None  # made when the request was looked up
+            name, choice = tracked.request.request_id, tracked.choice.label
+            return self._control.begin_load(hit.lease, targets, first=hit.first + first, request_id=name, choice=choice)
         self._control.release_lease(hit.lease)
         return None
-
-
-def _choice_of(tracked: TrackedRequest) -> Choice:
-    assert tracked.choice is not None  # made when the request was looked up
-    return tracked.choice
 
 
 class FailedLoads:

@@ -12,11 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstow.attach.hello import SessionTicket
+from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import RegionIdentity
 from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.connectors.engine_core.stepplan import BootCompletions, LoadId, PlannedStep, RankSession
+from kvstow_service.connectors.engine_core.stepplan import BootCompletions, LoadId, PlannedStep
 
 
 @dataclass(frozen=True)

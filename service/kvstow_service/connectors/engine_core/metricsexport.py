@@ -3,7 +3,7 @@
 The scheduler side polls a `StatsFeed` in every step. vLLM sends the `KVStowStats` to its front end, where
 `KVStowPromMetrics` exports them:
 
-    feed = StatsFeed(EngineFigures(engine, slot_bytes, slot_tokens))           # with the engine, once
+    feed = StatsFeed(read, is_busy)                                            # with the engine, once
     return feed.take_stats()                                                   # get_kv_connector_stats
     return KVStowStats(data=data or {})                                        # build_kv_connector_stats
     return KVStowPromMetrics(vllm_config, metric_types, labelnames, values)    # build_prom_metrics
@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX, Figures, changes_between, merge
+from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX, changes_between, merge
 
 _PERIOD = 0.1  # seconds
 
@@ -62,8 +62,14 @@ class StatsFeed:
     ended, because vLLM may make no further step after that.
     """
 
-    def __init__(self, figures: Figures, clock: Callable[[], float] = time.monotonic) -> None:
-        self._figures, self._clock = figures, clock
+    def __init__(
+        self,
+        read: Callable[[], dict[str, Any]],
+        is_busy: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`read`: the family's counters, gauges and labels now, by name. `is_busy`: whether transfers are open."""
+        self._read, self._is_busy, self._clock = read, is_busy, clock
         self._due = clock()
         self._was_busy = False
         self._last: dict[str, Any] = {}
@@ -76,12 +82,12 @@ class StatsFeed:
     def take_stats(self) -> KVStowStats | None:
         """The changes since the last reading, or since the engine's start. None if there are none, or if the next
         reading is not due yet."""
-        now, is_busy = self._clock(), self._figures.open_transfers > 0
+        now, is_busy = self._clock(), self._is_busy()
         has_ended, self._was_busy = self._was_busy and not is_busy, is_busy
         if now < self._due and not has_ended:
             return None
         self._due = now + _PERIOD
-        values = self._figures.read()
+        values = self._read()
         changes = changes_between(self._last, values) | self._observed
         self._last, self._observed = values, {}
         return KVStowStats(data=changes) if changes else None

@@ -8,12 +8,9 @@ embedded engine never observes `lookup_async_delay_seconds`, because it defers n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from kvstow.stats import DIRECTIONS, DirectionStats, EngineStats, LookupStats
-
-if TYPE_CHECKING:
-    from kvstow.control.engine import OffloadEngine
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
@@ -81,32 +78,9 @@ def read_family(stats: EngineStats, slot_bytes: int, slot_tokens: int | None) ->
         ended = stats.transfers.of(direction)
         values[f"{direction}_bytes"] = ended.blocks * slot_bytes
         values[f"{direction}_time"] = ended.seconds.sum
-    return values | _usage(stats) | {INFO: info_labels(stats.pool.capacity_slots, slot_bytes, slot_tokens)}
-
-
-class Figures(Protocol):
-    """Where the family's figures come from. Used by the scheduler's thread."""
-
-    @property
-    def open_transfers(self) -> int: ...
-
-    def read(self) -> dict[str, Any]:
-        """The family's counters, gauges and labels now, by name."""
-
-
-class EngineFigures:
-    """The figures of an embedded engine."""
-
-    def __init__(self, engine: OffloadEngine, slot_bytes: int, slot_tokens: int | None) -> None:
-        """See `read_family`."""
-        self._engine, self._slot_bytes, self._slot_tokens = engine, slot_bytes, slot_tokens
-
-    @property
-    def open_transfers(self) -> int:
-        return self._engine.open_transfers
-
-    def read(self) -> dict[str, Any]:
-        return read_family(self._engine.stats(), self._slot_bytes, self._slot_tokens)
+    slots = stats.pool.slots
+    used = usage(slots.filling + slots.quarantined, slots.leased, stats.pool.usable_slots)
+    return values | used | {INFO: info_labels(stats.pool.capacity_slots, slot_bytes, slot_tokens)}
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -121,13 +95,13 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Change
     return changes
 
 
-def _usage(stats: EngineStats) -> dict[str, float]:
-    slots, usable = stats.pool.slots, max(1, stats.pool.usable_slots)
-    writing = slots.filling + slots.quarantined
+def usage(writing: int, reading: int, usable: int) -> dict[str, float]:
+    """The gauges of slots in use, out of the `usable` ones."""
+    usable = max(1, usable)
     return {
-        "cpu_cache_usage_perc": (writing + slots.leased) / usable,
+        "cpu_cache_usage_perc": (writing + reading) / usable,
         "cpu_cache_write_usage_perc": writing / usable,
-        "cpu_cache_read_usage_perc": slots.leased / usable,
+        "cpu_cache_read_usage_perc": reading / usable,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.messages import DesiredState, RankReport
@@ -28,15 +28,6 @@ logger = logging.getLogger("kvstow.vllm")
 T = TypeVar("T")
 
 
-class Offload(NamedTuple):
-    """The parts that exist once every rank is known. `events` is None if vLLM publishes no KV events."""
-
-    control: ControlPlane
-    side: SchedulerSide
-    stats: StatsFeed
-    events: EventFeed | None
-
-
 class SchedulerHost(ABC):
     """Makes the scheduler side and what it needs as soon as every rank has reported its slot size.
 
@@ -50,7 +41,10 @@ class SchedulerHost(ABC):
         self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, *, by_layer: bool = False
     ) -> None:
         """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
-        self.offload: Offload | None = None
+        self.side: SchedulerSide | None = None
+        """None until every rank is known."""
+        self.stats: StatsFeed
+        """Made with the side."""
         self._options, self._process, self._groups = options, process, groups
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
@@ -58,13 +52,14 @@ class SchedulerHost(ABC):
         self._has_failed = False
         self._by_layer = by_layer
         self.num_ranks = process.num_ranks
-        """How many ranks there are, if vLLM's configuration does not say. 0 until a rank has said it."""
+        """How many ranks there are, if vLLM's configuration does not have it. 0 until a rank has reported it."""
 
     # What hosts differ in.
 
     @abstractmethod
-    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload | None:
-        """`hellos` of all ranks, in order. Returns None, after logging why, if there can be no offload."""
+    def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide | None:
+        """`hellos` of all ranks, in order. Also makes the `stats`. Returns None, after logging why, if there can be no
+        offload."""
 
     @abstractmethod
     def _take_report(self, report: RankReport) -> DesiredState | None:
@@ -100,14 +95,14 @@ class SchedulerHost(ABC):
         self.num_ranks = hello.num_ranks or self.num_ranks
         self._make_when_known()
 
-    def ask(self, what: str, call: Callable[[Offload], T], otherwise: T) -> T:
+    def ask(self, what: str, call: Callable[[SchedulerSide], T], otherwise: T) -> T:
         """The result of `call`. Returns `otherwise` while a rank is unknown, or if `call` raises. The error would end
         vLLM's process, so vLLM continues without offload. Log, counter and readiness report that the error occurred in
         `what`."""
-        if self.offload is None:
+        if self.side is None:
             return otherwise
         try:
-            return call(self.offload)
+            return call(self.side)
         except Exception as error:  # noqa: BLE001 - vLLM must go on
             self._fail(what, error)
             return otherwise
@@ -127,76 +122,67 @@ class SchedulerHost(ABC):
     def _process_update(self, rank: int, update: RankUpdate) -> None:
         if update.hello is not None:
             self.add_rank(update.hello)
-        if self.offload is None:
+        if self.side is None:
             return
         if update.report is not None:
             desired = self._take_report(update.report)
             if desired is not None:
                 self._desired[rank] = desired
         if update.layers_off is not None:
-            self.offload.side.policy.off = f"rank {rank}: {update.layers_off}"
+            self.side.policy.off = f"rank {rank}: {update.layers_off}"
         for boot_id, completions in update.completions:
-            self.offload.side.measure(completions)
-            self.offload.control.complete(rank, boot_id, completions)
+            self.side.measure(completions)
+            self.side.control.complete(rank, boot_id, completions)
         if update.timed_step:
-            self.offload.side.step_ended(update.timed_step)
+            self.side.step_ended(update.timed_step)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
             logger.error("%s: KVStow has failed; vLLM serves without offload until it restarts", what, exc_info=error)
         self._has_failed = True
-        if self.offload is None:
+        if self.side is None:
             return
-        self.offload.control.fail(f"{what}: {error!r}")
+        self.side.control.fail(f"{what}: {error!r}")
         try:  # vLLM may be waiting for the GPU blocks of stores whose end is no longer reported
-            self.offload.side.release_gpu_blocks()
+            self.side.release_gpu_blocks()
         except Exception:
             logger.exception("some GPU blocks stay referenced until vLLM restarts")
 
     def _make_when_known(self) -> None:
-        if self.offload is not None or self._pool is None or len(self._hellos) < max(1, self.num_ranks):
+        if self.side is not None or self._pool is None or len(self._hellos) < max(1, self.num_ranks):
             return
         if self._has_failed:  # the same error would come at every step
             return
-        self.offload = self._make_offload(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
+        self.side = self._make_side(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
 
-    def _make_side(
-        self, control: ControlPlane, pool: BlockPool, stats: StatsFeed, events: EventFeed | None
-    ) -> SchedulerSide:
-        return SchedulerSide(
-            control,
-            self._groups,
-            pool,
-            lazy_blocks=self._lazy_steps * self._blocks_per_step if self._options.lazy_offload else None,
-            events=events,
-            observe=stats.observe,
-            step_blocks=self._step_blocks,
-            drafts=self._process.drafts,
-            adapters=self._make_adapters(),
-            policy=self._make_policy(control),
-            meter=PrefillMeter(min(LEAST_TOKENS, self._process.max_batched_tokens // 2)),
-        )
-
-    def _make_policy(self, control: ControlPlane) -> LoadPolicy:
-        options = self._options
-        is_possible = self._by_layer and self._groups.are_attention and self._process.may_load_by_layer
+    def _new_side(self, control: ControlPlane, pool: BlockPool, events: EventFeed | None) -> SchedulerSide:
+        options, process = self._options, self._process
+        is_possible = self._by_layer and self._groups.are_attention and process.may_load_by_layer
         if options.load_path == "layer" and not is_possible:
             logger.warning(
                 "load_path is 'layer', and this engine loads before the step: loads by layer need a model with "
                 "attention alone and one pipeline stage, and no drafter, micro-batches, sleep mode or other connector"
             )
-        return LoadPolicy(
+        policy = LoadPolicy(
             options.load_path,
             options.load_step_budget,
             control.slot_bytes,
             is_possible=is_possible,
             block_tokens=self._groups.alignment,
         )
-
-    def _make_adapters(self) -> Adapters | None:
-        if self._process.lora_settings is None:
-            return None
-        return Adapters(self._process.lora_settings, process_start())
+        return SchedulerSide(
+            control,
+            self._groups,
+            pool,
+            lazy_blocks=self._lazy_steps * self._blocks_per_step if options.lazy_offload else None,
+            events=events,
+            observe=self.stats.observe,
+            step_blocks=self._step_blocks,
+            drafts=process.drafts,
+            adapters=None if process.lora_settings is None else Adapters(process.lora_settings, process_start()),
+            policy=policy,
+            meter=PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2)),
+        )
 
     @property
     def _slot_tokens(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
@@ -15,7 +16,7 @@ from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads, SharedLoads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepPlanner
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepDraft
 from kvstow_service.connectors.engine_core.storefinders import EagerStores, LazyStores, RecurrentStates, StoreFinder
 from kvstow_service.connectors.engine_core.stores import (
     BlockPool,
@@ -29,10 +30,6 @@ from kvstow_service.connectors.engine_core.trackedrequests import Request, Track
 
 STEP_BLOCKS = 1024
 """How many blocks one step offers to the pool, or marks as used, by default: 1 ms."""
-
-
-def _ignore(name: str, value: float) -> None:
-    """Used where vLLM's own metrics are not exported."""
 
 
 class SchedulerSide:
@@ -51,7 +48,7 @@ class SchedulerSide:
         *,
         lazy_blocks: int | None = None,
         events: EventFeed | None = None,
-        observe: Observe = _ignore,
+        observe: Observe = lambda name, value: None,
         step_blocks: int = STEP_BLOCKS,
         drafts: bool = False,
         adapters: Adapters | None = None,
@@ -62,7 +59,8 @@ class SchedulerSide:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
         eagerly. `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many blocks a step offers at
         most. `drafts`: see `VLLMProcess`. `adapters`: None if no request has a LoRA adapter."""
-        self._control, self._groups, self._adapters = control, groups, adapters
+        self.control, self.events = control, events
+        self._groups, self._adapters = groups, adapters
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
         self._gpu = GPUBlocks(pool)
@@ -70,13 +68,13 @@ class SchedulerSide:
             self._gpu.known_hashes = KnownHashes(self._requests, 2 * len(pool.blocks))
             if events is not None:
                 self._gpu.known_hashes.note = events.name
-        self._planner = StepPlanner(control)
+        self._draft = StepDraft()
         null_block = pool.null_block.block_id
-        self._shared_loads = SharedLoads(self._planner, groups, clock, drafts=drafts)
+        self._shared_loads = SharedLoads(self._draft, groups, clock, drafts=drafts)
         self.policy, self._meter = policy, meter
-        self._loads = Loads(control, self._planner, groups, null_block, observe, self._shared_loads, policy, meter)
+        self._loads = Loads(control, self._draft, groups, null_block, observe, self._shared_loads, policy, meter)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
-        self._stores = Stores(control, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
+        self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
         if lazy_blocks is None:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
@@ -118,7 +116,7 @@ class SchedulerSide:
         choice = self._tracked(request).choice
         return choice is not None and choice.by_layer
 
-    def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
+    def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> Literal[True]:
         """The request has its GPU blocks. `load_tokens` of what `find_hit` found are to be loaded into them.
 
         Called again, with none to load, when a load has ended, and when a streamed request has got more input. Its
@@ -126,19 +124,17 @@ class SchedulerSide:
         as used, and blocks that it has lost are stored again.
         """
         tracked = self._tracked(request)
-        tracked.give_tables(tables, self._planner.number)
+        tracked.give_tables(tables, self._draft.number)
         self._note_first_computed(tracked, load_tokens)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
-            if tracked.choice is not None and tracked.choice.by_layer:  # no other call follows
-                tracked.loading = tracked.load_failed = tracked.withheld = False
-                self._loads.plan_layered(tracked, load_tokens)
-                self._finder.admitted(tracked)
-                return
-            tracked.loading, tracked.withheld = True, False
+            by_layer = tracked.choice is not None and tracked.choice.by_layer
+            tracked.loading, tracked.withheld = not by_layer, False
             self._loads.plan_load(tracked, load_tokens)
-            return
+            if by_layer:  # no other call follows
+                self._finder.admitted(tracked)
+            return True
         self._loads.release_hit(tracked)
         self._shared_loads.ended(tracked)
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
@@ -149,6 +145,7 @@ class SchedulerSide:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
+        return True
 
     @staticmethod
     def _note_first_computed(tracked: TrackedRequest, load_tokens: int) -> None:
@@ -164,7 +161,7 @@ class SchedulerSide:
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""
         tracked = self._tracked(request)
-        tracked.give_tables(tables, self._planner.number)
+        tracked.give_tables(tables, self._draft.number)
         tracked.hit = None
         self._loads.lose_load(tracked, load_tokens)
 
@@ -219,33 +216,33 @@ class SchedulerSide:
             self._adapters.move_on()
         self._loads.take_begun(wait=True)
         self._loads.drop_unused()
-        self._control.step()
+        self.control.step()
         self.settle()
         room = self._stores.next_step()
         states = self._states.blocks_computed(step) if self._states is not None else ()
-        number, scheduled = self._planner.number, step.num_scheduled_tokens
+        number, scheduled = self._draft.number, step.num_scheduled_tokens
         written = WrittenBlocks(number, scheduled, self._requests, self._groups.in_tables, states)
         offered = self._finder.offer_due(step, number, written, room)
         if self._states is not None:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
-        self._ended.tell_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
+        self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
         is_timed = self._meter.planned(number + 1, step, self._requests, self.policy.layer_seconds)
         self.policy.planned(scheduled)
-        return self._planner.take_step()._replace(is_timed=is_timed)
+        return self._draft.take()._replace(is_timed=is_timed)
 
     def take_planned(self) -> PlannedStep:
         """The step with what was planned for it so far."""
         self._loads.take_begun()
-        return self._planner.take_step()
+        return self._draft.take()
 
     def step_ended(self, number: int) -> None:
         """Rank 0 has computed the step."""
         self._meter.ended(number)
         if (news := self._meter.take_news()) is not None:
-            self._control.note_prefill(news)
+            self.control.note_prefill(news)
 
     def measure(self, completions: Iterable[Completion]) -> None:
         """Ops have ended on some rank: how fast loads are decides which way the next ones go."""
@@ -257,9 +254,9 @@ class SchedulerSide:
 
     def settle(self) -> None:
         """Act on results that have become final: release GPU blocks that every rank has read."""
-        for settled in self._control.take_settled():
+        for settled in self.control.take_settled():
             if settled.mark == "done":
-                self._observe(f"{settled.direction}_size", len(settled.blocks) * self._control.slot_bytes)
+                self._observe(f"{settled.direction}_size", len(settled.blocks) * self.control.slot_bytes)
             if settled.direction == "load":
                 self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")
             elif not_stored := self._stores.store_settled(settled):
@@ -271,7 +268,7 @@ class SchedulerSide:
         has room by now. Abandoned stores need none."""
         self.settle()
         return (
-            self._control.awaited_transfers > 0
+            self.control.awaited_transfers > 0
             or self._stores.are_awaited
             or self._loads.are_awaited
             or (self._states is not None and self._states.are_waiting)
@@ -304,5 +301,5 @@ class SchedulerSide:
             self._states.forget_states()
         self._stores.forget_stores()
         self._ended.forget_ended()
-        self._control.reset()
+        self.control.reset()
         return True

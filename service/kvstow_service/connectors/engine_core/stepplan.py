@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow.results import Awaited, Lease, StoreGrant
-from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 
 
 class Step(Protocol):
@@ -35,61 +33,36 @@ class PlannedStep(NamedTuple):
     is_timed: bool = False
 
 
-class StepPlanner:
-    """Plans ops with the control plane and collects them for the next step. Used by the scheduler's thread."""
+class StepDraft:
+    """What was planned for the next step so far. Used by the scheduler's thread."""
 
-    def __init__(self, control: ControlPlane) -> None:
-        self._control = control
+    def __init__(self) -> None:
         self.number = 0
         """Steps planned so far."""
-        self._stores: list[Op] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.stores: list[Op] = []
+        self.layered: list[Op] = []
+        """Loads for the step that computes with them."""
         self._loads: list[Op] = []
-        self._layered: list[Op] = []
         self._load_requests: list[str] = []
-        self._lost_loads: dict[str, tuple[int, ...]] = {}
-
-    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
-        """Ask to store `blocks[i]` under `keys[i]`, as far as there is room. `add_store` follows."""
-        return self._control.begin_store(keys, blocks, request_id=request_id)
-
-    def add_store(self, op: Op) -> None:
-        self._stores.append(op)
-
-    def begin_load(
-        self, lease: Lease, blocks: Sequence[int], first: int, request_id: str, choice: str
-    ) -> Awaited[Op | None]:
-        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. `add_load` or `add_layered`
-        follows."""
-        return self._control.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice)
+        self.lost_loads: dict[str, tuple[int, ...]] = {}
 
     def add_load(self, op: Op, request_id: str) -> None:
         self._loads.append(op)
         self._load_requests.append(request_id)
 
-    def add_layered(self, op: Op) -> None:
-        """A load that `begin_load` has answered, for the step that computes with it."""
-        self._layered.append(op)
-
     def drop_load(self, op: Op) -> None:
-        """Have the ranks end a load that `begin_load` has answered and nobody needs: they touch nothing of it."""
-        self._stores.append(replace(op, blocks=(), slots=()))
+        """Have the ranks end a load that has begun and that nobody needs: they touch nothing of it."""
+        self.stores.append(replace(op, blocks=(), slots=()))
 
-    def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
-        """Have each rank report that the load of these blocks has failed."""
-        self._lost_loads[request_id] = blocks
-
-    def take_step(self) -> PlannedStep:
+    def take(self) -> PlannedStep:
         """The plan of the next step, with all that was planned since the last call."""
         self.number += 1
-        planned = PlannedStep(
-            self.number,
-            StepPlan(tuple(self._stores)),
-            StepPlan(tuple(self._loads)),
-            tuple(self._load_requests),
-            self._lost_loads,
-            StepPlan(tuple(self._layered)),
-        )
-        self._stores, self._loads, self._load_requests, self._lost_loads, self._layered = [], [], [], {}, []
+        stores, loads, layered = (StepPlan(tuple(ops)) for ops in (self.stores, self._loads, self.layered))
+        planned = PlannedStep(self.number, stores, loads, tuple(self._load_requests), self.lost_loads, layered)
+        self._clear()
         return planned
 
 
@@ -114,12 +87,3 @@ class BootCompletions(NamedTuple):
 
     boot_id: str
     completions: tuple[Completion, ...]
-
-
-class RankSession(NamedTuple):
-    """How far a rank is in a session with the node service. `number` is that of the session's ticket; 0 while it is in
-    no session. `slots`: how many slots it can copy to and from. `is_whole`: no more slots will come."""
-
-    number: int = 0
-    slots: int = 0
-    is_whole: bool = False

@@ -314,7 +314,7 @@ class LazyStores:
         return self._gpu.offer_of(hashes, blocks)
 
     def _missing(self, found: Offer) -> Offer:
-        there = self._control.present(found.keys) if found.keys else ()
+        there = self._control.contains(found.keys) if found.keys else ()
         kept = [pair for pair, is_there in zip(zip(*found, strict=True), there, strict=True) if not is_there]
         return Offer([key for key, _ in kept], [block for _, block in kept])
 

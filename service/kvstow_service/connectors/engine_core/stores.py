@@ -19,7 +19,7 @@ from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.hints import UnstoredHashes
 from kvstow_service.connectors.engine_core.kvevents import EventFeed, Origins
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.stepplan import StepPlanner
+from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 _GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
@@ -288,7 +288,7 @@ _MOST_LEAVING = 64  # requests that wait for the backlog
 
 
 class _AskedStore(NamedTuple):
-    """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events will say."""
+    """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events are made of."""
 
     number: int
     offer: Offer
@@ -305,14 +305,14 @@ class Stores:
     def __init__(
         self,
         control: ControlPlane,
-        planner: StepPlanner,
+        draft: StepDraft,
         gpu: GPUBlocks,
         events: EventFeed | None,
         *,
         to_front: bool,
     ) -> None:
         """`to_front`: blocks come from the head of the GPU's free queue, and return there."""
-        self._control, self._planner, self._gpu = control, planner, gpu
+        self._control, self._draft, self._gpu = control, draft, gpu
         self._events, self._to_front = events, to_front
         self.offer_again: Callable[[Sequence[int]], None] = lambda block_ids: None
         """Takes the blocks of a store for which there were no slots."""
@@ -352,7 +352,7 @@ class Stores:
         slots for them. `offer_again` gets the other blocks."""
         if not offer.keys:
             return
-        answer = self._planner.begin_store(offer.keys, offer.blocks, request_id)
+        answer = self._control.begin_store(offer.keys, offer.blocks, request_id=request_id)
         self._last += 1
         if not answer.done:
             self._gpu.hold_sources(-self._last, offer.blocks)
@@ -368,7 +368,7 @@ class Stores:
             if self._events is not None:
                 self._events.granted([offer.keys[index] for index in grant.accepted], origins)
             if grant.op is not None:
-                self._planner.add_store(grant.op)
+                self._draft.stores.append(grant.op)
                 self._gpu.hold_sources(grant.op.op_id, grant.op.blocks)
                 self._under_way[grant.op.op_id] = number
             self._gpu.free_sources(-number, to_front=self._to_front)
@@ -410,7 +410,7 @@ class _EndedRequest(NamedTuple):
 
 
 class EndedRequests:
-    """Tells the pool which blocks the requests that have ended had used. Used by the scheduler's thread.
+    """Reports to the pool which blocks the requests that have ended had used. Used by the scheduler's thread.
 
     That is once for each request, for its whole chain: what was found on the GPU, loaded, and computed. The chain was
     stored step by step, so the beginning of it would be evicted first. Once the last store is done, all its blocks are
@@ -433,8 +433,8 @@ class EndedRequests:
                 end = min(end, tracked.computed_from)
             self._leaving.append(_EndedRequest(0, tracked, end // alignment * alignment, self._clock()))
 
-    def tell_uses(self, most: int, *, backlog_moves: bool) -> None:
-        """Tell of at most `most` blocks, starting at the ends of requests; one request may take several steps.
+    def report_uses(self, most: int, *, backlog_moves: bool) -> None:
+        """Report at most `most` blocks, starting at the ends of requests; one request may take several steps.
         `backlog_moves`: the backlog is about to be stored, and requests that have just ended wait for it."""
         if not backlog_moves or len(self._leaving) > _MOST_LEAVING:
             last = self._stores.newest

@@ -75,16 +75,16 @@ class TrackedRequest:
 
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission; `begun`: a load by layer that the pool was asked for instead.
-    `had_no_room`: vLLM was told of such a load, and had no blocks for it. `choice`: which way its load goes, as vLLM
-    was told last. `wait`: the wait for another request's load, begun since the last admission. `start`: how many tokens
-    were on the GPU when the hit was looked up. `looked_up`: the tokens that the first admission looked up. `loading`:
-    the admission began with a load, of the tokens `loaded`.
-    `fetched_tokens`: how many of those came from the fleet tier. `load_failed`: some of them were not written.
-    `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when its lookup
-    was first deferred to a later step; None if none is. `admitted_at`: the step that gave the tables. `has_run`: it was
-    computed since, so its tokens are more than the promise of a load. `adapter`: its LoRA adapter, which is part of its
-    keys; None if it has none. `known_hashes`: how many of its hashes `KnownHashes` has. `hints`: what its client says
-    of its blocks. `computed_from`: it has computed no token before this one.
+    `had_no_room`: such a load was promised to vLLM, which had no blocks for it. `choice`: which way its load goes, as
+    vLLM learned last. `wait`: the wait for another request's load, begun since the last admission. `start`: how many
+    tokens were on the GPU when the hit was looked up. `looked_up`: the tokens that the first admission looked up.
+    `loading`: the admission began with a load, of the tokens `loaded`. `fetched_tokens`: how many of those came from
+    the fleet tier. `load_failed`: some of them were not written. `withheld`: its blocks belong to weights that were
+    replaced, and are never offered. `deferred_at`: when its lookup was first deferred to a later step; None if none is.
+    `admitted_at`: the step that gave the tables. `has_run`: it was computed since, so its tokens are more than the
+    promise of a load. `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how
+    many of its hashes `KnownHashes` has. `hints`: what its client says of its blocks. `computed_from`: it has computed
+    no token before this one.
     """
 
     request: Request

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvstow.attach.hello import RankSession
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
@@ -18,7 +19,6 @@ from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.stepplan import BootCompletions, RankSession
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerside import (
     NoDataPlane,
@@ -91,10 +91,6 @@ class WorkerHost(ABC, Generic[G]):
     @abstractmethod
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Messages for the scheduler's half, after a step."""
-
-    def take_completions(self) -> tuple[BootCompletions, ...]:
-        """Completions for the scheduler's half, after a step."""
-        return tuple(self.side.take_boot_completions())
 
     # What they have in common.
 

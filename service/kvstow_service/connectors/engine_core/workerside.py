@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
@@ -17,7 +17,7 @@ from kvstow.memory.limits import limits_of
 from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import Completion, DesiredState, Op, RankReport, RankState, StepPlan
+from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
 from kvstow_service.connectors.engine_core.stepplan import (
     BootCompletions,
@@ -26,6 +26,10 @@ from kvstow_service.connectors.engine_core.stepplan import (
     PlannedStep,
 )
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+
+if TYPE_CHECKING:
+    from kvstow.attach.worker import OpGate
+    from kvstow.layeredloads import LayeredLoads
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
@@ -60,18 +64,8 @@ def wait_until_pinned(pool: SlotPool) -> None:
         changed.clear()
 
 
-class StepLoads(Protocol):
-    """`LayeredLoads`, or those of an attached rank."""
-
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def failure(self) -> str | None: ...
-    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None: ...
-
-
 class RankDataPlane(Protocol):
-    """What a `WorkerSide` needs: a `DataPlane`, vLLM's `AttachedPlane` or a `NoDataPlane`."""
+    """What a `WorkerSide` needs: a `DataPlane`, an `AttachedWorker` or a `NoDataPlane`."""
 
     @property
     def boot_id(self) -> str: ...
@@ -80,7 +74,7 @@ class RankDataPlane(Protocol):
     @property
     def applied(self) -> DesiredState: ...
     @property
-    def layered(self) -> StepLoads | None: ...
+    def layered(self) -> LayeredLoads | OpGate | None: ...
     def start(self, *, at_ease: bool = False) -> None: ...
     def begin_step(self) -> None: ...
     def launched(self, work: Fence | None = None) -> None: ...
@@ -101,7 +95,7 @@ class NoDataPlane:
     """
 
     is_pinning = False
-    layered: StepLoads | None = None
+    layered: None = None
 
     def __init__(
         self,
@@ -166,9 +160,9 @@ class LayerWaits:
     that the layer reads last.
 
     vLLM calls a hook before a layer attends, on the thread that launches it: in data-parallel micro-batches that is
-    more than one, each with a stream of its own. So each wait is made again, whoever has made it before. Layers whose
-    hook was never called (as those in CUDA graphs that hold them, or those that do not attend) are waited for before
-    the computation begins.
+    more than one, each with a stream of its own. So each wait is made again, also if another thread has made it before.
+    Layers whose hook was never called (as those in CUDA graphs that hold them, or those that do not attend) are waited
+    for before the computation begins.
     """
 
     def __init__(self) -> None:
@@ -230,7 +224,7 @@ class WorkerSide:
         self._loading: dict[int, _Load] = {}  # by op
         self._done: list[_Load] = []
         self._failed: list[_Load] = []
-        self._completed: list[BootCompletions] = []
+        self._completed: tuple[BootCompletions, ...] = ()
         self._layered = StepPlan()  # to begin before this step computes
         self._waits = LayerWaits()
         self._is_off_reported = False
@@ -311,15 +305,15 @@ class WorkerSide:
             {block for load in failed for block in load.blocks},
         )
 
-    def take_boot_completions(self) -> list[BootCompletions]:
+    def take_boot_completions(self) -> tuple[BootCompletions, ...]:
         """For the scheduler side: what `take_finished_loads` has collected since the last call."""
-        completed, self._completed = self._completed, []
+        completed, self._completed = self._completed, ()
         return completed
 
     def close_plane(self) -> bool:
         """Close the data plane: ops under way fail, and it touches no memory after that. Returns False while a copy
-        hangs in the device. Call `replace_plane` only after it has returned True, because a new boot says that the old
-        one has ended."""
+        hangs in the device. Call `replace_plane` only after it has returned True, because a new boot is the report that
+        the old one has ended."""
         ended = self.plane.close()
         self._collect()
         return ended
@@ -354,7 +348,7 @@ class WorkerSide:
     def _collect(self) -> None:
         if not (completions := self.plane.take_completions()):
             return
-        self._completed.append(BootCompletions(self.plane.boot_id, tuple(completions)))
+        self._completed += (BootCompletions(self.plane.boot_id, tuple(completions)),)
         for completion in completions:
             if completion.mark != "source_free" and (load := self._loading.pop(completion.op_id, None)) is not None:
                 (self._failed if completion.mark == "failed" else self._done).append(load)

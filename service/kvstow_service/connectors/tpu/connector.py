@@ -1,9 +1,9 @@
 """TPUOffloadConnector: KVStow in tpu-inference.
 
 A rank is a host process with all its devices, whatever the tensor parallelism. tpu-inference hands over its model
-runner instead of tensors, and carries no handshake, so ranks say hello with their first step. In each step, it calls
-`bind_connector_metadata` before it takes the KV cache from the runner. At that point, stores gather what older steps
-have computed, and loads that the step names are written: those whose bytes are in staging memory on every rank.
+runner instead of tensors, and carries no handshake, so ranks send their hello with their first step. In each step, it
+calls `bind_connector_metadata` before it takes the KV cache from the runner. At that point, stores gather what older
+steps have computed, and loads that the step names are written: those whose bytes are in staging memory on every rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TPUOffloadConnector(OffloadConnector):
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         return EmbeddedSchedulerHost(
             options,
-            replace(process, num_ranks=0),  # the ranks say how many they are
+            replace(process, num_ranks=0),  # the ranks report how many they are
             groups,
             build={"vllm": vllm.__version__, "tpu-inference": version("tpu-inference"), "jax": version("jax")},
             make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
@@ -110,7 +110,7 @@ class TPUOffloadConnector(OffloadConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         metadata = super().build_connector_meta(scheduler_output)
-        if self._order is None and self._host.offload is not None:
+        if self._order is None and self._host.side is not None:
             self._order = LaunchOrder(self._host.num_ranks)
         if metadata.plan is not None:
             self._ended.expect(metadata.plan)
@@ -136,6 +136,6 @@ class TPUOffloadConnector(OffloadConnector):
             if self._fails_requests:
                 nothing, all_ended = set[str](), ended
                 ended = self._host.ask(
-                    "loads that have ended", lambda offload: offload.side.failed_loads.continuing(all_ended), nothing
+                    "loads that have ended", lambda side: side.failed_loads.continuing(all_ended), nothing
                 )
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *ended}

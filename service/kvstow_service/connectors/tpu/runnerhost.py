@@ -67,7 +67,7 @@ logger = logging.getLogger("kvstow.vllm")
 
 class RunnerHost(PoolWorkerHost[ShardedKV]):
     """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
-    frees the cache and makes a new one when weights change, and tells no connector. The blocks of the old weights are
+    frees the cache and makes a new one when weights change, and calls no connector. The blocks of the old weights are
     dropped with it."""
 
     def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from kvstow.attach.calls import EventPage, Hold
-from kvstow.attach.connection import Answer
+from kvstow.attach.calls import Hold
+from kvstow.attach.connection import Answer, Call
 from kvstow.attach.engine import AttachedEngine, Hits
-from kvstow.attach.hello import TRANSIENT_REFUSALS, SessionTicket, number_of
-from kvstow.hints import Hints
-from kvstow.messages import Completion, Direction, Op
-from kvstow.prefill import PrefillNews
-from kvstow.results import Awaited, Given, KeyRun, Lease, Settled, StoreGrant
-from kvstow.source import Source
+from kvstow.attach.hello import TRANSIENT_REFUSALS
+from kvstow.attach.wire import Message
+from kvstow.results import Awaited, KeyRun, Lease, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import LATER, Later
 from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
@@ -59,13 +57,6 @@ class AttachState(NamedTuple):
     refusal: str = ""
     sharing: str = ""
 
-    def labels(self) -> dict[str, str]:
-        return self._asdict()
-
-
-def refusal_word(refusal: str) -> str:
-    return refusal if refusal in REFUSALS else "other"
-
 
 def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
     """`sharing_off`: sentences of the welcome. The word is `differs` if the engine shares only with engines of its own
@@ -84,7 +75,7 @@ MOST_AHEAD = 64
 PATIENCE_SECONDS = 0.25
 """A lookup that has no answer after this time is a miss."""
 LONGEST_PATIENCE_SECONDS = 5.0
-"""The same limit if the service has said that it waits: for the fleet tier up to 2 s, for memory to be registered 1
+"""The same limit if the service has sent `Pending`: for the fleet tier up to 2 s, for memory to be registered 1
 s."""
 _MOST_KEYS = 100_000  # of one lookup; a frame has room for more
 
@@ -175,7 +166,7 @@ class AttachedHits:
         fetched: tuple[range, ...] = (),
     ) -> _Question:
         is_prompt = not self._groups.is_plain and hold != Hold.ALL
-        answer = self._control.find_prompt(keys) if is_prompt else self._control.find(keys, hold)
+        answer = self._control.find_prompt(keys) if is_prompt else self._control.find(keys, hold=hold, count=False)
         question = _Question(start, end, keys, hold == Hold.ALL, self._clock(), answer, fetched)
         self._questions[tracked] = question
         return question
@@ -255,23 +246,18 @@ class Life(NamedTuple):
     resets: int = 0
 
 
-class AttachedControl:
-    """Asks the node service, which answers later. See `ControlPlane`.
+class AttachedControl(AttachedEngine):
+    """An `AttachedEngine` that is a `ControlPlane`: it notices a service that takes calls and does not answer. While
+    there is no service, or it does not answer, lookups miss and stores are refused."""
 
-    The `AttachedEngine` is created at the first use, in the first step or with the first request, because vLLM has its
-    block hashes only then. While there is no service, or it does not answer, lookups miss and stores are refused.
-    """
+    begins_loads_at_once = False
 
     def __init__(
-        self,
-        make_engine: Callable[[], AttachedEngine],
-        slot_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, path: Path, slot_bytes: int, clock: Callable[[], float] = time.monotonic, **options: Any
     ) -> None:
+        """`slot_bytes`: see `ControlPlane`. For the others see `AttachedEngine`."""
+        super().__init__(path, step_wait=STEP_WAIT_SECONDS, clock=clock, **options)
         self.slot_bytes = slot_bytes
-        self.begins_loads_at_once = False
-        self._make_engine, self._clock = make_engine, clock
-        self._engine: AttachedEngine | None = None
         self._asked: deque[_Asked] = deque()
         self._step = self._resets = 0
         self._layer_wait_left = LAYER_WAIT_SECONDS  # of this step
@@ -279,35 +265,19 @@ class AttachedControl:
         self._failure: str | None = None
         self.refused_stores: Counter[str] = Counter()
         """Blocks that were offered and not stored, by outcome."""
-        self.moved_blocks: Counter[str] = Counter()
-        """Bytes of ops that are done, by direction."""
-        self.moved_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the same ops, each on its slowest rank."""
-        self._seconds: dict[int, float] = {}  # by op whose result has not arrived
-
-    @property
-    def engine(self) -> AttachedEngine:
-        if self._engine is None:
-            self._engine = self._make_engine()
-        return self._engine
-
-    @property
-    def ticket(self) -> SessionTicket | None:
-        return None if self._engine is None else self._engine.ticket
 
     @property
     def state(self) -> AttachState:
         """See `problem`, which gives the state as a sentence."""
-        engine = self._engine
         if self._failure is not None:
             return AttachState("failed")
-        if engine is None or (engine.problem is None and not engine.is_attached):
-            return AttachState("starting")
-        if engine.is_attached:
-            sharing = sharing_word(engine.sharing_off, was_reset=self._resets > 0)
+        if self.is_attached:
+            sharing = sharing_word(self.sharing_off, was_reset=self._resets > 0)
             return AttachState("no_answer" if self._is_slow else "attached", sharing=sharing)
-        if engine.refusal is not None:
-            return AttachState("refused", refusal_word(engine.refusal))
+        if super().problem is None:
+            return AttachState("starting")
+        if self.refusal is not None:
+            return AttachState("refused", self.refusal if self.refusal in REFUSALS else "other")
         return AttachState("no_service")
 
     @property
@@ -315,11 +285,9 @@ class AttachedControl:
         """Why there is no host cache, as a sentence; None while there is one."""
         if self._failure is not None:
             return f"KVStow has failed: {self._failure}"
-        if self._engine is None:
-            return "the engine has not made a step yet"
         if self._is_slow:
             return "the node service does not answer"
-        return None if self._engine.is_attached else self._engine.problem or "not attached yet"
+        return None if self.is_attached else super().problem or "not attached yet"
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -328,36 +296,37 @@ class AttachedControl:
         self._layer_wait_left = LAYER_WAIT_SECONDS
         if self._failure is not None:
             return
-        self.engine.step()
+        super().step()
         self._watch()
 
     def _watch(self) -> None:
-        """Notice a service that takes calls and does not answer."""
         while self._asked and (self._asked[0].answer.done or self._asked[0].answer.is_pending):
-            answer = self._asked.popleft().answer
-            if answer.done and isinstance(answer.value, StoreGrant):
-                self.refused_stores.update(answer.value.outcomes)
+            self._asked.popleft()
         silent = 0.0
         if self._asked and self._asked[0].step <= self._step - 2:  # a step may take seconds
             silent = self._clock() - self._asked[0].at
         is_slow = silent > SLOW_SECONDS
         if is_slow and not self._is_slow:
             logger.warning("the node service does not answer: lookups miss and nothing is stored until it does")
-        elif self._is_slow and not is_slow and self.engine.is_attached:
+        elif self._is_slow and not is_slow and self.is_attached:
             logger.info("the node service answers again")
         self._is_slow = is_slow
         if silent > SILENT_SECONDS:
-            self.engine.disconnect(f"the service has not answered for {silent:.0f} seconds")
+            self.disconnect(f"the service has not answered for {silent:.0f} seconds")
 
-    def wait(self, answer: Awaited[object]) -> bool:
-        if isinstance(answer, Answer) and not answer.done:
-            self.engine.wait(answer)
-        return answer.done
+    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
+        answer = super()._ask(message, read, without)
+        if not answer.done:
+            self._asked.append(_Asked(answer, self._clock(), self._step))
+        return answer
+
+    def wait(self, *answers: Awaited[object], seconds: float | None = None) -> bool:
+        return super().wait(*[each for each in answers if isinstance(each, Answer)], seconds=seconds)
 
     def wait_for_slots(self, answer: Awaited[object]) -> bool:
-        if isinstance(answer, Answer) and not answer.done:
+        if not answer.done:
             begun = self._clock()
-            self.engine.wait(answer, seconds=0.0 if self._is_slow else self._layer_wait_left)
+            self.wait(answer, seconds=0.0 if self._is_slow else self._layer_wait_left)
             self._layer_wait_left = max(0.0, self._layer_wait_left - (self._clock() - begun))
         return answer.done
 
@@ -369,128 +338,40 @@ class AttachedControl:
     @property
     def finds_hits(self) -> bool:
         """Whether lookups can find anything."""
-        if self._bypasses_loads or self._is_slow or self._failure is not None:
-            return False
-        return self.engine.is_attached
-
-    def find(self, keys: Sequence[bytes], hold: Hold) -> Answer[Hits]:
-        return self._note(self.engine.find(keys, hold=hold, count=False))
-
-    def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
-        return self._note(self.engine.find_prompt(keys))
-
-    def discard(self, answer: Answer[Hits]) -> None:
-        self.engine.discard(answer)
+        return self.is_attached and not (self._bypasses_loads or self._is_slow or self._failure is not None)
 
     def is_held(self, lease: Lease) -> bool:
         """Whether the lease's session is still the current one."""
-        ticket = self.ticket
-        return ticket is not None and number_of(lease.lease_id) == ticket.number
-
-    def release_lease(self, lease: Lease) -> None:
-        self.engine.release_lease(lease)
-
-    def count_lookup(self, queried: int, hits: int, source: Source) -> None:
-        if self._engine is not None:
-            self._engine.count_lookup(queried, hits, source)
-
-    @property
-    def source_key(self) -> bytes:
-        return b"" if self._engine is None else self._engine.source_key
-
-    def note_prefill(self, news: PrefillNews) -> None:
-        if self._engine is not None:
-            self._engine.note_prefill(news)
-
-    # -- events ---------------------------------------------------------------------------------------------
+        return self._is_of_session(lease.lease_id)
 
     @property
     def life(self) -> Life:
-        ticket = self.ticket
-        return Life(0 if ticket is None else ticket.number, self._resets)
+        return Life(0 if self.ticket is None else self.ticket.number, self._resets)
 
-    @property
-    def is_attached(self) -> bool:
-        return self._engine is not None and self._engine.is_attached
+    # -- stores ---------------------------------------------------------------------------------------------
 
-    def read_events(self, after: int) -> Answer[EventPage]:
-        return self._note(self.engine.read_events(after))
-
-    # -- loads and stores -----------------------------------------------------------------------------------
-
-    def begin_load(
-        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
-    ) -> Answer[Op | None]:
-        return self._note(self.engine.begin_load(lease, blocks, first=first, request_id=request_id, choice=choice))
-
-    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]:
-        if self._failure is not None or self._is_slow or not self.engine.is_attached:
-            self.refused_stores["not_attached"] += len(keys)
-            return Given(StoreGrant(None, (), {}, range(len(keys))))
-        return self._note(self.engine.begin_store(keys, blocks, request_id=request_id))
-
-    def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         return [False] * len(keys)
 
     def store_room(self) -> int:
-        return 0 if self._failure is not None or self._is_slow else self.engine.store_room()
+        return 0 if self._failure is not None or self._is_slow else super().store_room()
 
-    def use(
-        self,
-        keys: Sequence[bytes],
-        *,
-        start: int,
-        looked_up: tuple[int, int],
-        hints: Hints | None,
-        source: Source,
-    ) -> None:
-        if (keys or hints is not None) and self._engine is not None:
-            self._engine.use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> Answer[StoreGrant]:
+        if self.is_attached and not self._is_slow:
+            return super().begin_store(keys, blocks, request_id=request_id)
+        self.refused_stores["not_attached"] += len(keys)
+        return Answer.given(StoreGrant(None, (), {}, range(len(keys))))
 
-    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        if self._engine is None:
-            return
-        completions = tuple(completions)
-        for completion in completions:
-            if completion.mark == "done" and self._engine.is_awaited(completion.op_id):  # not an op that has failed
-                self._seconds[completion.op_id] = max(self._seconds.get(completion.op_id, 0.0), completion.seconds)
-        self._engine.complete(rank, boot_id, completions)
-
-    def take_settled(self) -> list[Settled]:
-        settled = [] if self._engine is None else self._engine.take_settled()
-        for entry in settled:
-            if entry.mark == "source_free":
-                continue
-            seconds = self._seconds.pop(entry.op_id, 0.0)
-            if entry.mark == "done":
-                self.moved_blocks[entry.direction] += len(entry.blocks)
-                self.moved_seconds[entry.direction] += seconds
-        return settled
-
-    @property
-    def sessions_lost(self) -> int:
-        if self._engine is None:
-            return 0
-        return self._engine.num_sessions - self._engine.is_attached
-
-    def open_blocks(self, direction: Direction) -> int:
-        """Blocks that ops under way move."""
-        return 0 if self._engine is None else self._engine.open_blocks(direction)
-
-    @property
-    def awaited_transfers(self) -> int:
-        return 0 if self._engine is None else self._engine.awaited_transfers
-
-    @property
-    def open_transfers(self) -> int:
-        return 0 if self._engine is None else self._engine.open_transfers
+    def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
+        grant = super()._read_store(blocks, request_id, call)
+        self.refused_stores.update(grant.outcomes)
+        return grant
 
     # -- all blocks -----------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
+    def reset(self) -> Answer[str]:
         self._resets += 1
-        if self._failure is None:
-            self.engine.reset()
+        return super().reset() if self._failure is None else Answer.given("")
 
     def bypass_loads(self) -> str:
         self._bypasses_loads = True
@@ -499,12 +380,3 @@ class AttachedControl:
     def fail(self, reason: str) -> None:
         self._failure = self._failure or reason
         self.close()
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-
-    def _note(self, answer: Answer[_T]) -> Answer[_T]:
-        if not answer.done:
-            self._asked.append(_Asked(answer, self._clock(), self._step))
-        return answer

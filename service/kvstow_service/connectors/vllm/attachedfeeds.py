@@ -1,25 +1,15 @@
-"""What an attached engine reports besides its transfers: the blocks in the service's pool for its KV events, and its
-figures for vLLM's own metrics."""
+"""What an attached engine reports besides its transfers: the blocks in the service's pool, for its KV events."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvstow.attach.calls import EventPage, Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import Hits
-from kvstow.stats import DIRECTIONS
 from kvstow_service.connectors.engine_core.kvevents import BlockNews
-from kvstow_service.connectors.engine_core.offloadmetrics import (
-    ATTACH_STATE,
-    ATTACHED,
-    INFO,
-    SESSIONS_LOST,
-    info_labels,
-)
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 PERIOD_SECONDS = 0.1
@@ -63,7 +53,7 @@ class AttachedBlocks:
     def read(self) -> BlockNews:
         life, control = self._life, self._control
         if control.life != life:
-            self._begin_life()
+            self._life, self._asked, self._cursor, self._has_more = control.life, None, 0, True
             if life.session:
                 return BlockNews(gone=True)
         news = self._take_page()
@@ -76,11 +66,7 @@ class AttachedBlocks:
     def look_up(self, keys: Sequence[bytes]) -> _Presence | None:
         if not self._control.finds_hits or not self._has_all_memory():
             return None
-        return _Presence(len(keys), self._control.find(keys, Hold.NOTHING))
-
-    def _begin_life(self) -> None:
-        self._life = self._control.life
-        self._asked, self._cursor, self._has_more = None, 0, True
+        return _Presence(len(keys), self._control.find(keys, hold=Hold.NOTHING, count=False))
 
     def _take_page(self) -> BlockNews:
         if self._asked is None or not self._asked.done:
@@ -110,46 +96,3 @@ class _Presence:
         for first, length in self._found.value.runs:
             present[first : first + length] = [True] * length
         return present
-
-
-class AttachedFigures:
-    """`Figures` of this engine's session. The service's own metrics have those of the whole pool. Used by the
-    scheduler's thread."""
-
-    def __init__(self, control: AttachedControl, slot_bytes: int, slot_tokens: int | None, *, replicated: bool) -> None:
-        """`slot_bytes`: bytes of a slot on all ranks together. `replicated`: one rank stores for all."""
-        self._control, self._slot_bytes, self._slot_tokens = control, slot_bytes, slot_tokens
-        self._replicated = replicated
-        self._slots, self._is_whole = 0, False
-        self._num_ranks = max(1, round(slot_bytes / control.slot_bytes))
-
-    def set_memory(self, slots: int, is_whole: bool) -> None:
-        """`slots` of the pool can be used now. `is_whole`: no more slots will come."""
-        self._slots, self._is_whole = slots, is_whole
-
-    @property
-    def open_transfers(self) -> int:
-        return self._control.open_transfers
-
-    def read(self) -> dict[str, Any]:
-        control, values = self._control, dict[str, Any]()
-        values["allocation_failure"] = control.refused_stores["dropped_cpu_full"]
-        for direction in DIRECTIONS:
-            stored_once = self._replicated and direction == "store"
-            num_bytes = self._slot_bytes // self._num_ranks if stored_once else self._slot_bytes
-            values[f"{direction}_bytes"] = control.moved_blocks[direction] * num_bytes
-            values[f"{direction}_time"] = control.moved_seconds[direction]
-        usable = max(1, self._slots)
-        writing, reading = control.open_blocks("store"), control.open_blocks("load")
-        values["cpu_cache_usage_perc"] = (writing + reading) / usable
-        values["cpu_cache_write_usage_perc"] = writing / usable
-        values["cpu_cache_read_usage_perc"] = reading / usable
-        values[SESSIONS_LOST] = control.sessions_lost
-        values[ATTACHED] = float(control.problem is None)
-        state = control.state
-        if state.state == "attached" and not self._slots:
-            state = state._replace(state="no_memory")
-        values[ATTACH_STATE] = state.labels()
-        if self._is_whole:
-            values[INFO] = info_labels(self._slots, self._slot_bytes, self._slot_tokens)
-        return values

@@ -6,25 +6,34 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import kvstow
-from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.hello import SessionTicket
+from kvstow.attach.hello import RankSession, SessionTicket
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState, RankReport
+from kvstow.stats import DIRECTIONS
 from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
+from kvstow_service.connectors.engine_core.offloadmetrics import (
+    ATTACH_STATE,
+    ATTACHED,
+    INFO,
+    SESSIONS_LOST,
+    info_labels,
+    usage,
+)
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
-from kvstow_service.connectors.engine_core.stepplan import RankSession
+from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
-from kvstow_service.connectors.vllm.attachedfeeds import AttachedBlocks, AttachedFigures
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+from kvstow_service.connectors.vllm.attachedfeeds import AttachedBlocks
 
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""
@@ -63,7 +72,6 @@ class AttachedSchedulerHost(SchedulerHost):
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
         """Set if vLLM publishes KV events."""
-        self._figures: AttachedFigures | None = None
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
         self._looking_until: float | None = None
@@ -84,7 +92,7 @@ class AttachedSchedulerHost(SchedulerHost):
             return True
         if self._clock() >= self._looking_until:
             return False
-        return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
+        return self.ticket is None or not self._control.is_attached or not self._memory()[0]
 
     def close(self) -> None:
         if self._control is not None:
@@ -99,12 +107,10 @@ class AttachedSchedulerHost(SchedulerHost):
         if update.session is not None:
             self._sessions[rank] = update.session
             self._follow_session()
-            if self._figures is not None:
-                self._figures.set_memory(*self._memory())
 
-    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload | None:
+    def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide | None:
         for hello in hellos:
-            if not hello.regions:  # it has said why
+            if not hello.regions:  # it has logged why
                 logger.error("rank %d has no data plane, so this engine does not attach", hello.rank)
                 self._has_failed = True
                 return None
@@ -112,11 +118,22 @@ class AttachedSchedulerHost(SchedulerHost):
             allowed = "none if an engine's ranks are on several nodes: each node has its own service"
             raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
         identity = self._pool_identity(hellos)
-        slot_bytes = sum(identity.slot_bytes)
-        control = AttachedControl(partial(self._make_engine, identity), max(identity.slot_bytes))
-        figures = AttachedFigures(control, slot_bytes, self._slot_tokens, replicated=identity.replicated)
-        stats = StatsFeed(figures, self._clock)
-        self._control, self._figures = control, figures
+        assert self._options.attach is not None
+        control = AttachedControl(
+            self._options.attach,
+            max(identity.slot_bytes),
+            engine=self._process.engine_id,
+            engine_version=f"vllm {self._version}",
+            pool=identity,
+            namespace=self._find_namespace,
+            fleet_weights=self._fleet_weights,
+            wanted_bytes=self._options.cpu_bytes_to_use,
+            require_sharing=self._options.attach_require_sharing,
+        )
+        self._control = control
+        self.stats = StatsFeed(
+            partial(self._read_figures, control, identity), lambda: control.open_transfers > 0, self._clock
+        )
         logger.info(
             "KVStow %s keeps blocks of %d tokens in memory of the node service at unix:%s, %s of it at most, for %d "
             "ranks; stores are %s; the service's admin API shows the pool, and this engine has none of its own",
@@ -127,24 +144,34 @@ class AttachedSchedulerHost(SchedulerHost):
         blocks = AttachedBlocks(control, self._has_all_memory, self._clock)
         events = self._make_events(blocks)
         self._blocks = blocks if events is not None else None
-        return Offload(control, self._make_side(control, pool, stats, events), stats, events)
+        return self._new_side(control, pool, events)
 
-    def _make_engine(self, identity: PoolIdentity) -> AttachedEngine:
-        assert self._options.attach is not None
+    def _read_figures(self, control: AttachedControl, identity: PoolIdentity) -> dict[str, Any]:
+        """`read_family` of this engine's session. The service's own metrics have the figures of the whole pool."""
+        values: dict[str, Any] = {"allocation_failure": control.refused_stores["dropped_cpu_full"]}
+        slot_bytes, (slots, is_whole) = sum(identity.slot_bytes), self._memory()
+        for direction in DIRECTIONS:
+            stored_once = identity.replicated and direction == "store"
+            num_bytes = identity.slot_bytes[0] if stored_once else slot_bytes
+            values[f"{direction}_bytes"] = control.moved_blocks[direction] * num_bytes
+            values[f"{direction}_time"] = control.moved_seconds[direction]
+        writing, reading = control.open_blocks("store"), control.open_blocks("load")
+        values |= usage(writing, reading, slots)
+        values[SESSIONS_LOST] = control.num_sessions - control.is_attached
+        values[ATTACHED] = float(control.problem is None)
+        state = control.state
+        if state.state == "attached" and not slots:
+            state = state._replace(state="no_memory")
+        values[ATTACH_STATE] = state._asdict()
+        if is_whole:
+            values[INFO] = info_labels(slots, slot_bytes, self._slot_tokens)
+        return values
+
+    def _find_namespace(self) -> NamespaceIdentity:
         namespace = self._namespace_identity()
         if namespace.unshared:
             logger.warning("this engine shares no blocks with others: %s", namespace.unshared)
-        return AttachedEngine(
-            self._options.attach,
-            engine=self._process.engine_id,
-            engine_version=f"vllm {self._version}",
-            pool=identity,
-            namespace=namespace,
-            fleet_weights=self._fleet_weights,
-            wanted_bytes=self._options.cpu_bytes_to_use,
-            require_sharing=self._options.attach_require_sharing,
-            step_wait=STEP_WAIT_SECONDS,
-        )
+        return namespace
 
     def _follow_session(self) -> None:
         """Notice a new session, which the ranks have to join."""
@@ -153,11 +180,8 @@ class AttachedSchedulerHost(SchedulerHost):
             assert self._control is not None
             self._number = ticket.number
             self._looking_until = self._clock() + JOINING_SECONDS
-            for reason in self._control.engine.sharing_off:
+            for reason in self._control.sharing_off:
                 logger.warning("this engine shares no blocks with others: %s", reason)
-
-    def _have_ranks_joined(self) -> bool:
-        return self._memory()[0] > 0
 
     def _has_all_memory(self) -> bool:
         self._follow_session()

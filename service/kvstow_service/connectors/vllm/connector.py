@@ -106,10 +106,10 @@ class KVStowConnector(OffloadConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
-        if self._fails_requests and not _REPORTS_FAILED_REQUESTS and self._host.offload is not None:
+        if self._fails_requests and not _REPORTS_FAILED_REQUESTS and self._host.side is not None:
             ended, nothing = connector_output.finished_recving or (), set[str]()
             connector_output.finished_recving = self._host.ask(
-                "loads that have ended", lambda offload: offload.side.failed_loads.continuing(ended), nothing
+                "loads that have ended", lambda side: side.failed_loads.continuing(ended), nothing
             )
 
 

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvstow.attach.hello import RankSession
 from kvstow.attach.identity import RegionIdentity
+from kvstow.attach.worker import AttachedWorker
 from kvstow.devices.base import Fence
 from kvstow.messages import RankReport
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.stepplan import RankSession
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, WorkerHost
 from kvstow_service.connectors.engine_core.workerside import RankDataPlane
 from kvstow_service.connectors.vllm.rankdataplane import (
-    AttachedPlane,
     KVGeometry,
     build_attached_plane,
     build_plane,
@@ -71,13 +71,13 @@ class AttachedWorkerHost(_TensorHost):
 
     def follow(self, metadata: KVStowMetadata) -> None:
         plane = self.side.plane
-        if metadata.ticket is not None and isinstance(plane, AttachedPlane):
+        if metadata.ticket is not None and isinstance(plane, AttachedWorker):
             plane.join(metadata.ticket)
 
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Reports a new session at once, and more memory twice a second."""
         plane = self.side.plane
-        session = plane.session if isinstance(plane, AttachedPlane) else RankSession()
+        session = plane.session if isinstance(plane, AttachedWorker) else RankSession()
         if session == self._reported:
             return None, None
         now = time.monotonic()

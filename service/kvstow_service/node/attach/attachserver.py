@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import Final
 
-from kvstow.attach.channel import SCRATCH_BYTES, close_fds
-from kvstow.attach.hello import Hello
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Desired,
+    Lookup,
+    LookupPrompt,
+    Prefill,
+    ReadEvents,
+    RegisteredExtents,
+    Release,
+    ReleasedExtents,
+    Report,
+    Reset,
+    Use,
+)
+from kvstow.attach.channel import MAX_PAYLOAD_BYTES, SCRATCH_BYTES, Frame, close_fds, duplicates_of
+from kvstow.attach.hello import CallError, Hello, Refused
 from kvstow.attach.peer import Peer, peer_of
-from kvstow.attach.wire import Message
+from kvstow.attach.wire import Kind, Message, refusal_of
+from kvstow.errors import AttachRefusedError, DisconnectedError, InvalidRequestError, KvstowError, ProtocolError
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
-from kvstow_service.node.attach.clientcalls import ClientCalls
-from kvstow_service.node.attach.clients import AttachTally, Clients, client_limit
-from kvstow_service.node.attach.sessionhost import SessionHost, duplicates_of
-from kvstow_service.node.attach.sessionlife import SessionLife, WireSession, described
+from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
+from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
+from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.pools.sessionlink import Later
 from kvstow_service.process.switchinterval import short_switch_interval
 
 FOLDER_MODE = 0o750
@@ -51,8 +69,58 @@ class AttachSocket:
         self._file = None
 
 
-_ACCEPTS_PER_TURN = 64
-_PAUSE_SECONDS = 1.0
+_CALLS: Final[dict[int, type[Message]]] = {
+    call.KIND: call
+    for call in (
+        *(Lookup, LookupPrompt, Release, BeginLoad, BeginStore, Completions, Use, CountLookup, Prefill, Reset),
+        *(ReadEvents, Report, RegisteredExtents, ReleasedExtents),
+    )
+}
+
+
+def answer_to(host: NodeHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
+    """Make the call and return its answer, if its kind has one. `later`: see `NodeSession.lookup`.
+
+    Raises what the call raises. Raises `ProtocolError` for a payload that is not a message of its kind.
+    """
+    session = member.session.hosted
+    match call := _CALLS[frame.kind].unpack(frame.payload):
+        case Lookup() | LookupPrompt():
+            return session.lookup(call, later)
+        case BeginLoad():
+            return session.begin_load(call)
+        case BeginStore():
+            return session.begin_store(call)
+        case ReadEvents():
+            return session.read_events(call)
+        case Reset():
+            return host.reset(member.session.session_id)
+        case Report(report):
+            if report.rank != _rank_of(member):
+                raise InvalidRequestError(f"a report of rank {report.rank}, from rank {member.rank}")
+            return Desired(session.take_report(report))
+        case Completions(rank):
+            if rank >= member.session.num_ranks or member.rank not in (None, rank):
+                raise InvalidRequestError(f"the sender may not report completions of rank {rank}")
+            session.complete(call)
+        case Release(lease_ids):
+            session.release_leases(lease_ids)
+        case Use():
+            session.use(call)
+        case CountLookup():
+            session.count_lookup(call)
+        case Prefill():
+            session.note_prefill(call)
+        case RegisteredExtents(extents):
+            session.registered(_rank_of(member), extents)
+        case ReleasedExtents(extent_ids):
+            session.released(_rank_of(member), extent_ids)
+    return None
+
+
+def _rank_of(member: Member) -> int:
+    assert member.rank is not None, "the kinds of workers come from workers"
+    return member.rank
 
 
 logger = logging.getLogger("kvstow.attach")
@@ -61,23 +129,33 @@ SWITCH_SECONDS = 0.0001
 """Next to a thread that is always busy, a lookup took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
 
 _LONGEST_WAIT_SECONDS = 60.0
+_ACCEPTS_PER_TURN = 64
+_PAUSE_SECONDS = 1.0
+_FRAMES_PER_TURN = 64
+"""How much is handled for one client before the others have their turn."""
+_PAUSED_ABOVE_BYTES = 1 << 20
+"""A client that leaves this much unread is not read from either."""
+_LAST_READS = 64
+"""More than the socket's buffer holds for a client that has disconnected."""
+_FAILED = "the service has failed in this call; its log says how"
 
 
 class AttachServer:
-    """Accepts engines on a listening Unix socket and passes their calls to a `SessionHost`.
+    """Accepts engines on a listening Unix socket and answers their calls with their sessions of a `NodeHost`.
 
     `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, and calls
-    nothing: the host settles what the sessions hold. Any thread may use `tally`, `detach` and the links of sessions;
-    they do not wait.
+    nothing: the host settles what the sessions hold. Any thread may use `tally`, `detach` and `WireSession.push`; they
+    do not wait.
 
     No client can stop the thread or fill its memory: see `Clients` for the limits of connections, `Channel` for what
-    waits to be sent, `NodeHost` for what one user may have, and `Session` of the control plane for leases and loads.
-    If the thread itself fails, `failure` is set and `on_failure` is called.
+    waits to be sent, `NodeHost` for what one user may have, and `Session` of the control plane for leases and loads. An
+    error of one client ends only its connection, and so its session. If the thread itself fails, `failure` is set and
+    `on_failure` is called.
     """
 
     def __init__(
         self,
-        host: SessionHost,
+        host: NodeHost,
         listener: socket.socket,
         *,
         limit: int | None = None,
@@ -88,27 +166,26 @@ class AttachServer:
     ) -> None:
         """The caller keeps the listener and closes it after `close`."""
         self.failure: str | None = None
-        self._host = host
-        self._clock = clock
-        self._on_failure = on_failure
+        self._host, self._listener = host, listener
+        self._clock, self._on_failure, self._find_peer = clock, on_failure, find_peer
         self.tally = AttachTally(clock)
         self._clients = Clients(limit or client_limit(), clock)
+        self._connected: dict[Member, ClientConnection] = {}
+        self._busy: dict[ClientConnection, None] = {}
+        """Clients with a backlog, in the order of their turns."""
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posted: deque[Callable[[], object]] = deque()
-        self.calls = ClientCalls(self._epoll, host, self._clients, self.tally, find_peer)
-        self.calls.life = self._life = SessionLife(
+        self._life = SessionLife(
             host,
             self._epoll,
-            self.calls.disconnect,
-            partial(_Link, self),
-            service=secrets.token_hex(8),
+            self._disconnect,
+            self._send_later,
             max_awaited=self._clients.limit,
             errors=self.tally.errors,
             trust_eof=trust_eof,
             clock=clock,
         )
-        self._listener = listener
         self._paused_until: float | None = None
         """Set while nothing is accepted, because the process has no descriptor left."""
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -123,10 +200,9 @@ class AttachServer:
         self._epoll.register(self._listener, select.EPOLLIN)
         self._thread.start()
 
-    def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
-        """Restore a lost session of the previous service, with its workers that may still reach memory. The
-        `SessionHost` is notified when they end. Call it before `start`. Takes ownership of the peers."""
-        self._life.restore(session_id, token_digest, workers)
+    def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> WireSession:
+        """See `SessionLife.restore`. Call it before `start`."""
+        return self._life.restore(session_id, token_digest, workers)
 
     def close(self) -> None:
         """Idempotent. Must not be called on the server's own thread."""
@@ -138,7 +214,7 @@ class AttachServer:
             self._thread.join()
         for posted in self._posted:
             if isinstance(posted, _Push):
-                posted.drop()
+                close_fds(posted.fds)
         self._posted.clear()
         self._epoll.close()
         os.close(self._wake)
@@ -159,6 +235,9 @@ class AttachServer:
             with suppress(BlockingIOError):  # the counter is full, so the thread will wake up anyway
                 os.eventfd_write(self._wake, 1)
 
+    def _send_later(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+        self.post(_Push(partial(self._push, session, message, rank), duplicates_of(fds)))
+
     # -- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -173,7 +252,7 @@ class AttachServer:
                 self._on_failure(self.failure)
         finally:
             for client in self._clients:
-                self.calls.forget(client)
+                self._forget(client)
             self._life.close()
 
     def _turn(self) -> None:
@@ -183,20 +262,20 @@ class AttachServer:
         for fd, mask in self._epoll.poll(self._timeout()):
             client = self._clients.get(fd)
             if client is not None:
-                self.calls.on_event(client, mask)
+                self._guarded(client, partial(self._serve, client, mask))
             elif fd == self._listener.fileno():
                 accepting = True
             elif fd == self._wake:
                 os.eventfd_read(self._wake)
             else:
                 ended.append(fd)
-        for client in list(self.calls.busy):
-            self.calls.on_turn(client)
+        for client in list(self._busy):
+            self._guarded(client, partial(self._work, client))
         for fd in ended:  # after the messages that their processes have sent
             self._life.on_pidfd(fd)
         self._run_posted()
         for client in self._clients.expired():
-            self.calls.drop(client, "hello_timeout", "no hello came in time")
+            self._drop(client, "hello_timeout", "no hello came in time")
         self._life.expire()
         self._host.expire()
         if accepting:  # last, because a new descriptor may have the number of one that was closed above
@@ -204,7 +283,7 @@ class AttachServer:
 
     def _timeout(self) -> float:
         """Seconds to wait for events."""
-        if self.calls.busy or self._posted:
+        if self._busy or self._posted:
             return 0.0
         deadlines = (
             self._clients.next_deadline(),
@@ -256,21 +335,194 @@ class AttachServer:
         self.tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
         oldest = self._clients.oldest_stranger()
         if oldest is not None:
-            self.calls.drop(oldest, "no_descriptors", "the service has no descriptor left")
+            self._drop(oldest, "no_descriptors", "the service has no descriptor left")
         self._epoll.unregister(self._listener)
         self._paused_until = self._clock() + _PAUSE_SECONDS
 
     def _admit(self, accepted: socket.socket) -> None:
         oldest = self._clients.oldest_stranger()
         if oldest is not None and self._clients.is_crowded:
-            self.calls.drop(oldest, "too_many_strangers", "too many connections have not said hello")
+            self._drop(oldest, "too_many_strangers", "too many connections have not said hello")
         client = self._clients.add(accepted, self._scratch)
-        self.calls.watch(client)
+        client.interest = select.EPOLLIN
+        self._epoll.register(client.channel.fileno(), client.interest)
         if self._clients.is_over_limit:
-            reason = f"the service serves {self._clients.limit} connections already"
-            self.calls.drop(client, "too_many_clients", reason)
+            self._drop(client, "too_many_clients", f"the service serves {self._clients.limit} connections already")
+        else:  # a hello that has arrived protects it from a flood
+            self._guarded(client, partial(self._serve, client, select.EPOLLIN))
+
+    # -- the frames of one client ---------------------------------------------------------------------------
+
+    def _guarded(self, client: ClientConnection, step: Callable[[], object]) -> None:
+        """Take a step for one client. Any error in it ends only that client."""
+        try:
+            step()
+        except DisconnectedError as error:
+            self._part(client, str(error))
+        except (ProtocolError, AttachRefusedError) as error:
+            self._drop(client, error.reason, str(error))
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self.tally.fault(error)
+            self._drop(client, "internal", _FAILED)
+
+    def _serve(self, client: ClientConnection, mask: int) -> None:
+        """Handle what epoll has reported of the client's socket."""
+        if mask & select.EPOLLOUT:
+            client.channel.flush()
+            self._rewatch(client)
+        if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            if client in self._busy:  # it disconnected, but what it sent before counts: it may have detached
+                return
+            if not client.interest & select.EPOLLIN:  # it disconnected while it was not read from
+                raise DisconnectedError("the other end has closed the connection")
+            self._read(client)
+
+    def _read(self, client: ClientConnection) -> None:
+        frames = client.channel.receive()
+        if not self._clients.count_partial(client):
+            raise ProtocolError("memory", "too many incomplete frames wait in the service")
+        if frames:
+            client.backlog.extend(frames)
+            self._work(client)
+
+    def _work(self, client: ClientConnection) -> None:
+        """Handle some of the client's frames. The rest waits until the other clients have had their turn."""
+        self._busy.pop(client, None)
+        for _ in range(min(len(client.backlog), _FRAMES_PER_TURN)):
+            if client.channel.unsent_bytes > _PAUSED_ABOVE_BYTES or not client.backlog:
+                break
+            self._handle(client, client.backlog.popleft())
+        self._rewatch(client)
+
+    def _rewatch(self, client: ClientConnection) -> None:
+        """Watch for what the client can do next. Nothing is read from a client that has a backlog or does not read."""
+        if client.channel.fileno() < 0:
+            return
+        unsent = client.channel.unsent_bytes
+        interest = select.EPOLLOUT if unsent else 0
+        if unsent <= _PAUSED_ABOVE_BYTES:
+            if client.backlog:
+                self._busy[client] = None
+            else:
+                interest |= select.EPOLLIN
+        if interest != client.interest:
+            self._epoll.modify(client.channel.fileno(), interest)
+            client.interest = interest
+
+    def _handle(self, client: ClientConnection, frame: Frame) -> None:
+        member = client.member
+        if member is None:
+            self._greet(client, frame)
+            return
+        refusal = refusal_of(frame.kind, member.hello.role, len(frame.fds))
+        if refusal is None and frame.kind == Kind.HELLO:
+            refusal = "HELLO came twice"
+        if refusal is not None:
+            raise ProtocolError("unexpected", refusal)
+        self.tally.frames[frame.kind] += 1
+        if frame.kind == Kind.DETACH:
+            self._take_leave(member)
+            return
+        later = partial(self._answer_later, client, frame.request_id) if frame.request_id else None
+        answer = self._answer_or_error(partial(answer_to, self._host, member, frame, later), frame.request_id)
+        if answer is not None and frame.request_id and not client.has_detached:
+            client.channel.send(answer.KIND, answer.pack(), frame.request_id)
+
+    def _answer_or_error(self, call: Callable[[], Message | None], request_id: int) -> Message | None:
+        """Make a call to the host. What it raises becomes its answer, unless the client must be dropped for it."""
+        try:
+            return call()
+        except (ProtocolError, DisconnectedError):
+            raise
+        except KvstowError as error:
+            self.tally.errors[error.code] += 1
+            return CallError(error.code, str(error))
+        except Exception as error:
+            if not request_id:
+                raise
+            self.tally.fault(error)
+            return CallError("internal", _FAILED)
+
+    def _answer_later(self, client: ClientConnection, request_id: int, call: Callable[[], Message]) -> None:
+        if client.channel.fileno() >= 0 and not client.has_detached:
+            self._guarded(client, partial(self._send_answer, client, request_id, call))
+
+    def _send_answer(self, client: ClientConnection, request_id: int, call: Callable[[], Message]) -> None:
+        answer = self._answer_or_error(call, request_id)
+        if answer is not None and answer.KIND != Kind.PENDING:  # the client knows that already
+            client.channel.send(answer.KIND, answer.pack(), request_id)
+            self._rewatch(client)
+
+    # -- the first and the last frame -----------------------------------------------------------------------
+
+    def _greet(self, client: ClientConnection, frame: Frame) -> None:
+        if frame.kind != Kind.HELLO:
+            raise ProtocolError("no_hello", "the first frame is not a hello")
+        hello = Hello.unpack(frame.payload)
+        if hello.is_farewell:
+            self._take_farewell(client, hello)
+            return
+        peer = self._find_peer(client.socket, needs_pidfd=self._life.needs_pidfd)
+        try:
+            if not self._clients.has_place_for(peer.uid):
+                raise AttachRefusedError(
+                    "too_many_clients", f"processes of uid {peer.uid} have as many connections as one user may have"
+                )
+            member, welcome = self._life.greet(hello, peer)
+        except BaseException:
+            peer.close()
+            raise
+        client.member = member
+        self._connected[member] = client
+        self._clients.accept_member(client)
+        client.channel.set_limit(MAX_PAYLOAD_BYTES)
+        self.tally.frames[frame.kind] += 1
+        client.channel.send(welcome.KIND, welcome.pack())
+
+    def _take_farewell(self, client: ClientConnection, hello: Hello) -> None:
+        """Its session may already be over, and the process may have ended. Neither is the client's fault."""
+        with (
+            suppress(AttachRefusedError),
+            closing(self._find_peer(client.socket, needs_pidfd=self._life.needs_pidfd)) as peer,
+        ):
+            self._life.settle(hello, peer)
+        self.tally.frames[Kind.HELLO] += 1
+        self._forget(client)
+
+    def _take_leave(self, member: Member) -> None:
+        """Handle a detach: the process has nothing of the pool mapped, and no copy under way."""
+        if member.rank is not None:
+            self._life.process_ended(member, expected=True)
         else:
-            self.calls.on_event(client, select.EPOLLIN)  # a hello that has arrived protects it from a flood
+            self._life.lose(member.session, "the engine has detached", expected=True)
+
+    def _part(self, client: ClientConnection, sentence: str) -> None:
+        """The connection has ended. What the client sent last counts, also if it left answers unread: it may have
+        detached."""
+        with suppress(KvstowError):
+            for _ in range(_LAST_READS if client.member is not None else 0):
+                client.backlog.extend(client.channel.receive())
+        if client.member is not None and client.has_detached:
+            self._take_leave(client.member)
+            self._forget(client)
+        else:
+            self._drop(client, "disconnected", sentence)
+
+    # -- sending unasked ------------------------------------------------------------------------------------
+
+    def _push(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+        """Send a message to a member, if it is connected."""
+        member = session.member_of(rank)
+        client = None if member is None else self._connected.get(member)
+        if member is None or client is None or client.has_detached:
+            return
+        if fds:
+            member.has_memory = True
+        self._guarded(client, partial(self._push_to, client, message, fds))
+
+    def _push_to(self, client: ClientConnection, message: Message, fds: Sequence[int]) -> None:
+        client.channel.send(message.KIND, message.pack(), 0, fds)
+        self._rewatch(client)
 
     # -- ending ---------------------------------------------------------------------------------------------
 
@@ -284,32 +536,47 @@ class AttachServer:
                     )
         self._life.lose(session, "an operator has detached it", expected=True)
 
+    def _drop(self, client: ClientConnection, reason: str, sentence: str) -> None:
+        """End a connection, and with it its session. The client is sent the reason, unless it has disconnected."""
+        if client.channel.fileno() < 0:
+            return
+        if reason != "disconnected":
+            self.tally.refuse(reason, sentence)
+            refused = Refused(reason, sentence)
+            with suppress(KvstowError):
+                client.channel.send(refused.KIND, refused.pack())
+        member = client.member
+        self._forget(client)
+        if member is not None:
+            self._life.lose(member.session, f"{described(member)}: {sentence}")
 
-class _Link:
-    """The `SessionLink` of one session."""
+    def _disconnect(self, member: Member) -> None:
+        """Close the connection of a member of a lost session."""
+        client = self._connected.get(member)
+        if client is not None:
+            self._forget(client)
 
-    def __init__(self, server: AttachServer, session: WireSession) -> None:
-        self.session_id = session.session_id
-        self._server, self._session = server, session
-
-    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
-        send = partial(self._server.calls.push, self._session, message, rank)
-        self._server.post(_Push(send, duplicates_of(fds)))
+    def _forget(self, client: ClientConnection) -> None:
+        """Close the connection. Idempotent."""
+        if not self._clients.remove(client):
+            return
+        self._busy.pop(client, None)
+        if client.member is not None:
+            client.member.is_connected = False
+            self._connected.pop(client.member, None)
+        client.backlog.clear()
+        self._epoll.unregister(client.channel.fileno())
+        client.channel.close()
 
 
 class _Push:
     """A message on its way to the server's thread, with descriptors of its own."""
 
     def __init__(self, send: Callable[[Sequence[int]], object], fds: Sequence[int]) -> None:
-        self._send, self._fds = send, fds
+        self._send, self.fds = send, fds
 
     def __call__(self) -> None:
         try:
-            self._send(self._fds)
+            self._send(self.fds)
         finally:
-            self.drop()
-
-    def drop(self) -> None:
-        close_fds(self._fds)
-        self._fds = ()
+            close_fds(self.fds)

@@ -12,17 +12,24 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, ParamSpec
 
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.errors import AttachRefusedError
-from kvstow_api.limitedlog import LimitedLog
-from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
+from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.pools.nodesession import NodeSession
+
+logger = logging.getLogger("kvstow.attach")
 
 SessionState = Literal["attached", "lost", "over"]
+Send = Callable[["WireSession", Message, int | None, Sequence[int]], object]
+"""Sends a message to the worker of a rank, or to the scheduler half: see `SessionLink.push`."""
 
 _ID_BYTES, _TOKEN_BYTES = 8, 16
+
+P = ParamSpec("P")
 
 
 class Member:
@@ -51,17 +58,24 @@ class Member:
 class WireSession:
     """One engine incarnation: the connection of its scheduler half and one for the worker of each rank."""
 
-    def __init__(self, session_id: str, token: str, hello: Hello, peer: Peer, *, token_digest: str = "") -> None:
-        """`token_digest` is set for a session of the previous service, whose token this service does not know."""
-        self.session_id = session_id
-        self.token = token
-        self.token_digest = token_digest or digest_of(token)
+    hosted: NodeSession
+    """The session in the control plane. Set once, before the session can be found."""
+
+    def __init__(self, session_id: str, token: str, hello: Hello, uid: int, send: Send) -> None:
+        """`token` is empty for a session of the previous service: this service knows only its digest."""
+        self.session_id, self.token = session_id, token
+        self.token_digest = digest_of(token)
         self.hello = hello.in_session()
         self.num_ranks = 0 if hello.pool is None else hello.pool.num_ranks
-        self.uid = peer.uid
+        self.uid = uid
         self.state: SessionState = "attached"
         self.members: list[Member] = []
         """Includes members that have ended."""
+        self._send = send
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        """See `SessionLink`."""
+        self._send(self, message, rank, fds)
 
     def member_of(self, rank: int | None) -> Member | None:
         """The connected member."""
@@ -73,11 +87,6 @@ class WireSession:
         return any(member.is_awaited for member in self.members)
 
 
-logger = logging.getLogger("kvstow.attach")
-
-_LINES_A_MINUTE = 60
-
-
 class SessionLife:
     """Used only by the attach server's thread.
 
@@ -87,29 +96,28 @@ class SessionLife:
 
     def __init__(
         self,
-        host: SessionHost,
+        host: NodeHost,
         epoll: select.epoll,
         disconnect: Callable[[Member], object],
-        make_link: Callable[[WireSession], SessionLink],
+        send: Send,
         *,
-        service: str,
         max_awaited: int,
         errors: Counter[str],
         trust_eof: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`epoll` watches the pidfds of members: what it reports of them is for `on_pidfd`. `disconnect` closes the
+        """`epoll` watches the pidfds of members: call `on_pidfd` with those that it reports. `disconnect` closes the
         connection of a member."""
         self.sessions: dict[str, WireSession] = {}
-        """Those that are not over, by id. Any thread may look one up."""
+        """The sessions that are not over, by id. Any thread may look one up."""
         self._by_token: dict[str, WireSession] = {}
         """By the digest of the token."""
         self._host = host
-        self._epoll, self._disconnect = epoll, disconnect
+        self._epoll, self._disconnect, self._send = epoll, disconnect, send
         self._watched: dict[int, Member] = {}
         """By pidfd."""
-        self._make_link = make_link
-        self._service = service
+        self._service = secrets.token_hex(_ID_BYTES)
+        """Names this life of the service."""
         self._max_awaited = max_awaited
         self._errors = errors
         self._trust_eof = trust_eof
@@ -117,8 +125,6 @@ class SessionLife:
         self._trusted: list[tuple[float, int, Member]] = []
         """A heap of the times at which members without a pidfd count as ended."""
         self._num_trusted = 0
-        # A client may attach and leave a thousand times a second.
-        self._begun, self._lost, self._over = (LimitedLog(logger, clock, burst=_LINES_A_MINUTE) for _ in range(3))
 
     @property
     def needs_pidfd(self) -> bool:
@@ -135,12 +141,12 @@ class SessionLife:
             )
         if hello.role == "worker":
             return self._join(hello, peer)
-        session = WireSession(secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_TOKEN_BYTES), hello, peer)
-        grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
+        token = secrets.token_urlsafe(_TOKEN_BYTES)
+        session = WireSession(secrets.token_hex(_ID_BYTES), token, hello, peer.uid, self._send)
+        session.hosted, grant = self._host.open_session(session.session_id, hello, peer, session)
         self._add(session)
         member = self._add_member(session, hello, peer)
-        text = "session %s: %r on %r attached"
-        self._begun.log(logging.INFO, text, session.session_id, hello.engine, hello.host)
+        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
         return member, Welcome(
             session_id=session.session_id,
             service=self._service,
@@ -154,7 +160,7 @@ class SessionLife:
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         session = self._session_to_join(hello, peer)
-        self._host.join_worker(session.session_id, hello, peer)
+        session.hosted.join_worker(hello, peer)
         member = self._add_member(session, hello, peer)
         return member, Welcome(session_id=session.session_id, service=self._service)
 
@@ -209,11 +215,12 @@ class SessionLife:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
 
-    def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
-        """Restore a session of the previous service as lost, with the workers that may still reach memory. The host
-        already knows it. Owns the peers. Call it before any client can name the session."""
-        session = WireSession(session_id, "", *workers[0], token_digest=token_digest)
-        session.state = "lost"
+    def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> WireSession:
+        """Restore a session of the previous service as lost, with the workers that may still reach memory. Owns the
+        peers. Call it before any client can name the session; the caller sets `hosted`."""
+        hello, peer = workers[0]
+        session = WireSession(session_id, "", hello, peer.uid, self._send)
+        session.state, session.token_digest = "lost", token_digest
         self._add(session)
         for hello, peer in workers:
             member = Member(session, hello, peer)
@@ -229,6 +236,7 @@ class SessionLife:
                     "attaches again; if the process has ended, restart the service with --trust-eof",
                     *(session_id, described(member)),
                 )
+        return session
 
     # -- ending ---------------------------------------------------------------------------------------------
 
@@ -238,14 +246,14 @@ class SessionLife:
             return
         session.state = "lost"
         level = logging.INFO if expected else logging.WARNING
-        self._lost.log(level, "session %s ends: %s", session.session_id, reason)
+        logger.log(level, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
                 self._disconnect(member)
-        self._notify_host("session_lost", session.session_id, reason)
+        self._guarded(session.hosted.lose, reason)
         for member in session.members:
             if member.has_memory and member.has_ended:
-                self._notify_host("worker_released", session.session_id, member.rank)
+                self._end_worker(member)
             if not member.is_awaited:
                 self._forget(member)
             elif member.peer.pidfd is None:
@@ -268,7 +276,7 @@ class SessionLife:
         if session.state == "attached":
             self.lose(session, f"{described(member)} has {'detached' if expected else 'ended'}", expected=expected)
         elif member.has_memory:
-            self._notify_host("worker_released", session.session_id, member.rank)
+            self._end_worker(member)
             self._end_if_over(session)
 
     def expire(self) -> None:
@@ -298,9 +306,12 @@ class SessionLife:
         session.state = "over"
         self.sessions.pop(session.session_id, None)
         self._by_token.pop(session.token_digest, None)
-        text = "session %s is over: none of its processes can reach memory"
-        self._over.log(logging.INFO, text, session.session_id)
-        self._notify_host("session_over", session.session_id)
+        logger.info("session %s is over: none of its processes can reach memory", session.session_id)
+        self._guarded(self._host.session_over, session.session_id)
+
+    def _end_worker(self, member: Member) -> None:
+        assert member.rank is not None, "a scheduler half has no memory"
+        self._guarded(member.session.hosted.end_worker, member.rank)
 
     def _watch(self, member: Member) -> None:
         pidfd = member.peer.pidfd
@@ -321,13 +332,13 @@ class SessionLife:
             member.is_awaited for found in self.sessions.values() if found.state == "lost" for member in found.members
         )
 
-    def _notify_host(self, event: str, *values: object) -> None:
-        """Call the host. If the call fails, what the session holds stays held, and other sessions continue."""
+    def _guarded(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Make a call to the host. If it fails, what the session holds stays held, and other sessions continue."""
         try:
-            getattr(self._host, event)(*values)
+            call(*args, **kwargs)
         except Exception:
             self._errors["internal"] += 1
-            logger.exception("%s%r failed", event, values)
+            logger.exception("the end of a session has failed in the control plane: %r%r", call, args)
 
 
 def described(member: Member) -> str:

@@ -18,14 +18,17 @@ from kvstow.bytesize import format_size
 from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
-from kvstow_service.node.pools.nodesession import MemoryHolder, NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
 _ROUNDS = 1000
-_LOOK_SECONDS = 1.0  # between two looks at whether processes have memory still that was given up
+_LOOK_SECONDS = 1.0  # between two checks whether processes still have memory that was given up
+_SLICE_PAUSE = 0.0005  # otherwise the thread would take a pool's lock again before any other one
+_RETRY_SECONDS = 0.02
+_CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
 
 P = ParamSpec("P")
 
@@ -64,271 +67,13 @@ class MemoryFigures(NamedTuple):
     recalled_bytes: int = 0
 
 
-class PoolMemories:
-    """Owns the budget and the `NodeMemory`. Not locked: the `MemoryThread` makes all calls, and recovery makes those
-    before its start. `figures` are replaced as a whole, so any thread may read them."""
-
-    def __init__(
-        self,
-        memory: NodeMemory,
-        post: Post,
-        on_smaller: Callable[[NodePool], object],
-        on_empty: Callable[[NodePool], object],
-    ) -> None:
-        """See `MemoryThread`."""
-        self.memory = memory
-        self.figures = MemoryFigures()
-        self.faults = 0
-        """Calls that failed because of a defect. They are in the log."""
-        self.must_decide = True
-        """What pools want or have may have changed since the budget last decided."""
-        self._budget = memory.budget
-        self._post, self._on_smaller, self._on_empty = post, on_smaller, on_empty
-        self._pools: dict[str, PoolMemory] = {}
-        self._has_revoked_all = False
-        self._look_at = 0.0
-        self._since: dict[tuple[object, ...], float] = {}
-        """When what the figures show as waiting or kept began to be so."""
-        self.records: NodeRecords | None = None
-        """What the next service has to know. Set before the first pool; None if memory ends with the service."""
-        self._claims: dict[str, set[str]] = {}
-        """The sessions of an earlier service that may come back for their pool's memory, by pool."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether a pool waits for something whose arrival nobody reports."""
-        return any(pool.waits for pool in self._pools.values())
-
-    def close_records(self) -> None:
-        """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
-        if self.records is not None:
-            self.records.close([found.pool for found in self._pools.values()])
-
-    # -- an earlier life -----------------------------------------------------------------------------------
-
-    def restore_memory(self, survivors: Survivors) -> None:
-        """Take over the memory, whose pools are restored next, before anything is decided."""
-        for fd in survivors.given_up:
-            self.memory.give_up(fd)
-        self.memory.close_given_up()
-        in_rows = {extent for pool in survivors.pools for row in pool.rows for extent in row.extents}
-        for number, (extent, owner) in survivors.extents.items():
-            if number not in in_rows:
-                self._budget.restore_spare(number, extent.num_bytes, extent.numa_node, owner)
-                self.memory.restore(number, extent, None)
-
-    def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
-        """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
-        have attached again, it asks for memory in the name of its session."""
-        assert self.records is not None
-        memory = self._enter_pool(pool, found.record)
-        for number, row in enumerate(found.rows):
-            extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
-            described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
-            self._budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
-            for extent, taken in extents:
-                self.memory.restore(extent, taken, number)
-        memory.restore()
-        self.records.restore_pool(pool, found.record, found.journal)
-        for record, pidfd in found.workers:
-            self.records.add_worker(record, pidfd)
-            place = pool.place_of(record.rank)
-            for row in found.rows:
-                self._budget.record_mapping(record.client, row.extents[place])
-            self._budget.attach(pool.name, record.session_id, record.wanted_slots)
-            self._claims.setdefault(pool.name, set()).add(record.session_id)
-            memory.want()
-
-    # -- pools, sessions and workers -----------------------------------------------------------------------
-
-    def add_pool(self, pool: NodePool, owner: int) -> None:
-        record = pool.record(owner, self._budget.extent_bytes)
-        self._enter_pool(pool, record)
-        if self.records is not None:
-            self.records.add_pool(pool, record)
-
-    def _enter_pool(self, pool: NodePool, record: PoolRecord) -> PoolMemory:
-        self._budget.add_pool(pool.name, record.layout)
-        self._budget.want(pool.name, 0)  # until all workers of an engine have attached
-        on_smaller = partial(self._on_smaller, pool)
-        found = self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
-        return found
-
-    def remove_pool(self, pool: NodePool) -> None:
-        """Remove a pool that has no sessions and can no longer be found."""
-        self._budget.remove_pool(pool.name)
-        found = self._pools.pop(pool.name)
-        self.memory.apply()
-        found.dissolve()
-        self.memory.apply()
-        if self.records is not None:
-            self.records.remove_pool(pool)
-
-    def add_session(self, session: NodeSession) -> None:
-        """The session asks for its slots. From now on its pool counts as one with sessions."""
-        self._budget.attach(session.pool.name, session.session_id, session.wanted_slots)
-
-    def add_worker(self, session: MemoryHolder, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
-        if record is not None and self.records is not None:
-            self.records.add_worker(record, pidfd)
-        worker = PoolWorker(session, rank)
-        self._pools[session.pool.name].workers[worker.client] = worker
-
-    def end_client(self, client: str) -> None:
-        """The worker can no longer reach memory."""
-        self._budget.record_death(client)
-        if self.records is not None:
-            self.records.remove_worker(client)
-
-    def end_claims(self, pool: str) -> None:
-        """No session of an earlier service comes back for the pool's memory any more."""
-        for session_id in self._claims.pop(pool, ()):
-            self._budget.detach(pool, session_id)
-
-    def start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
-        """All workers of a session have attached: its pool gets a row if it has none. `nodes`: those of its devices."""
-        self._budget.set_nodes(pool.name, nodes[: len(pool.stored_slot_bytes)])
-        self.end_claims(pool.name)
-        self._pools[pool.name].want()
-
-    def revoke_all(self) -> None:
-        """The service ends: ask all workers to release everything, and give them nothing from now on."""
-        self._has_revoked_all = True
-        for found in self._pools.values():
-            found.revoke_all()
-
-    def lose_session(self, session: MemoryHolder) -> None:
-        """Give the session's workers nothing more. They may still use what they have."""
-        found = self._pools[session.pool.name]
-        for client in session.clients():
-            found.workers.pop(client, None)
-        self._budget.detach(session.pool.name, session.session_id)
-
-    def release(self, client: str, extents: Sequence[int]) -> None:
-        """The worker has released these extents. It may name one twice."""
-        for extent in set(extents):
-            self._budget.record_unmapping(client, extent)
-
-    def grow(self, pool: NodePool) -> None:
-        """The pool uses more than `grow_above`."""
-        if pool.name in self._pools:
-            self._pools[pool.name].want()
-
-    # -- deciding, and following ---------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Call it about once a second."""
-        if self.records is not None:
-            self.guarded(partial(self.records.check, self.memory))
-        if self.memory.waits and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            self.guarded(self._look_at_given_up)
-
-    def follow(self) -> None:
-        """Let the budget decide if it must, record that, and let pools and workers follow."""
-        for _ in range(_ROUNDS):
-            if self.must_decide:
-                self.must_decide = False
-                self.guarded(self.memory.apply)
-                if self.records is not None:
-                    self.guarded(partial(self.records.save, self.memory))
-                self.guarded(self._settle)
-            for pool in list(self._pools.values()):
-                self.guarded(partial(self._follow, pool))
-            if not self.must_decide:
-                break
-        self._show_figures()
-
-    def _look_at_given_up(self) -> None:
-        before = len(self.memory.given_up)
-        self.memory.close_given_up()
-        if len(self.memory.given_up) < before:
-            self.must_decide = True  # what was closed leaves the roster and the keeper
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.memory.settle():
-            self.must_decide = True
-
-    def guarded(self, action: Callable[[], object]) -> None:
-        """Run `action`. A defect is counted and logged, and the thread continues."""
-        try:
-            action()
-        except Exception:
-            self.faults += 1
-            logger.exception("a change of the node's memory failed")
-
-    def _follow(self, found: PoolMemory) -> None:
-        if self._has_revoked_all:
-            return
-        if found.follow():
-            self.must_decide = True
-        if found.is_empty:
-            self._on_empty(found.pool)
-
-    def _waits(self, due: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
-        """Sessions whose workers have yet to release memory. O(extents recalled, and their clients)."""
-        if not self._budget.recalled_bytes:
-            return
-        held: Counter[str] = Counter()
-        for found in self._pools.values():
-            rows = self._budget.rows(found.pool.name).values()
-            for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
-                clients = self._budget.mappers(extent)
-                if found.holder not in clients:  # the pool itself has let go
-                    sessions = {client.rpartition("/")[0] for client in clients}
-                    held.update(dict.fromkeys(sessions, self._budget.extent_size(extent)))
-        for pool, share in due.items():
-            if self._budget.granted_bytes(pool) < share:
-                yield from ((pool, session, num_bytes) for session, num_bytes in held.items())
-
-    def _kept(self) -> Mapping[tuple[str, ...], int]:
-        """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
-        by_sessions: Counter[tuple[str, ...]] = Counter()
-        for extent in self._budget.closed().values():
-            sessions = sorted({client.rpartition("/")[0] for client in extent.had})
-            by_sessions[tuple(sessions)] += extent.num_bytes
-        return by_sessions
-
-    def _show_figures(self) -> None:
-        notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
-        failures = [pool.failure for pool in self._pools.values() if pool.failure]
-        if self.records is not None:
-            failures += self.records.problems.values()
-            failures += [self.records.notice] if self.records.notice else []
-        budget = self._budget
-        due = budget.fair_shares()
-        before, self._since, now = self._since, {}, time.monotonic()
-
-        def since(*what: object) -> float:
-            return self._since.setdefault(what, before.get(what, now))
-
-        self.figures = MemoryFigures(
-            tuple(PoolWait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
-            tuple(Kept(sessions, num_bytes, since(sessions)) for sessions, num_bytes in self._kept().items()),
-            notices,
-            tuple(failures),
-            budget.allocated_bytes,
-            budget.spare_bytes,
-            budget.recalled_bytes,
-        )
-        for name, found in self._pools.items():
-            found.pool.granted_bytes = self._budget.granted_bytes(name)
-            found.pool.due_bytes = due.get(name, 0)
-
-
-_SLICE_PAUSE = 0.0005  # otherwise the thread would take a pool's lock again before any other one
-_RETRY_SECONDS = 0.02
-_CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
-
-
 class MemoryThread:
-    """Makes all calls of `PoolMemories`. While it runs, nothing else uses `PoolMemories`, the budget or the
-    `NodeMemory`.
+    """Owns the node's memory: while the thread runs, nothing else uses the budget or the `NodeMemory`.
 
     It may wait for the populator, for the keeper, and for the kernel to free memory. No other thread waits for it: any
-    thread may call `do`, which queues an action. Actions run in the order of the calls. `run_pending` is for the thread
-    itself, and for tests without the thread.
+    thread may call `do`, which queues a call, such as one of the methods below. They run in the order of the calls.
+    Recovery, before `start`, calls the methods directly, and `run_pending`, as do tests without the thread. `figures`
+    are replaced as a whole, so any thread may read them.
     """
 
     def __init__(
@@ -343,11 +88,23 @@ class MemoryThread:
         """`post` has the attach server's thread call something. That is how `on_smaller` is called with a pool that has
         lost slots. `on_empty` is called on this thread while a pool has neither memory nor workers."""
         self.memory, self.budget = memory, memory.budget
-        self.pools = PoolMemories(memory, post, on_smaller, on_empty)
-        """For this thread, and for recovery before the start; other threads use `do`."""
+        self.figures = MemoryFigures()
+        self.faults = 0
+        """Calls that failed because of a defect. They are in the log."""
         self.failure: str | None = None
         """Why the thread has ended; None if it has not."""
-        self._on_failure = on_failure
+        self.records: NodeRecords | None = None
+        """What the next service has to know. Set before the first pool; None if memory ends with the service."""
+        self._post, self._on_smaller, self._on_empty, self._on_failure = post, on_smaller, on_empty, on_failure
+        self._pools: dict[str, PoolMemory] = {}
+        self._claims: dict[str, set[str]] = {}
+        """The sessions of an earlier service that may come back for their pool's memory, by pool."""
+        self._must_decide = True
+        """What pools want or have may have changed since the budget last decided."""
+        self._has_revoked_all = False
+        self._look_at = 0.0
+        self._since: dict[tuple[object, ...], float] = {}
+        """When what the figures show as waiting or kept began to be so."""
         self._actions: deque[Callable[[], object]] = deque()
         self._owing: set[NodePool] = set()
         """Pools with slots that ended sessions and leases have held."""
@@ -370,38 +127,26 @@ class MemoryThread:
     def close_records(self) -> None:
         """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
         for action in self._actions:
-            if isinstance(action, partial) and action.func == self.pools.add_worker and action.args[-1] is not None:
+            if isinstance(action, partial) and action.func == self._add_worker and action.args[-1] is not None:
                 os.close(action.args[-1])
         self._actions.clear()
-        self.pools.close_records()
+        if self.records is not None:
+            self.records.close([found.pool for found in self._pools.values()])
 
     # -- for any thread -------------------------------------------------------------------------------------
 
     def require_room(self, layout: PoolLayout) -> None:
         """Raises `AttachRefusedError` if the node has no room for a single slot of such a pool."""
-        if layout.bytes_of(1) > self.total_bytes:
+        total_bytes = self.budget.total_bytes
+        if layout.bytes_of(1) > total_bytes:
             raise AttachRefusedError(
                 "memory",
                 f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
-                f"{format_size(self.total_bytes)}: give it more with --memory",
+                f"{format_size(total_bytes)}: give it more with --memory",
             )
 
-    @property
-    def figures(self) -> MemoryFigures:
-        return self.pools.figures
-
-    @property
-    def faults(self) -> int:
-        """Changes that failed because of a defect. They are in the log."""
-        return self.pools.faults
-
-    @property
-    def total_bytes(self) -> int:
-        """The node's budget."""
-        return self.budget.total_bytes
-
     def do(self, action: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the thread call this, such as a method of `pools`."""
+        """Have the thread call this."""
         self._actions.append(partial(action, *args, **kwargs))
         self._wake.set()
 
@@ -409,14 +154,14 @@ class MemoryThread:
         """Give the worker the pool's memory from now on. Raises `OSError` if this process can have no more
         descriptors."""
         record, pidfd = None, None
-        if self.pools.records is not None:
+        if self.records is not None:
             record = session.worker_record(hello, peer)
             pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
-        self.do(self.pools.add_worker, session, hello.rank, record, pidfd)
+        self.do(self._add_worker, session, hello.rank, record, pidfd)
 
     def free_owed(self, pool: NodePool) -> None:
         """Have the thread free the slots that ended sessions and leases have held. That may take seconds, so it frees
-        one slice between two looks at what else there is to do."""
+        one slice at a time, and handles what else has been queued in between."""
         self._owing.add(pool)
         self._wake.set()
 
@@ -431,7 +176,7 @@ class MemoryThread:
             while not self._stopping:
                 self._wake.wait(self._patience())
                 self._wake.clear()
-                self.pools.check()
+                self.check()
                 if not self._stopping:
                     self.run_pending()
         except BaseException as error:
@@ -443,20 +188,232 @@ class MemoryThread:
     def _patience(self) -> float | None:
         if self._owing:
             return _SLICE_PAUSE
-        if self.pools.waits:
+        if any(pool.waits for pool in self._pools.values()):  # for something whose arrival nobody reports
             return _RETRY_SECONDS
-        return _CHECK_SECONDS if self.pools.records is not None or self.memory.waits else None
+        return _CHECK_SECONDS if self.records is not None or self.memory.waits else None
 
     def run_pending(self) -> None:
         """Run the queued actions, free a slice of each pool's owed slots, then let pools and workers follow."""
         for _ in range(len(self._actions)):
-            self.pools.guarded(self._actions.popleft())
-            self.pools.must_decide = True
+            self._guarded(self._actions.popleft())
+            self._must_decide = True
         for pool in self._owing.copy():  # other threads add to it
-            self.pools.guarded(partial(self._free_slice, pool))
-        self.pools.follow()
+            self._guarded(partial(self._free_slice, pool))
+        self._follow_all()
 
     def _free_slice(self, pool: NodePool) -> None:
         self._owing.discard(pool)  # first: another thread may add it again meanwhile
         if pool.free_owed():
             self._owing.add(pool)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """Run `action`. A defect is counted and logged, and the thread continues."""
+        try:
+            action()
+        except Exception:
+            self.faults += 1
+            logger.exception("a change of the node's memory failed")
+
+    # -- an earlier life -----------------------------------------------------------------------------------
+
+    def restore_memory(self, survivors: Survivors) -> None:
+        """Take over the memory, whose pools are restored next, before anything is decided."""
+        for fd in survivors.given_up:
+            self.memory.give_up(fd)
+        self.memory.close_given_up()
+        in_rows = {extent for pool in survivors.pools for row in pool.rows for extent in row.extents}
+        for number, (extent, owner) in survivors.extents.items():
+            if number not in in_rows:
+                self.budget.restore_spare(number, extent.num_bytes, extent.numa_node, owner)
+                self.memory.restore(number, extent, None)
+
+    def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
+        """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
+        have attached again, it asks for memory in the name of its session."""
+        assert self.records is not None
+        memory = self._enter_pool(pool, found.record)
+        for number, row in enumerate(found.rows):
+            extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
+            described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
+            self.budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
+            for extent, taken in extents:
+                self.memory.restore(extent, taken, number)
+        memory.restore()
+        self.records.restore_pool(pool, found.record, found.journal)
+        for record, pidfd in found.workers:
+            self.records.add_worker(record, pidfd)
+            place = pool.place_of(record.rank)
+            for row in found.rows:
+                self.budget.record_mapping(record.client, row.extents[place])
+            self.budget.attach(pool.name, record.session_id, record.wanted_slots)
+            self._claims.setdefault(pool.name, set()).add(record.session_id)
+            memory.want()
+
+    # -- pools, sessions and workers -----------------------------------------------------------------------
+
+    def add_pool(self, pool: NodePool, owner: int) -> None:
+        record = pool.record(owner, self.budget.extent_bytes)
+        self._enter_pool(pool, record)
+        if self.records is not None:
+            self.records.add_pool(pool, record)
+
+    def _enter_pool(self, pool: NodePool, record: PoolRecord) -> PoolMemory:
+        self.budget.add_pool(pool.name, record.layout)
+        self.budget.want(pool.name, 0)  # until all workers of an engine have attached
+        on_smaller = partial(self._on_smaller, pool)
+        found = self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
+        return found
+
+    def remove_pool(self, pool: NodePool) -> None:
+        """Remove a pool that has no sessions and can no longer be found."""
+        self.budget.remove_pool(pool.name)
+        found = self._pools.pop(pool.name)
+        self.memory.apply()
+        found.dissolve()
+        self.memory.apply()
+        if self.records is not None:
+            self.records.remove_pool(pool)
+
+    def add_session(self, session: MemoryHolder) -> None:
+        """The session asks for its slots. From now on its pool counts as one with sessions."""
+        self.budget.attach(session.pool.name, session.session_id, session.wanted_slots)
+
+    def _add_worker(self, session: MemoryHolder, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
+        if record is not None and self.records is not None:
+            self.records.add_worker(record, pidfd)
+        worker = PoolWorker(session, rank)
+        self._pools[session.pool.name].workers[worker.client] = worker
+
+    def end_client(self, client: str) -> None:
+        """The worker can no longer reach memory."""
+        self.budget.record_death(client)
+        if self.records is not None:
+            self.records.remove_worker(client)
+
+    def end_claims(self, pool: str) -> None:
+        """No session of an earlier service comes back for the pool's memory any more."""
+        for session_id in self._claims.pop(pool, ()):
+            self.budget.detach(pool, session_id)
+
+    def start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
+        """All workers of a session have attached: its pool gets a row if it has none. `nodes`: those of its devices."""
+        self.budget.set_nodes(pool.name, nodes[: len(pool.stored_slot_bytes)])
+        self.end_claims(pool.name)
+        self._pools[pool.name].want()
+
+    def revoke_all(self) -> None:
+        """The service ends: ask all workers to release everything, and give them nothing from now on."""
+        self._has_revoked_all = True
+        for found in self._pools.values():
+            found.revoke_all()
+
+    def lose_session(self, session: MemoryHolder) -> None:
+        """Give the session's workers nothing more. They may still use what they have."""
+        found = self._pools[session.pool.name]
+        for client in session.clients():
+            found.workers.pop(client, None)
+        self.budget.detach(session.pool.name, session.session_id)
+
+    def release(self, client: str, extents: Sequence[int]) -> None:
+        """The worker has released these extents. It may name one twice."""
+        for extent in set(extents):
+            self.budget.record_unmapping(client, extent)
+
+    def grow(self, pool: NodePool) -> None:
+        """The pool uses more than `grow_above`."""
+        if pool.name in self._pools:
+            self._pools[pool.name].want()
+
+    # -- deciding, and following ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Call it about once a second."""
+        if self.records is not None:
+            self._guarded(partial(self.records.check, self.memory))
+        if self.memory.waits and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._guarded(self._look_at_given_up)
+
+    def _follow_all(self) -> None:
+        """Let the budget decide if it must, record that, and let pools and workers follow."""
+        for _ in range(_ROUNDS):
+            if self._must_decide:
+                self._must_decide = False
+                self._guarded(self.memory.apply)
+                if self.records is not None:
+                    self._guarded(partial(self.records.save, self.memory))
+                self._guarded(self._settle)
+            for pool in list(self._pools.values()):
+                self._guarded(partial(self._follow, pool))
+            if not self._must_decide:
+                break
+        self._show_figures()
+
+    def _look_at_given_up(self) -> None:
+        before = len(self.memory.given_up)
+        self.memory.close_given_up()
+        if len(self.memory.given_up) < before:
+            self._must_decide = True  # what was closed leaves the roster and the keeper
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.memory.settle():
+            self._must_decide = True
+
+    def _follow(self, found: PoolMemory) -> None:
+        if self._has_revoked_all:
+            return
+        if found.follow():
+            self._must_decide = True
+        if found.is_empty:
+            self._on_empty(found.pool)
+
+    def _waits(self, due: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+        """Sessions whose workers have yet to release memory. O(extents recalled, and their clients)."""
+        if not self.budget.recalled_bytes:
+            return
+        held: Counter[str] = Counter()
+        for found in self._pools.values():
+            rows = self.budget.rows(found.pool.name).values()
+            for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
+                clients = self.budget.mappers(extent)
+                if found.holder not in clients:  # the pool itself has released it
+                    sessions = {client.rpartition("/")[0] for client in clients}
+                    held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
+        for pool, share in due.items():
+            if self.budget.granted_bytes(pool) < share:
+                yield from ((pool, session, num_bytes) for session, num_bytes in held.items())
+
+    def _kept(self) -> Mapping[tuple[str, ...], int]:
+        """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
+        by_sessions: Counter[tuple[str, ...]] = Counter()
+        for extent in self.budget.closed.values():
+            sessions = sorted({client.rpartition("/")[0] for client in extent.had})
+            by_sessions[tuple(sessions)] += extent.num_bytes
+        return by_sessions
+
+    def _show_figures(self) -> None:
+        notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
+        failures = [pool.failure for pool in self._pools.values() if pool.failure]
+        if self.records is not None:
+            failures += self.records.problems.values()
+            failures += [self.records.notice] if self.records.notice else []
+        budget = self.budget
+        due = budget.fair_shares()
+        before, self._since, now = self._since, {}, time.monotonic()
+
+        def since(*what: object) -> float:
+            return self._since.setdefault(what, before.get(what, now))
+
+        self.figures = MemoryFigures(
+            tuple(PoolWait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
+            tuple(Kept(sessions, num_bytes, since(sessions)) for sessions, num_bytes in self._kept().items()),
+            notices,
+            tuple(failures),
+            budget.allocated_bytes,
+            budget.spare_bytes,
+            budget.recalled_bytes,
+        )
+        for name, found in self._pools.items():
+            found.pool.granted_bytes = self.budget.granted_bytes(name)
+            found.pool.due_bytes = due.get(name, 0)

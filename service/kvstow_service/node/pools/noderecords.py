@@ -213,7 +213,7 @@ class NodeRecords:
     def _descriptors(self, memory: NodeMemory) -> dict[str, int]:
         """All that must survive, by label. A label never stands for two things."""
         return {
-            **{f"{EXTENT_PREFIX}{number}": extent.fd for number, extent in memory.extents().items()},
+            **{f"{EXTENT_PREFIX}{number}": extent.fd for number, extent in memory.extents.items()},
             **{f"{LOST_PREFIX}{extent.identity.inode}": extent.fd for extent in memory.given_up.values()},
             **{journal_label(journal): journal.fd for _, journal in self._pools.values()},
             **{worker_label(client): pidfd for client, (_, pidfd) in self._workers.items() if pidfd >= 0},
@@ -221,7 +221,7 @@ class NodeRecords:
 
     def _content(self, memory: NodeMemory) -> dict[str, Any]:
         workers = [record for record, _ in self._workers.values()]
-        return roster_content(memory.extents(), memory.budget, self._pools, workers)
+        return roster_content(memory.extents, memory.budget, self._pools, workers)
 
     # -- pools and workers ----------------------------------------------------------------------------------
 

@@ -1,19 +1,19 @@
-"""An engine's session over the wire, on top of a session of the control plane, and the memory that its workers have."""
+"""An engine's session: the calls of its connections, on top of a session of the control plane."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
     BlockChange,
     Completions,
+    CountLookup,
     EventPage,
-    ExtentGrant,
     ExtentSlots,
     Found,
     Hold,
@@ -21,111 +21,27 @@ from kvstow.attach.calls import (
     Lookup,
     LookupPrompt,
     Pending,
+    Prefill,
     ReadEvents,
     SettledOp,
     SettledOps,
     StoreBegun,
     Use,
 )
-from kvstow.attach.hello import Hello, digest_of
+from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import runs_without
-from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
-from kvstow.prefill import PrefillCost
 from kvstow.source import Source
 from kvstow.status import SessionStatus
-from kvstow_service.node.attach.sessionhost import Later, SessionLink
+from kvstow_service.node.pools.memoryholder import MemoryHolder
+from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.survival.roster import WorkerRecord
-
-
-@dataclass(slots=True)
-class _GrantedExtent:
-    grant: ExtentGrant
-    registered: int = 0
-    revoked: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.grant.first_slot + self.grant.num_slots
-
-
-class RankMemory:
-    """The extents that a worker was sent and has not released. Used only by the attach server's thread. O(extents
-    given), except `released`, which is O(all extents)."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, _GrantedExtent] = {}
-        self._by_number: dict[int, _GrantedExtent] = {}
-        self._num_full = 0
-        """How many leading extents have all their slots registered."""
-        self.top_slot = 0
-        """A slot number that is above all slots of all its extents."""
-        self.applied = 0
-        """The newest desired state above whose capacity the worker is known to have no memory."""
-
-    def granted(self, grants: Iterable[ExtentGrant]) -> None:
-        """Extents were sent to the worker."""
-        for grant in grants:
-            extent = self._by_id[grant.extent_id] = self._by_number[grant.number] = _GrantedExtent(grant)
-            self.top_slot = max(self.top_slot, extent.end)
-
-    def revoked(self, extent_ids: Iterable[int]) -> None:
-        """The worker was asked to release these extents."""
-        for extent_id in extent_ids:
-            if extent_id in self._by_id:
-                self._by_id[extent_id].revoked = True
-
-    def registered(self, extents: Sequence[ExtentSlots]) -> None:
-        """The worker can copy to and from so many slots of each extent. Raises `InvalidRequestError`, and changes
-        nothing, for extents that it does not have, or that have fewer slots."""
-        for extent_id, num_slots in extents:
-            if num_slots > self._find(extent_id).grant.num_slots:
-                raise InvalidRequestError(
-                    f"{num_slots} slots of extent {extent_id} are registered; "
-                    f"allowed: its {self._find(extent_id).grant.num_slots} slots at most"
-                )
-        for extent_id, num_slots in extents:
-            extent = self._find(extent_id)
-            extent.registered = num_slots
-            if num_slots < extent.grant.num_slots:
-                self._num_full = min(self._num_full, extent.grant.number)
-        while (following := self._by_number.get(self._num_full)) and following.registered == following.grant.num_slots:
-            self._num_full += 1
-
-    def released(self, extent_ids: Sequence[int]) -> None:
-        """The worker has released these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
-        it was not asked to release."""
-        for extent_id in extent_ids:
-            if not self._find(extent_id).revoked:
-                raise InvalidRequestError(
-                    f"extent {extent_id} was not revoked: a worker keeps what it was sent until then"
-                )
-        for extent_id in set(extent_ids):
-            extent = self._by_id.pop(extent_id)
-            number = extent.grant.number
-            if self._by_number.get(number) is extent:
-                del self._by_number[number]
-                self._num_full = min(self._num_full, number)
-        self.top_slot = max((extent.end for extent in self._by_id.values()), default=0)
-
-    @property
-    def registered_slots(self) -> int:
-        """The number below which all slots are registered. O(1)."""
-        extent = self._by_number.get(self._num_full)
-        if extent is not None:
-            return extent.grant.first_slot + extent.registered
-        return self._by_number[self._num_full - 1].end if self._num_full else 0
-
-    def _find(self, extent_id: int) -> _GrantedExtent:
-        extent = self._by_id.get(extent_id)
-        if extent is None:
-            raise InvalidRequestError(f"extent {extent_id} is none that this worker was sent")
-        return extent
-
+from kvstow_service.node.pools.sessionlink import Later, SessionLink
+from kvstow_service.node.tier.namespacetier import NamespaceTier
 
 MOST_SECONDS = 1.0
 TOKENS_PER_SECOND = 16_000
@@ -200,7 +116,6 @@ class MemoryWaits:
         self.next_deadline = min((wait.until for wait in self._waiting), default=None)
 
 
-_MAX_TEXT = 200  # of an engine's own description, in a record
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
@@ -227,98 +142,16 @@ class Rate:
         return True
 
 
-class SessionTier(Protocol):
-    """The fleet tier of a session's namespace: see `NamespaceTier`."""
+class NodeSession(MemoryHolder):
+    """One attached engine. The attach server calls all methods on its one thread, except `status`. All engines wait for
+    that thread, so no method may wait.
 
-    @property
-    def may_have_more(self) -> bool: ...
-
-    def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
-
-    def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None: ...
-
-    def note_prefill(self, cost: PrefillCost) -> None: ...
-
-
-class MemoryHolder:
-    """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
-
-    What a worker has registered and released is taken from its messages about each extent, not from its reports. Used
-    only by the attach server's thread, except what never changes.
+    A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. The client may
+    have made up the ops, leases and extents in a call, so the session refuses those that are not its own.
     """
 
-    def __init__(
-        self,
-        session_id: str,
-        link: SessionLink,
-        pool: NodePool,
-        namespace: KnownNamespace,
-        control: AttachedSession,
-        wanted_slots: int | None,
-    ) -> None:
-        """`wanted_slots`: how many slots it asks for; None for all of them."""
-        self.session_id, self.link = session_id, link
-        self.pool, self.namespace, self.control = pool, namespace, control
-        self.wanted_slots = wanted_slots
-        self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
-
-    def client(self, rank: int) -> str:
-        """The name of a rank's worker among all processes of the node."""
-        return f"{self.session_id}/{rank}"
-
-    def clients(self) -> list[str]:
-        return [self.client(rank) for rank in range(len(self.ranks))]
-
-    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
-        """What the next service has to know about a worker."""
-        return WorkerRecord(
-            session_id=self.session_id,
-            client=self.client(hello.rank),
-            token_digest=digest_of(hello.token),
-            number=self.control.session_id,
-            pool=self.pool.name,
-            namespace=self.namespace.name,
-            rank=hello.rank,
-            wanted_slots=self.wanted_slots,
-            engine=hello.engine[:_MAX_TEXT],
-            host=hello.host[:_MAX_TEXT],
-            pid=hello.pid,
-            device=hello.device[:_MAX_TEXT],
-            uid=peer.uid,
-            gid=peer.gid,
-            has_pidfd=peer.pidfd is not None,
-        )
-
-    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
-        self.ranks[rank].registered(extents)
-        self._update_control(rank)
-
-    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
-        self.ranks[rank].released(extent_ids)
-        self._update_control(rank)
-
-    def follow_pool(self) -> None:
-        """The pool has become smaller."""
-        for rank in range(len(self.ranks)):
-            self._update_control(rank)
-
-    def _update_control(self, rank: int) -> None:
-        memory = self._memory_of(rank)
-        self.control.set_memory(rank, memory.registered_slots, memory.applied)
-
-    def _memory_of(self, rank: int) -> RankMemory:
-        """Treats the newest desired state as applied by the rank once the rank has no memory above it."""
-        memory, desired = self.ranks[rank], self.pool.desired
-        if memory.top_slot <= desired.capacity_slots:
-            memory.applied = desired.number
-        return memory
-
-
-class NodeSession(MemoryHolder):
-    """One attached engine. Used only by the attach server's thread, except `view` and what never changes."""
-
-    tier: SessionTier | None = None
-    """The fleet tier for its namespace."""
+    tier: NamespaceTier | None = None
+    """The fleet tier of its namespace."""
 
     def __init__(
         self,
@@ -329,7 +162,10 @@ class NodeSession(MemoryHolder):
         pool: NodePool,
         namespace: KnownNamespace,
         control: AttachedSession,
+        memory: MemoryThread,
+        waiting: set[NodeSession],
     ) -> None:
+        """`waiting`: gets this session when one of its lookups waits."""
         wanted = max(1, hello.wanted_bytes // sum(pool.stored_slot_bytes)) if hello.wanted_bytes else None
         super().__init__(session_id, link, pool, namespace, control, wanted)
         self.hello = hello
@@ -340,27 +176,34 @@ class NodeSession(MemoryHolder):
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
         self.waits = MemoryWaits(pool.clock)
+        self._memory, self._waiting = memory, waiting
         self._hint_rate = Rate(HINTS_PER_SECOND)
         self._began = pool.clock()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the worker of every rank has attached."""
-        return len(self.workers) == len(self.ranks)
-
-    def numa_nodes(self) -> list[int | None]:
-        """The NUMA node of each rank's device, if it is known."""
-        return [self.workers[rank].numa_node if rank in self.workers else None for rank in range(len(self.ranks))]
+    def join_worker(self, hello: Hello, peer: Peer) -> None:
+        """The worker of `hello.rank` attaches. It has the session's token and uid, and no other worker has the rank.
+        Raises `AttachRefusedError`."""
+        try:
+            self._memory.add_worker(self, hello, peer)
+        except OSError as error:
+            raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
+        self.workers[hello.rank] = hello
+        if len(self.workers) == len(self.ranks):  # only now are the NUMA nodes of all its devices known
+            nodes = [self.workers[rank].numa_node for rank in range(len(self.ranks))]
+            self._memory.do(self._memory.start_session, self.pool, nodes)
 
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
-    def lookup(self, call: Lookup, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup`."""
-        return self._look_up(call, later)
-
-    def lookup_prompt(self, call: LookupPrompt, later: Later | None = None) -> Found | Pending:
-        """`later`: see `SessionHost.lookup_prompt`."""
-        return self._look_up(Lookup(call.keys, Hold.NOTHING, counted=False), later, is_prompt=True)
+    def lookup(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Found | Pending:
+        """If this call returns `Pending`, the session calls `later` with the answer. It is None for a client that needs
+        the answer at once."""
+        if isinstance(call, LookupPrompt):
+            answer = self._look_up(Lookup(call.keys, Hold.NOTHING, counted=False), later, is_prompt=True)
+        else:
+            answer = self._look_up(call, later)
+        if isinstance(answer, Pending):
+            self._waiting.add(self)
+        return answer
 
     def _look_up(
         self, call: Lookup, later: Later | None, *, is_prompt: bool = False, has_waited: bool = False
@@ -406,7 +249,7 @@ class NodeSession(MemoryHolder):
         """`before`: what was found, and held, when the tier was asked."""
         found = self._find(call)
         if before.lease_id:
-            self.release((before.lease_id,))
+            self.control.release_leases((before.lease_id,))
         return Found(found.lease_id, found.runs, tuple(runs_without(found.runs, before.runs)))
 
     def _find(self, call: Lookup) -> Found:
@@ -426,8 +269,10 @@ class NodeSession(MemoryHolder):
             control.count_lookup(len(keys), sum(length for _, length in found.runs))
         return found
 
-    def release(self, lease_ids: Sequence[int]) -> None:
+    def release_leases(self, lease_ids: Sequence[int]) -> None:
         self.control.release_leases(lease_ids)
+        if self.pool.owed:
+            self._memory.free_owed(self.pool)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
         """Uses up the lease, also if it is broken: the engine that learns of that has nothing to do."""
@@ -442,6 +287,8 @@ class NodeSession(MemoryHolder):
 
     def begin_store(self, call: BeginStore) -> StoreBegun:
         grant = self.control.begin_store(call.keys, range(len(call.keys)), request_id=call.request_id)
+        if self.pool.used_slots > self.pool.grow_above >= 0:
+            self._memory.do(self._memory.grow, self.pool)
         room = self.control.store_room()
         if grant.op is None:
             return StoreBegun(0, (), (), tuple(grant.unplaced), grant.outcomes, room)
@@ -453,6 +300,15 @@ class NodeSession(MemoryHolder):
             hints = Hints(ignored=("rate",))
         source = Source(*call.source)
         self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints, source=source)
+
+    def count_lookup(self, call: CountLookup) -> None:
+        self.control.count_lookup(call.queried, call.hits, Source(*call.source))
+
+    def note_prefill(self, call: Prefill) -> None:
+        news = call.news()
+        self.control.note_prefill(news)
+        if self.tier is not None:
+            self.tier.note_prefill(news.cost)
 
     def read_events(self, call: ReadEvents) -> EventPage:
         """O(events returned), whatever the other namespaces of the pool do."""
@@ -484,8 +340,8 @@ class NodeSession(MemoryHolder):
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def take_report(self, rank: int, report: RankReport) -> DesiredState:
-        memory = self._memory_of(rank)
+    def take_report(self, report: RankReport) -> DesiredState:
+        memory = self._memory_of(report.rank)
         report = replace(
             report,
             pinned_slots=memory.registered_slots,
@@ -501,8 +357,29 @@ class NodeSession(MemoryHolder):
         super().registered(rank, extents)
         self._advance_waits()
 
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        super().released(rank, extent_ids)
+        self._memory.do(self._memory.release, self.client(rank), extent_ids)
+
     def _advance_waits(self) -> None:
         self.waits.advance(min(memory.registered_slots for memory in self.ranks))
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def lose(self, reason: str) -> None:
+        """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
+        makes no more calls. Its processes may still read and write their slots."""
+        self.control.lose(reason)
+        self._memory.do(self._memory.lose_session, self)
+
+    def end_worker(self, rank: int) -> None:
+        """The worker's process has ended, or has reported that it has nothing mapped and no copy under way. The attach
+        server calls it after `lose`, for workers that received descriptors."""
+        client = self.client(rank)
+        self.pool.process_died(client)
+        self._memory.do(self._memory.end_client, client)
+        if self.pool.owed:
+            self._memory.free_owed(self.pool)
 
     # -- status ---------------------------------------------------------------------------------------------
 

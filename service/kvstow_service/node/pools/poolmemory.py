@@ -1,4 +1,4 @@
-"""The memory of one pool: its rows, who has them, and how they come and go."""
+"""The memory of one pool: its rows, the workers that have them, and how rows are granted and revoked."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvstow.errors import ConflictError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import Row
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
-from kvstow_service.node.pools.nodesession import MemoryHolder
 
 MAX_FDS = 250
 """How many extents one frame carries."""
@@ -28,8 +28,8 @@ logger = logging.getLogger("kvstow.node")
 
 
 class PoolWorker:
-    """A worker's share of memory. `place`: which extent of a row belongs to it, unless it shares one extent with the
-    other ranks. `rows`: the extent that it has of each row, by the row's number."""
+    """A worker's share of memory. `place` is the index of its extent in a row. `rows` has the extents that it was sent,
+    by the number of the row."""
 
     __slots__ = ("client", "has_all", "place", "rank", "rows", "session")
 
@@ -38,8 +38,8 @@ class PoolWorker:
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
         self.has_all = not session.control.is_engine
-        """It was told that it has all of the pool's memory: see `GrantedExtents`. The node's own transfers have nothing
-        of an earlier service, so they need not know."""
+        """Whether a message has said that it has all of the pool's memory: see `GrantedExtents`. The node's own
+        transfers have nothing of an earlier service, so they need no such message."""
 
 
 class PoolMemory:
@@ -48,8 +48,8 @@ class PoolMemory:
     The pool itself counts as a client of its extents, under `holder`, from the moment it gets a row until it has
     evicted the row's blocks. No extent changes hands before that.
 
-    Three orders matter. The pool has a row before a worker gets it. A mapping is in the books before its descriptor is
-    sent. Workers are asked to release a row only when none of its slots is in use any more.
+    Three orders matter. The pool has a row before a worker gets it. A mapping is recorded in the budget before its
+    descriptor is sent. Workers are asked to release a row only when none of its slots is in use any more.
     """
 
     def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
@@ -57,11 +57,11 @@ class PoolMemory:
         self.pool = pool
         self.workers: dict[str, PoolWorker] = {}
         self.notice: str | None = None
-        """Why memory that the pool should get or give back must wait, as a sentence. None if it need not wait."""
+        """A sentence that says why memory that the pool should get or give back must wait, else None."""
         self.failure: str | None = None
-        """Why a worker lacks the pool's memory, as a sentence."""
+        """A sentence that says why a worker lacks the pool's memory, else None."""
         self.waits = False
-        """There is something to try again soon."""
+        """Whether there is something to try again soon."""
         self._memory, self._budget, self._post = memory, memory.budget, post
         self._on_smaller = on_smaller
         self._held: dict[int, tuple[int, ...]] = {}
@@ -69,10 +69,10 @@ class PoolMemory:
         self._sweep: Sweep | None = None
         self._num_full = 0
         """How many leading rows are populated."""
-        self._told: dict[int, int] = {}
-        """How many populated bytes of each extent the workers know of."""
-        self._num_told = 0
-        """How many leading rows the workers know to be populated."""
+        self._announced: dict[int, int] = {}
+        """How many populated bytes of each extent were announced to the workers."""
+        self._num_announced = 0
+        """How many leading rows were announced as populated."""
         self._wanted_rows = 0
 
     @property
@@ -123,7 +123,7 @@ class PoolMemory:
     def dissolve(self) -> None:
         """Remove the memory of a pool that is gone and has no sessions."""
         for number in sorted(self._held, reverse=True):
-            self._let_go(number)
+            self._drop_claim(number)
 
     # -- growing --------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class PoolMemory:
             self.failure, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
 
     def _show(self, rows: Mapping[int, Row]) -> None:
-        """Let the pool use what is populated on all ranks, and tell the workers how far they may map."""
+        """Let the pool use what is populated on all ranks, and announce to the workers how far they may map."""
         shown = len(self.pool.extents)
         self._num_full = min(self._num_full, shown)
         while self._num_full < shown and self._populated_slots(rows[self._num_full]) == rows[self._num_full].num_slots:
@@ -155,41 +155,37 @@ class PoolMemory:
             slots = last.first_slot + self._populated_slots(last)
         while self.pool.populated_slots < slots:
             self.pool.set_populated(min(slots, self.pool.populated_slots + self.pool.slice_slots))
-        self._tell_populated(rows)
+        self._announce_populated(rows)
 
     def _populated_slots(self, row: Row) -> int:
         layout = self._budget.layout(self.pool.name)
         least = row.num_slots
         for number, rank in zip(row.extents, layout.ranks, strict=True):
-            extent = self._memory.extent(number)
+            extent = self._memory.extents.get(number)
             least = min(least, 0 if extent is None else extent.populated_bytes // rank.slot_stride)
         return least
 
-    def _tell_populated(self, rows: Mapping[int, Row]) -> None:
-        first = min(self._num_told, self._num_full)
+    def _announce_populated(self, rows: Mapping[int, Row]) -> None:
+        first = min(self._num_announced, self._num_full)
         for place in range(len(self.pool.stored_slot_bytes)):
             news = []
             for number in range(first, len(self.pool.extents)):
                 extent_id = rows[number].extents[place]
-                extent = self._memory.extent(extent_id)
-                if extent is not None and self._told.get(extent_id, 0) < extent.populated_bytes:
-                    self._told[extent_id] = extent.populated_bytes
+                extent = self._memory.extents.get(extent_id)
+                if extent is not None and self._announced.get(extent_id, 0) < extent.populated_bytes:
+                    self._announced[extent_id] = extent.populated_bytes
                     news.append((number, ExtentBytes(extent_id, extent.populated_bytes)))
-            if news:
-                self._tell_workers(place, news)
-        self._num_told = self._num_full
-
-    def _tell_workers(self, place: int, news: list[tuple[int, ExtentBytes]]) -> None:
-        for worker in self.workers.values():
-            if worker.place == place and (known := tuple(one for number, one in news if number in worker.rows)):
-                worker.session.link.push(PopulatedExtents(known), rank=worker.rank)
+            for worker in self.workers.values() if news else ():
+                if worker.place == place and (known := tuple(one for number, one in news if number in worker.rows)):
+                    worker.session.link.push(PopulatedExtents(known), rank=worker.rank)
+        self._num_announced = self._num_full
 
     def _give_up_sealed(self, rows: Mapping[int, Row]) -> bool:
-        """Give up what is sealed of the rows that are not populated yet, because the populator leaves it alone. Returns
-        True if there is any."""
+        """Give up sealed extents of rows that are not populated yet, because the populator skips them. Returns True if
+        there are any."""
         for number in range(self._num_full, len(self.pool.extents)):
             for extent_id in () if rows[number].recalled else rows[number].extents:
-                extent = self._memory.extent(extent_id)
+                extent = self._memory.extents.get(extent_id)
                 if extent is not None and not extent.is_sound:
                     self._give_up(extent_id)
                     return True
@@ -202,8 +198,8 @@ class PoolMemory:
     # -- handing out ----------------------------------------------------------------------------------------
 
     def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> bool:
-        """Send the worker what it lacks. At first also if that is nothing, so that it releases what it still has of
-        an earlier service. Returns True if some of it was given up instead."""
+        """Send the worker the extents that it lacks. The first message is sent even without extents, so that the worker
+        releases those of an earlier service. Returns True if an extent was given up instead."""
         if worker.has_all and len(worker.rows) == len(self.pool.extents):
             return False
         given_up = False
@@ -213,7 +209,7 @@ class PoolMemory:
                 continue
             row = rows[number]
             extent_id = row.extents[worker.place]
-            extent = self._memory.extent(extent_id)
+            extent = self._memory.extents.get(extent_id)
             if extent is not None and not extent.is_sound:
                 self._give_up(extent_id)
                 given_up = True
@@ -272,7 +268,7 @@ class PoolMemory:
         left = [number for number in self._held if number >= max(active, len(self.pool.extents))]
         for number in sorted(left, reverse=True):
             self._revoke(number)
-            self._let_go(number)
+            self._drop_claim(number)
         return bool(left)
 
     def _evict(self, sweep: Sweep) -> None:
@@ -300,8 +296,8 @@ class PoolMemory:
             if worker.rows:
                 worker.session.link.push(RevokedExtents(tuple(worker.rows.values())), rank=worker.rank)
 
-    def _let_go(self, number: int) -> None:
-        """The row's slots no longer hold anything of the pool."""
+    def _drop_claim(self, number: int) -> None:
+        """Drop the pool's own claim to a row, whose slots no longer hold anything of the pool."""
         for extent in self._held.pop(number):
-            self._told.pop(extent, None)
+            self._announced.pop(extent, None)
             self._budget.record_unmapping(self.holder, extent)

@@ -164,7 +164,7 @@ def roster_content(
     workers: Iterable[WorkerRecord],
 ) -> dict[str, Any]:
     """What `read_survivors` reads. An extent is spare, or in a row, or of a pool that is gone. O(extents)."""
-    booked = budget.extents()
+    booked = budget.extents
     return {
         "extents": {
             number: [

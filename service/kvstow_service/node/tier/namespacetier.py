@@ -21,7 +21,7 @@ from kvstow_service.node.tier.pooltier import PoolTier
 
 
 def groups_of(identity: PoolIdentity) -> KVGroups | None:
-    """None if there are kinds of groups that this version does not know."""
+    """None if the model has kinds of groups that this version does not know."""
     groups = [_group(index, group) for index, group in enumerate(identity.groups)]
     known = tuple([group for group in groups if group is not None])
     if not known or len(known) < len(groups):
@@ -30,11 +30,11 @@ def groups_of(identity: PoolIdentity) -> KVGroups | None:
 
 
 def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
-    """`keys`: those of a prompt's tokens, one group after the other, as engines ask for them. None if a group has no
-    key.
+    """What a hit needs, given the keys of a prompt's tokens, one group after the other, as engines send them. None if a
+    group has no key.
 
-    The first tokens may be left out, as those on the GPU are. Then it is not known where a chunk begins, and what is
-    fetched may be too little for a hit. But engines ask for all tokens when a request arrives.
+    The keys may leave out the first tokens, as they do for tokens on the GPU. Then nobody knows where a chunk begins,
+    and too little for a hit may be fetched. But engines ask for all tokens when a request arrives.
     """
     of_group: dict[int, list[bytes]] = {}
     for key in keys:
@@ -47,7 +47,7 @@ def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
 
 
 class _AskedPrompt:
-    """`PromptKeys` of the engine's."""
+    """The `PromptKeys` that an engine has sent."""
 
     def __init__(self, of_group: list[list[bytes]]) -> None:
         self.of_group = of_group
@@ -80,10 +80,10 @@ class _Request(NamedTuple):
 
 
 class NamespaceTier:
-    """Engines may be there or not: transfers are the node's, in a session of its own.
+    """The transfers belong to the node, in a session of its own, so they go on whether engines are attached or not.
 
-    `may_have_more`, `ask`, `ask_prompt`, `note_prefill` and `note_stored` may be called from any thread, and wait for
-    nothing. The rest is for the tier's thread, which alone uses the `FleetTier`.
+    `may_have_more`, `ask`, `ask_prompt`, `note_prefill` and `note_stored` may be called from any thread, and do not
+    wait. The rest is for the tier's thread, which alone uses the `FleetTier`.
     """
 
     def __init__(
@@ -95,35 +95,35 @@ class NamespaceTier:
         wake: Callable[[], object],
         post: Callable[[Callable[[], object]], object],
     ) -> None:
-        """`do`: has the tier's thread call something. `post`: the attach server's thread."""
+        """`do` has the tier's thread call something, and `post` the attach server's thread."""
         self.pool_tier, self.namespace, self.control = pool_tier, namespace, control
         self._do, self._wake, self._post = do, wake, post
         self._groups = groups_of(pool_tier.pool.identity)
         self.fleet: FleetTier | None = None
         """None until the tier's thread has made it, and after `fail`."""
         self.failed: FleetTier | None = None
-        """It is shown, as off, but not used any more."""
+        """A tier that a defect has turned off. It is still shown."""
         self.is_closed = False
-        """No engine may use it any more."""
+        """Whether no engine may use it any more."""
         self._early: deque[Sequence[bytes]] | None = deque(maxlen=1024)
-        """Stored before `fleet` was made; None from then on. Used with the pool's lock held."""
+        """Keys that were stored before `fleet` was made; None from then on. Used with the pool's lock held."""
         self._requests: list[_Request] = []
 
     # -- for any thread -------------------------------------------------------------------------------------
 
     @property
     def may_have_more(self) -> bool:
-        """Whether asking the store may pay. Reads without a lock, so an outage may just have begun."""
+        """Whether a request to the store may pay off. Reads without a lock, so an outage may just have begun."""
         fleet = self.fleet
         return fleet is not None and fleet.may_fetch
 
     def ask(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
-        """A request has these keys, not all of which are in the pool. `then` is called once, on the attach server's
-        thread, when nothing more is to come for it."""
+        """Look in the store for a request's keys that the pool lacks. Calls `then` once, on the attach server's thread,
+        when no further block arrives for the request."""
         self._do(lambda: self._begin(keys, None, then))
 
     def ask_prompt(self, keys: Sequence[bytes], then: Callable[[], object]) -> None:
-        """The same, for the keys of all blocks of a prompt, one KV group after the other."""
+        """As `ask`, for the keys of all blocks of a prompt, one KV group after the other."""
         needs = None if self._groups is None else needs_of(self._groups, keys)
         if needs is None:
             self._post(then)
@@ -145,7 +145,7 @@ class NamespaceTier:
     # -- the tier's thread ----------------------------------------------------------------------------------
 
     def begin(self, fleet: FleetTier) -> None:
-        """From now on there is a tier."""
+        """Use this tier, and put what was stored before it was made."""
         with self.control.pool.lock:
             early, self._early = self._early or (), None
             self.fleet = fleet
@@ -164,7 +164,7 @@ class NamespaceTier:
             self._requests.append(_Request(wait, then))
 
     def step(self) -> None:
-        """Take results, answer the requests whose wait is over, and start what is due."""
+        """Handle results, answer the requests whose wait is over, and start transfers that are due."""
         if self.failed is not None:
             with suppress(Exception):  # its state may be broken
                 self.pool_tier.submit(self.control, self.failed.take_plans())  # transfers under way end as usual
@@ -181,7 +181,7 @@ class NamespaceTier:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the first of the waits ends at the latest."""
+        """The time at which the first wait ends at the latest."""
         return min((one.wait.until for one in self._requests), default=None)
 
     @property
@@ -200,7 +200,7 @@ class NamespaceTier:
             )
 
     def answer_all(self) -> None:
-        """Let no request wait."""
+        """Answer all requests that wait."""
         requests, self._requests = self._requests, []
         for one in requests:
             self._post(one.then)

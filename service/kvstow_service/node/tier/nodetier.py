@@ -14,16 +14,15 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Final
 
-from kvstow.attach.hello import Hello
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.store import ClientHealth, ClientStats, LookupClient, ObjectName
 from kvstow.tier.tierstatus import TierClient
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
 from kvstow_service.node.tier.pooltier import PoolTier, SharedTransfers
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
@@ -38,11 +37,11 @@ _GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this ver
 
 
 class SharedLookups:
-    """A `LookupClient` of one namespace, over the one of the node, which stays open. `exists` is called by one thread
-    at a time. Thread-safe."""
+    """The `LookupClient` of one namespace, which uses that of the node. `close` leaves the node's client open.
+    Thread-safe."""
 
     def __init__(self, client: LookupClient, turn: Lock) -> None:
-        """`turn`: the same for all that share the client."""
+        """`turn` is the lock of the node's client, of which one thread at a time calls `exists`."""
         self._client, self._turn = client, turn
         self._is_closed = False
 
@@ -63,7 +62,7 @@ class SharedLookups:
 
 
 class ActionThread:
-    """`do` never waits. An action that raises is logged; those after it are done."""
+    """A thread that makes calls in their order. `do` never waits. It logs a call that raises, and makes the next."""
 
     def __init__(self, name: str) -> None:
         self._actions = SimpleQueue[Callable[[], object] | None]()
@@ -74,7 +73,7 @@ class ActionThread:
         self._actions.put(action)
 
     def close(self) -> None:
-        """Do what is left, and end the thread. Idempotent."""
+        """Make the remaining calls, and end the thread. Idempotent."""
         self._actions.put(None)
         self._thread.join()
 
@@ -87,12 +86,12 @@ class ActionThread:
 
 
 class NodeTier:
-    """Has a `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps
-    the tiers, another one maps and unmaps memory, which can take as long as a network card needs.
+    """A `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps the
+    tiers; another maps and unmaps memory, which takes as long as a network card needs.
 
-    `enter`, `leave`, `follow_pool` and `drop_pool` are for the attach server's thread, and wait for nothing. Until
-    `close`, this process and each process of the store's transfers hold the other end of `_end`: it becomes readable,
-    also for the next service, when nothing touches memory for the transfers any more.
+    `enter`, `follow_pool` and `drop_pool` are for the attach server's thread, and do not wait. Until `close`, this
+    process and each process of the store's transfers hold the other end of `_end`. It becomes readable, also for the
+    next service, when no process touches memory for the transfers any more.
     """
 
     def __init__(
@@ -102,12 +101,12 @@ class NodeTier:
         post: Callable[[Callable[[], object]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post`: has the attach server's thread call something."""
+        """`post` has the attach server's thread call something."""
         self.view = HostedTiers(choice)
-        """What operators see of it."""
+        """What operators see of the tier."""
         self._store = choice.store
         self._lock = Lock()
-        """Of what `enter` makes and `drop_pool` removes, until `close`."""
+        """Guards what `enter` makes and `drop_pool` removes, until `close`."""
         self._is_closed = False
         self._pools: dict[str, PoolTier] = {}
         self._memory, self._post, self._clock = memory, post, clock
@@ -122,9 +121,9 @@ class NodeTier:
         self._turn = Lock()
         self._tiers: list[NamespaceTier] = []
         self._ending: list[PoolTier] = []
-        """Of deleted pools."""
+        """The tiers of deleted pools."""
         self._found: dict[int, NamespaceTier] = {}
-        """By the identity of the namespace; for `enter` alone."""
+        """By the `id` of the namespace; used by `enter` alone."""
         self._actions: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -139,16 +138,19 @@ class NodeTier:
 
     # -- engines --------------------------------------------------------------------------------------------
 
-    def enter(self, session: NodeSession) -> None:
-        """An engine is in its namespace from now on. Raises `ConflictError` if the pool was closed."""
+    def enter(self, session: MemoryHolder, weights: FleetWeights) -> NamespaceTier | None:
+        """The engine of this session is in its namespace from now on. Returns the tier of that namespace, or None after
+        `close`. Raises `ConflictError` if the pool was closed."""
         with self._lock:
-            if not self._is_closed:
-                self._enter(session)
-
-    def leave(self, session: NodeSession) -> None:
-        """Take the session off the tier, because its keys no longer mean the same blocks."""
-        session.control.on_stored = None
-        session.tier = None
+            if self._is_closed:
+                return None
+            namespace = session.control.namespace
+            self._found = {key: one for key, one in self._found.items() if not one.is_closed}
+            found = self._found.get(id(namespace))
+            if found is None or found.control.namespace is not namespace:
+                found = self._found[id(namespace)] = self._add(session, weights)
+            session.control.on_stored = found.note_stored
+            return found
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller."""
@@ -158,7 +160,7 @@ class NodeTier:
             found.follow_pool()
 
     def drop_pool(self, pool: NodePool, then: Callable[[], object]) -> None:
-        """The pool is deleted: release its memory, and call `then`, from any thread."""
+        """The pool is deleted: release its memory, then call `then`, from any thread."""
         with self._lock:
             found = None if self._is_closed else self._pools.pop(pool.name, None)
             if found is not None:
@@ -166,16 +168,7 @@ class NodeTier:
                 return
         then()
 
-    def _enter(self, session: NodeSession) -> None:
-        namespace = session.control.namespace
-        self._found = {key: one for key, one in self._found.items() if not one.is_closed}
-        found = self._found.get(id(namespace))
-        if found is None or found.control.namespace is not namespace:
-            found = self._found[id(namespace)] = self._add(session)
-        session.tier = found
-        session.control.on_stored = found.note_stored
-
-    def _add(self, session: NodeSession) -> NamespaceTier:
+    def _add(self, session: MemoryHolder, weights: FleetWeights) -> NamespaceTier:
         pool, namespace = session.pool, session.namespace
         control = pool.attach_tier(session.control.namespace)
         pool_tier = self._pools.get(pool.name)
@@ -187,12 +180,12 @@ class NodeTier:
             pool_tier.join(self._end)
         pool_tier.add(control)
         tier = NamespaceTier(pool_tier, namespace, control, self.do, self._wake.set, self._post)
-        self.do(partial(self._begin, tier, session.hello))
+        self.do(partial(self._begin, tier, weights))
         return tier
 
-    def _begin(self, tier: NamespaceTier, hello: Hello) -> None:
+    def _begin(self, tier: NamespaceTier, weights: FleetWeights) -> None:
         pool, identity = tier.pool_tier.pool, tier.namespace.identity
-        name = _fingerprint_of(pool, tier.namespace, hello.fleet_weights)
+        name = _fingerprint_of(pool, tier.namespace, weights)
         groups = groups_of(pool.identity)
         lookups = SharedLookups(self._lookups, self._turn)
         fleet = FleetTier(
@@ -202,7 +195,7 @@ class NodeTier:
             name.value,
             off_reason=name.reason,
             name=self._store.name,
-            most_slots=self._memory.total_bytes // pool.config.total_slot_bytes,
+            most_slots=self._memory.budget.total_bytes // pool.config.total_slot_bytes,
             block_tokens=None if groups is None else groups.alignment,
             clock=self._clock,
             on_news=self._wake.set,
@@ -231,7 +224,7 @@ class NodeTier:
     # -- ends -----------------------------------------------------------------------------------------------
 
     def _begin_end(self, pool_tier: PoolTier, then: Callable[[], object] = lambda: None) -> None:
-        """End its transfers and release its memory; then call `then`, on the tier's thread. Waits for nothing."""
+        """End its transfers and release its memory, then call `then` on the tier's thread. Does not wait."""
         self._ending.append(pool_tier)
         self.do(partial(self._end_pool, pool_tier, then))
 
@@ -252,7 +245,7 @@ class NodeTier:
             pool_tier.note_defect("the end of its sessions")
 
     def _retire(self, tier: NamespaceTier) -> None:
-        """It starts nothing any more, and is not shown."""
+        """Start nothing more for it, and do not show it."""
         self._tiers.remove(tier)
         tier.is_closed = True
         tier.answer_all()
@@ -267,14 +260,14 @@ class NodeTier:
             self._retire(tier)
 
     def _retire_obsolete(self) -> None:
-        """Namespaces that no engine can enter any more, such as those of engines that reset their caches."""
+        """Retire the namespaces that no engine can enter any more, such as those of engines that reset their caches."""
         for tier in list(self._tiers):
             if tier.is_obsolete:
                 self._retire(tier)
                 tier.pool_tier.retire(tier.control)
 
     def close(self) -> None:
-        """Waits until nothing touches any slot for the store, and all ops have ended. Idempotent."""
+        """Wait until no process touches a slot for the store, and all ops have ended. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -338,7 +331,7 @@ class NodeTier:
 
 
 def _fingerprint_of(pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
-    """What an engine in this namespace has in the store."""
+    """The name under which engines in this namespace have their blocks in the store."""
     if namespace.is_reset:
         return Fingerprint(None, WEIGHTS_CHANGED)
     if groups_of(pool.identity) is None:

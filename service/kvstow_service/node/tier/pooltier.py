@@ -1,4 +1,4 @@
-"""What the fleet tier has of one pool: its memory, and the transfers of its ranks."""
+"""The fleet tier's view of one pool: its memory, and the transfers of its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstow.attach.calls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
 from kvstow.attach.calls import RevokedExtents as Revoked
-from kvstow.attach.channel import close_fds
+from kvstow.attach.channel import close_fds, duplicates_of
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
@@ -39,10 +39,9 @@ from kvstow.tier.store import (
     TransferClient,
     names_of_rank,
 )
-from kvstow_service.node.attach.sessionhost import duplicates_of
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.nodesession import MemoryHolder
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -54,22 +53,22 @@ _Call = Callable[[Sequence[SlotObject], float], list[_S]]
 class SharedTransfers:
     """The transfers of all ranks and pools of the node, through one client, and so one process. Thread-safe.
 
-    One call of each kind at a time, as the client demands; the others wait for their turn. So a call's timeout follows
-    from the rate that is measured here: a rank only sees how long it takes with all others.
+    The client allows one call of each kind at a time; the others wait for their turn. So a call's timeout follows from
+    the rate that is measured here: a rank sees only how long a call takes together with its wait.
     """
 
     def __init__(self, client: TransferClient) -> None:
-        """Closes the client in `close`."""
+        """Owns the client."""
         self.client = client
         self._turns = {"put": Lock(), "get": Lock()}
         self._rates = {"put": TransferRate(), "get": TransferRate()}
 
     def close(self) -> None:
-        """Everything under way has ended when this returns. Idempotent."""
+        """When this returns, all calls under way have ended. Idempotent."""
         self.client.close()
 
     def move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
-        """Make a call, with its timeout, when it is its turn."""
+        """Make a call with its timeout once it is its turn."""
         num_bytes = sum(one.num_bytes for one in objects)
         rate = self._rates[kind]
         with self._turns[kind]:
@@ -110,7 +109,7 @@ class RankClient:
         return ClientHealth("closed", "it was closed") if self._is_closed else self._shared.client.health()
 
     def stats(self) -> ClientStats:
-        """Of the node's client."""
+        """Those of the node's client."""
         return self._shared.client.stats()
 
     def close(self) -> None:
@@ -127,23 +126,23 @@ class _Mapped(NamedTuple):
 
 
 class MappedRank:
-    """The `SlotMemory` of one rank, made of extents that come and go. One thread changes it, and any may read.
+    """The memory of one rank, made of extents that come and go. One thread changes it, and any may read.
 
-    This process maps the extents, too, as some clients of stores copy in it; it touches no byte of them itself, so
-    they do not count in its resident size. An extent goes only when no block of its slots is left in the pool and no op
-    uses them, so nothing has to be held here.
+    This process maps the extents too, because some clients of stores copy in it. It touches no byte of them itself, so
+    they do not count in its resident size. An extent is removed only when no block of its slots is left in the pool and
+    no op uses them, so `addresses` holds nothing.
     """
 
     def __init__(self, slot_bytes: int, client: TransferClient) -> None:
-        """The client stays the caller's."""
+        """The caller keeps the client."""
         self.slot_bytes = slot_bytes
         self._client = client
         self._stride = slot_bytes
         self._extents: tuple[_Mapped, ...] = ()
-        """In the order of their slots."""
+        """Ordered by slot."""
 
     def add(self, grant: ExtentGrant, fd: int, slot_stride: int) -> None:
-        """An extent that is populated. The caller keeps the descriptor. Raises `OSError` or `KvstowError`."""
+        """Map a populated extent. The caller keeps the descriptor. Raises `OSError` or `KvstowError`."""
         mapped = mmap.mmap(fd, grant.num_bytes)
         mapped.madvise(mmap.MADV_DONTFORK)
         memory = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), grant.num_bytes, fd)
@@ -157,8 +156,7 @@ class MappedRank:
         self._extents = tuple(sorted((*self._extents, one), key=lambda extent: extent.grant.first_slot))
 
     def remove(self, extent_id: int) -> None:
-        """No process maps the extent for the transfers any more when this returns; one that was not added is
-        ignored."""
+        """When this returns, no process maps the extent for the transfers. Ignores an extent that was not added."""
         gone = [one for one in self._extents if one.grant.extent_id == extent_id]
         self._extents = tuple(one for one in self._extents if one not in gone)
         for one in gone:
@@ -166,7 +164,7 @@ class MappedRank:
             one.map.close()
 
     def clear(self) -> None:
-        """`remove` all of them. After an error the others are removed, too; then it is raised."""
+        """Remove all extents. An error is raised after the others were removed."""
         with ExitStack() as stack:
             for one in self._extents:
                 stack.callback(self.remove, one.grant.extent_id)
@@ -195,15 +193,15 @@ class _Granted(NamedTuple):
 class PoolTier(MemoryHolder):
     """The node's own transfers as a client of a pool's memory, like the workers of an engine. They get the pool's
     extents, release them when they are recalled, and are recorded for the next service. They are no engine: the host
-    does not list them, and they ask for as little memory as can be said.
+    does not list them, and they ask for one slot, the least that a session can ask for.
 
-    It is its own `SessionLink`: the memory thread grants and revokes extents. An extent is mapped once all of it is
-    populated, on a thread that may wait for the process that maps it. It is reported as released once no process of the
-    transfers maps it. Until then no other session gets it.
+    It is its own `SessionLink`, through which the memory thread grants and revokes extents. An extent is mapped once
+    all of it is populated, on a thread that may wait for the process that maps it. It is reported as released once no
+    process of the transfers maps it. Until then no other session gets it.
 
-    `control` has the processes, and `add` gives it more sessions, one for each namespace, with the same memory. What
-    processes may use memory is set before they get any. `add` and `discard` may be called from any thread. `submit`,
-    `take_completions`, `retire`, `begin_end` and `end_sessions` are for the tier's thread.
+    `control` has the processes. `add` registers a session for each namespace, with the same memory, before it gets any.
+    `add` and `discard` may be called from any thread. `submit`, `take_completions`, `retire`, `begin_end` and
+    `end_sessions` are for the tier's thread.
     """
 
     def __init__(
@@ -217,12 +215,12 @@ class PoolTier(MemoryHolder):
         post: Callable[[Callable[[], object]], object],
         on_news: Callable[[], None],
     ) -> None:
-        """`do_later` has the thread call something that may wait, and `post` the attach server's thread."""
+        """`do_later` has the thread that may wait call something, and `post` the attach server's thread."""
         super().__init__(secrets.token_hex(8), self, pool, namespace, control, 1)
         control.name, control.label = ENGINE, f"{ENGINE}: "
         self._memory, self._do_later, self._post = memory, do_later, post
         self.storing_ranks = sorted(pool.storing_ranks)
-        """Those that have objects of their own in the store."""
+        """The ranks with objects of their own in the store."""
         clients = {rank: RankClient(shared) for rank in self.storing_ranks}
         self.mapped = {rank: MappedRank(pool.config.slot_bytes_of(rank), one) for rank, one in clients.items()}
         self.transfers = {
@@ -232,21 +230,21 @@ class PoolTier(MemoryHolder):
         self._lock = Lock()
         self._controls: list[TierSession] = [control]
         self._clients: set[str] = set()
-        """Those of the workers that get memory."""
+        """The names of the workers that get memory."""
         self._registered = self._applied = 0
         self._unmapped: dict[int, _Granted] = {}
-        """Extents that were granted and are not mapped yet. Their descriptors are this object's."""
+        """Extents that were granted and are not mapped yet. This object owns their descriptors."""
         self._sessions: dict[int, TierSession] = {}
         """The session of each op under way."""
         self._is_closed = False
         self.problem: str | None = None
-        """Why some of the pool's memory is not mapped for the transfers: its blocks are neither put nor fetched."""
+        """Why some of the pool's memory is not mapped for the transfers. Its blocks are neither put nor fetched."""
         self.has_ended = threading.Event()
-        """Nothing of the pool's memory is mapped for the transfers, and nothing is under way."""
+        """Set when none of the pool's memory is mapped for the transfers, and none is under way."""
 
     def join(self, end: int | None) -> None:
-        """Ask for the pool's extents. `end`: becomes readable when no process has them for the transfers any more, for
-        the next service."""
+        """Ask for the pool's extents. `end` becomes readable, also for the next service, when no process has them for
+        the transfers any more."""
         host, token = socket.gethostname(), secrets.token_hex(16)
         for rank in self.storing_ranks:
             hello = Hello(role="worker", engine=ENGINE, host=host, pid=os.getpid(), rank=rank, token=token)
@@ -255,7 +253,7 @@ class PoolTier(MemoryHolder):
     # -- its sessions ---------------------------------------------------------------------------------------
 
     def add(self, control: TierSession) -> None:
-        """A session of another namespace."""
+        """Give a session of another namespace the same memory."""
         with self._lock:
             for client in self._clients:
                 control.map_memory(client)
@@ -267,7 +265,7 @@ class PoolTier(MemoryHolder):
             self._controls.remove(control)
 
     def _note_client(self, client: str) -> None:
-        """It will get memory."""
+        """The worker is about to get memory."""
         with self._lock:
             self._clients.add(client)
             for control in self._controls:
@@ -333,7 +331,7 @@ class PoolTier(MemoryHolder):
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
         self.released(rank, extent_ids)
-        self._memory.do(self._memory.pools.release, self.client(rank), extent_ids)
+        self._memory.do(self._memory.release, self.client(rank), extent_ids)
 
     # -- transfers: the tier's thread -----------------------------------------------------------------------
 
@@ -343,7 +341,7 @@ class PoolTier(MemoryHolder):
             self.transfers[rank].submit(op)
 
     def take_completions(self) -> None:
-        """Give each namespace's session the ends of its ops."""
+        """Report the end of each op to its namespace's session."""
         for rank, transfers in self.transfers.items():
             for completion in transfers.take_completions():
                 control = self._sessions[completion.op_id]
@@ -353,24 +351,24 @@ class PoolTier(MemoryHolder):
                         del self._sessions[completion.op_id]
 
     def retire(self, control: TierSession) -> None:
-        """Its namespace is gone, and nothing is under way in it."""
+        """Close the session of a namespace that is gone. No transfer is under way in it."""
         self.discard(control)
         control.close()
 
     # -- the end --------------------------------------------------------------------------------------------
 
     def begin_end(self, then: Callable[[], object]) -> None:
-        """Take no memory any more, end all transfers, and release everything; then call `then`, on the thread that
-        may wait."""
+        """Take no more memory, end all transfers, and release everything; then call `then` on the thread that may
+        wait."""
         try:
-            self._memory.do(self._memory.pools.lose_session, self)
+            self._memory.do(self._memory.lose_session, self)
         finally:
             self._do_later(partial(self._close, then))
 
     def _close(self, then: Callable[[], object]) -> None:
         self._is_closed = True
         try:
-            with ExitStack() as stack:  # all of it is done, the last one first
+            with ExitStack() as stack:  # each is done, also after an error; the last one first
                 stack.callback(self._close_fds)
                 for mapped in self.mapped.values():
                     stack.callback(mapped.clear)
@@ -391,7 +389,7 @@ class PoolTier(MemoryHolder):
         self.pool.facade.count_error("host")
 
     def end_sessions(self) -> None:
-        """After `begin_end`: nothing touches the pool's memory for the transfers any more."""
+        """Call after `begin_end`, when no process touches the pool's memory for the transfers any more."""
         with self._lock:
             controls = list(self._controls)
         for control in controls:
@@ -399,4 +397,4 @@ class PoolTier(MemoryHolder):
         for rank in self.storing_ranks:
             client = self.client(rank)
             self.pool.process_died(client)
-            self._memory.do(self._memory.pools.end_client, client)
+            self._memory.do(self._memory.end_client, client)

@@ -109,7 +109,7 @@ class ChildProcess:
         self._reader.join(_LAST_LINES_SECONDS)
 
     def describe_end(self) -> str:
-        """How the process has ended, and what it said last. Only after `kill`, or once `has_ended`."""
+        """How the process has ended, and what it wrote last. Only after `kill`, or once `has_ended`."""
         status = self._process.returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         self._reader.join(_LAST_LINES_SECONDS)

@@ -276,14 +276,14 @@ def test_the_source_is_referenced_until_every_rank_has_read_it(marks: tuple[Mark
     for rank in host.ranks:
         assert [block.ref_cnt for block in blocks] == [1] * 4
         assert host.side.holds_gpu_blocks
-        rank.say(op.op_id, marks[0])
+        rank.send(op.op_id, marks[0])
         host.side.settle()
     assert [block.ref_cnt for block in blocks] == [0] * 4
     assert not host.side.holds_gpu_blocks
     for mark in marks[1:]:
         assert host.side.has_pending_stores
         for rank in host.ranks:
-            rank.say(op.op_id, mark)
+            rank.send(op.op_id, mark)
     assert host.side.has_pending_stores == (marks[-1] == "failed")  # then it is stored again
     assert [block.ref_cnt for block in blocks] == [0] * 4
 
@@ -325,7 +325,7 @@ def test_an_abandoned_store_asks_for_no_steps(fails: bool) -> None:
         assert not host.side.has_pending_stores
         assert not host.side.holds_gpu_blocks
         assert host.engine.readiness().state == "degraded"
-        host.ranks[1].say(op_id, "source_free")
+        host.ranks[1].send(op_id, "source_free")
         assert host.step(copy=False).stores.ops == ()
     host.ranks[1].run(op_id, fail=fails)
     assert host.engine.readiness().state == "ready"

@@ -128,7 +128,7 @@ def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included(
 def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
     host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64, step_blocks=2)
     told: list[tuple[int, int, tuple[int, int] | None]] = []
-    use = host.engine.use
+    use = host.control.use
 
     def noted(
         keys: list[bytes], *, start: int, looked_up: tuple[int, int], hints: Hints | None, source: Source
@@ -136,7 +136,7 @@ def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.Mon
         told.append((start, len(keys), looked_up))
         use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
 
-    monkeypatch.setattr(host.engine, "use", noted)
+    monkeypatch.setattr(host.control, "use", noted)
     for number in range(2):
         request = FakeRequest(str(number), "abcdefghijklmnopq")
         host.ask(request, 6 * number)
@@ -180,5 +180,5 @@ def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
         tracked = TrackedRequest(FakeRequest(f"r{count}", PROMPT), 1)
         tracked.request.num_computed_tokens = 4
         ended.add_ended(tracked)
-        ended.tell_uses(1024, backlog_moves=True)
+        ended.report_uses(1024, backlog_moves=True)
     assert used == [2] * 65

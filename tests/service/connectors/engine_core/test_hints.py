@@ -138,13 +138,13 @@ class Spy:
 
     def __init__(self, host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hints: list[tuple[int, Hints | None]] = []
-        use = host.engine.use
+        use = host.control.use
 
         def noted(keys: Any, *, start: int, looked_up: Any, hints: Hints | None, source: Any) -> None:
             self.hints.append((start, hints))
             use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
 
-        monkeypatch.setattr(host.engine, "use", noted)
+        monkeypatch.setattr(host.control, "use", noted)
 
 
 def test_hints_come_with_each_part_of_a_use_and_count_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_it_loads_and_others_store_what_they_share() -> None:
 def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     host = VllmHost()
     used: list[list[bytes]] = []
-    monkeypatch.setattr(host.engine, "use", lambda keys, **_: used.append(list(keys)))
+    monkeypatch.setattr(host.control, "use", lambda keys, **_: used.append(list(keys)))
     host.store(*keys_of(PROMPT[:4]))
     request = unstored()
     host.ask(request)
@@ -277,7 +277,7 @@ def test_what_a_failed_load_left_to_compute_is_its_own() -> None:
     plan = host.step(copy=False)
     (op,) = plan.loads.ops
     for rank in host.ranks:
-        rank.say(op.op_id, "failed")
+        rank.send(op.op_id, "failed")
     host.side.settle()
     host.side.failed_loads.continuing({request.request_id})
     host.resume(request, run=8, computed=0)

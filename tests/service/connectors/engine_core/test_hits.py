@@ -26,7 +26,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import Loads, SharedLoads
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
-from kvstow_service.connectors.engine_core.stepplan import StepPlanner
+from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 PROMPT = string.ascii_lowercase
@@ -53,10 +53,10 @@ class Pool:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=256, num_ranks=num_ranks))
         self.ranks: list[FakeRank] = make_ranks(self.engine)
         control = EmbeddedControl(self.engine)
-        planner = StepPlanner(control)
-        shared = SharedLoads(planner, groups, FakeClock())
+        draft = StepDraft()
+        shared = SharedLoads(draft, groups, FakeClock())
         policy = LoadPolicy("async", 0.0, 1)
-        self.loads = Loads(control, planner, groups, 0, lambda name, value: None, shared, policy, PrefillMeter())
+        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, shared, policy, PrefillMeter())
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

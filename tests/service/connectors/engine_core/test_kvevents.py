@@ -83,7 +83,7 @@ class Host:
         grant = self.engine.begin_store(keys, range(len(keys)))
         self.feed.granted([keys[i] for i in grant.accepted], self.feed.take_offered())
         if grant.op:
-            self.rank.say(grant.op.op_id, "done")
+            self.rank.send(grant.op.op_id, "done")
 
     def purge(self) -> None:
         assert self.engine.admin.purge(everything=True).run().finished
@@ -148,7 +148,7 @@ def test_a_block_is_announced_when_its_bytes_are_there(host: Host) -> None:
     host.feed.granted(keys, host.feed.take_offered())
     assert grant.op is not None
     assert host.feed.take_events() == []
-    host.rank.say(grant.op.op_id, "failed")
+    host.rank.send(grant.op.op_id, "failed")
     assert host.feed.take_events() == []
 
 
@@ -172,7 +172,7 @@ def test_a_store_without_a_request_is_announced_by_its_hash(host: Host) -> None:
     op = host.engine.begin_store(keys, [0, 1]).op
     assert op is not None
     host.feed.granted(keys, host.feed.take_offered())
-    host.rank.say(op.op_id, "done")
+    host.rank.send(op.op_id, "done")
     told = host.feed.take_events()
     assert [(event.block_hashes, event.token_ids, event.block_size) for event in told] == [([1], [], 0), ([2], [], 0)]
     assert {(event.group_idx, event.extra_keys, event.parent_block_hash) for event in told} == {(1, None, None)}

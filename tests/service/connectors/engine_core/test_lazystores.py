@@ -141,15 +141,6 @@ def test_after_a_reset_blocks_are_stored_again() -> None:
     assert host.stored() == set(keys_of("aa"))
 
 
-def test_refused_blocks_are_not_offered_in_every_step() -> None:
-    host = lazy_host(ahead=9)
-    host.engine.admin.set_bypass(load=False, store=True, ttl_seconds=None)
-    fill(host, "a", 4)
-    for _ in range(3):
-        assert stores(host) == ()
-    assert sum(host.engine.stats().stores.values()) == 4
-
-
 def test_nothing_is_stored_before_the_length_of_hashes_is_known() -> None:
     host = lazy_host(ahead=8)
     host.pool.blocks[3].block_hash = b"other123" + bytes(4)

@@ -77,27 +77,6 @@ def test_a_window_is_loaded_behind_its_null_blocks() -> None:
     assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
 
 
-def test_a_window_with_a_local_prefix_is_loaded_behind_that() -> None:
-    host, first, request = make_host(WITH_WINDOW), FakeRequest("f", PROMPT[:10]), FakeRequest("r", PROMPT)
-    host.run(first)
-    assert host.ask(request, 8) == 4
-    assert host.ask(request, 10) == 2
-    host.admit(request, local=10, load=2)
-    assert targets(host.step()) == [(request.block_ids[0][5], request.block_ids[1][5])]
-    assert host.contents(request) == keys_of(PROMPT)
-    assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
-
-
-def test_groups_of_unlike_block_sizes_get_their_own_blocks() -> None:
-    host, request = make_host(TWO_SIZES), FakeRequest("r", PROMPT)
-    assert host.ask(request) == 12
-    host.admit(request, load=12)
-    small, large = request.block_ids
-    assert targets(host.step()) == [(*small[:3], large[0], *small[3:], large[1])]
-    assert host.contents(request) == keys_of(PROMPT)
-    assert host.contents(request, LARGE) == keys_of(PROMPT, LARGE)
-
-
 @pytest.mark.parametrize(("admitted", "blocks"), [(12, 6), (8, 4), (7, 4), (1, 1)])
 def test_as_much_as_was_admitted_is_loaded(admitted: int, blocks: int) -> None:
     """Of a block that is admitted in part all is loaded: its tokens are those of the request anyway."""
@@ -215,11 +194,6 @@ def preempted_after_a_failed_load() -> tuple[VllmHost, FakeRequest]:
     return host, request
 
 
-def test_a_failed_load_is_not_found_again() -> None:
-    host, request = preempted_after_a_failed_load()
-    assert host.ask(request) == 0
-
-
 def test_a_request_that_comes_back_after_its_load_failed_counts_as_a_miss() -> None:
     host, request = preempted_after_a_failed_load()
     assert host.ask(request) == 0
@@ -262,7 +236,7 @@ def test_loads_begin_although_the_plan_of_their_step_raised(monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise MemoryError("injected")
 
-    monkeypatch.setattr(host.engine, "store_room", fail)
+    monkeypatch.setattr(host.control, "store_room", fail)
     with pytest.raises(MemoryError, match="injected"):
         host.step()
     plan = host.side.take_planned()

@@ -145,7 +145,7 @@ def test_a_failed_transfer_is_not_observed() -> None:
     host.run(request)
     host.finish(request)
     (op,) = host.step(copy=False).stores.ops
-    host.ranks[0].say(op.op_id, "failed")
+    host.ranks[0].send(op.op_id, "failed")
     host.side.settle()
     assert host.observed == []
 

@@ -59,7 +59,7 @@ def test_a_state_is_stored_one_step_after_it_was_handed_over() -> None:
     assert host.side.holds_gpu_blocks
     assert host.plan() == [(20,)]
     assert host.state.ref_cnt == 1  # the store's own
-    host.ranks[0].say(1, "done")
+    host.ranks[0].send(1, "done")
     assert [block.key for block in host.engine.blocks().blocks] == [keys_of(PROMPT, STATE)[1].hex()]
 
 
@@ -100,7 +100,7 @@ def test_a_state_is_free_when_it_was_read() -> None:
     host = StateHost()
     host.plan((1, 20, 8))
     host.plan()
-    host.ranks[0].say(1, "source_free")
+    host.ranks[0].send(1, "source_free")
     host.side.settle()
     assert host.state.ref_cnt == 0
 

@@ -141,15 +141,6 @@ class CountingEngine:
         monkeypatch.setattr(host.engine, "begin_store", count)
 
 
-def test_while_stores_are_refused_nothing_is_offered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = VllmHost(gpu_blocks=65, pinned=0)
-    counted = CountingEngine(host, monkeypatch)
-    run_and_finish(host)
-    for _ in range(50):
-        host.step()
-    assert counted.offers == [16]
-
-
 def test_a_full_pool_is_left_alone_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slot is held: nothing can be evicted."""
     host = VllmHost(gpu_blocks=65, slots=4)
@@ -186,23 +177,15 @@ def test_no_more_is_offered_again_than_there_is_room_for(monkeypatch: pytest.Mon
     assert host.outcomes == {"dropped_not_ready": 16, "stored": 16}
 
 
-def test_a_store_that_failed_is_planned_again() -> None:
-    host = VllmHost(gpu_blocks=65)
+@pytest.mark.parametrize("lazy_blocks", [None, 16])
+def test_a_store_that_failed_is_planned_again(lazy_blocks: int | None) -> None:
+    host = VllmHost(gpu_blocks=17, lazy_blocks=lazy_blocks)
     run_and_finish(host)
     (op,) = host.step(copy=False).stores.ops
     host.ranks[0].run(op.op_id, fail=True)
     assert idle_steps(host) > 0
     assert host.stored() == set(KEYS)
     assert host.outcomes == {"failed": 16, "stored": 16}
-
-
-def test_lazy_stores_that_failed_are_planned_again() -> None:
-    host = VllmHost(gpu_blocks=17, lazy_blocks=16)
-    run_and_finish(host)
-    (op,) = host.step(copy=False).stores.ops
-    host.ranks[0].run(op.op_id, fail=True)
-    assert idle_steps(host) > 0
-    assert host.stored() == set(KEYS)
 
 
 def fail_all(host: VllmHost) -> int:

@@ -30,15 +30,6 @@ def holding_host(groups: KVGroups = ONE_GROUP) -> tuple[VllmHost, FakeRequest]:
     return host, request
 
 
-@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
-def test_asking_in_every_step_holds_one_lease(groups: KVGroups) -> None:
-    host, request = holding_host(groups)
-    for local in (0, 4, 4, 0):
-        assert host.ask(request, local) == 8 - local
-        host.step()
-    assert host.leases == 1
-
-
 def test_a_request_that_ends_before_its_admission_releases_its_hit() -> None:
     host, request = holding_host(WITH_WINDOW)
     host.side.finish(request, [[], []])
@@ -64,16 +55,10 @@ def test_a_new_request_of_a_known_name_releases_the_hit_of_the_old_one() -> None
     assert host.leases == 0
 
 
-def test_a_request_that_skips_the_cache_gets_no_hit() -> None:
+def test_a_request_that_skips_the_cache_gets_no_hit_and_holds_nothing() -> None:
     host, request = holding_host()
     request.skip_reading_prefix_cache = True
     assert host.ask(request) == 0
-
-
-def test_a_request_that_skips_the_cache_holds_nothing() -> None:
-    host, request = holding_host()
-    request.skip_reading_prefix_cache = True
-    host.ask(request)
     host.admit(request, 9)
     assert host.leases == 0
 
@@ -212,11 +197,6 @@ def test_a_rank_that_restarts_while_an_op_is_planned_is_not_given_it(
     ops = [*plan.loads.ops, *plan.stores.ops]
     assert ops[0].boots == before
     assert all(host.ranks[0].boot_id not in op.boots for op in ops)
-
-
-def test_steps_are_numbered() -> None:
-    host = VllmHost()
-    assert [host.step().number for _ in range(3)] == [1, 2, 3]
 
 
 # -- costs ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log, this_node
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
 
 OURS, THEIRS = logging.getLogger("kvstow"), logging.getLogger("vllm")
 
@@ -107,15 +107,11 @@ def test_ranks_of_later_data_parallel_engines_count_from_zero() -> None:
     assert process_of(parallel_config__rank=5).rank == 1
 
 
-@pytest.mark.parametrize(("uses_ray", "known"), [(False, 1), (True, 1)])
-def test_ranks_that_may_be_on_another_node_are_not_counted(uses_ray: bool, known: int) -> None:
+@pytest.mark.parametrize("uses_ray", [False, True])
+def test_ranks_that_may_be_on_another_node_are_not_counted(uses_ray: bool) -> None:
     local = 2 if uses_ray else 1
     process = process_of(parallel_config__local_world_size=local, parallel_config__use_ray=uses_ray)
-    assert process.ranks_per_node == known
-
-
-def test_a_node_has_one_name() -> None:
-    assert this_node() == this_node() != ""
+    assert process.ranks_per_node == 1
 
 
 @pytest.mark.parametrize(
@@ -129,12 +125,8 @@ def test_a_node_has_one_name() -> None:
 )
 def test_loads_may_not_rely_on_late_frees(changes: dict[str, Any]) -> None:
     assert process_of().frees_late
+    assert process_of(**changes).drafts is ("speculative_config" in changes)
     assert not process_of(**changes).frees_late
-
-
-def test_a_drafter_is_known() -> None:
-    assert not process_of().drafts
-    assert process_of(speculative_config=object()).drafts
 
 
 def test_batches_of_a_pipeline_overlap_too() -> None:

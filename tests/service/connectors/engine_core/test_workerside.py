@@ -72,7 +72,7 @@ class FakePlane(NoDataPlane):
         self.completions += [Completion(op_id, "failed", "closed") for op_id in self.fails_at_close]
         return self.ends
 
-    def say(self, op_id: int, mark: Mark = "done") -> None:
+    def send(self, op_id: int, mark: Mark = "done") -> None:
         self.completions.append(Completion(op_id, mark))
 
 
@@ -148,33 +148,23 @@ def test_a_load_is_reported_once_with_its_completion(mark: Mark, failed: set[str
     rank = Rank()
     rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
-    assert rank.side.take_boot_completions() == []
-    rank.plane.say(2, mark)
+    assert rank.side.take_boot_completions() == ()
+    rank.plane.send(2, mark)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, failed, bad)
     (batch,) = rank.side.take_boot_completions()
     assert (batch.boot_id, [completion.op_id for completion in batch.completions]) == ("boot", [2])
     assert rank.side.take_finished_loads() == NOTHING
-    assert rank.side.take_boot_completions() == []
+    assert rank.side.take_boot_completions() == ()
 
 
 def test_each_load_of_a_step_ends_with_its_own_op() -> None:
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD, "q": op(4, "load", 7), "s": op(3, "load", 9)}))
-    rank.plane.say(4)
+    rank.plane.send(4)
     assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
-    rank.plane.say(2, "failed")
-    rank.plane.say(3)
+    rank.plane.send(2, "failed")
+    rank.plane.send(3)
     assert rank.side.take_finished_loads() == FinishedLoads({"r", "s"}, {"r"}, {5, 6})
-
-
-def test_a_load_that_an_older_step_began_ends_with_its_own_op() -> None:
-    rank = Rank()
-    rank.side.begin_step(step(1, loads={"r": LOAD}))
-    rank.side.begin_step(step(2, loads={"q": op(4, "load", 7)}))
-    rank.plane.say(2, "failed")
-    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    rank.plane.say(4)
-    assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
 
 
 def test_completions_after_the_snapshot_are_in_the_next_one() -> None:
@@ -182,8 +172,8 @@ def test_completions_after_the_snapshot_are_in_the_next_one() -> None:
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
-    rank.plane.say(2)
-    assert rank.side.take_boot_completions() == []
+    rank.plane.send(2)
+    assert rank.side.take_boot_completions() == ()
     assert rank.side.take_finished_loads().done == {"r"}
     assert len(rank.side.take_boot_completions()) == 1
 
@@ -191,23 +181,16 @@ def test_completions_after_the_snapshot_are_in_the_next_one() -> None:
 def test_a_source_that_is_free_ends_nothing() -> None:
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}))
-    rank.plane.say(2, "source_free")
+    rank.plane.send(2, "source_free")
     assert rank.side.take_finished_loads() == NOTHING
     assert len(rank.side.take_boot_completions()) == 1
-
-
-def test_a_lost_load_is_reported_without_any_op() -> None:
-    rank = Rank()
-    rank.side.begin_step(step(1, lost={"r": (5, 6)}))
-    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    assert rank.side.take_finished_loads() == NOTHING
 
 
 def test_a_lost_load_ends_at_once_and_those_beside_it_with_their_ops() -> None:
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}, lost={"q": (7, 9)}))
     assert rank.side.take_finished_loads() == FinishedLoads({"q"}, {"q"}, {7, 9})
-    rank.plane.say(2)
+    rank.plane.send(2)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, set(), set())
 
 
@@ -242,7 +225,7 @@ def test_completions_of_a_data_plane_that_does_not_end_are_still_collected() -> 
     rank.plane.ends = False
     assert not rank.side.close_plane()
     assert rank.side.take_finished_loads() == NOTHING
-    rank.plane.say(2, "failed")
+    rank.plane.send(2, "failed")
     assert rank.side.take_finished_loads().failed == {"r"}
 
 

@@ -131,8 +131,9 @@ class VllmHost:
         self.observed: list[tuple[str, float]] = []
         self.policy = LoadPolicy("async", 0.01, 64, self.clock)
         self.meter = PrefillMeter(8, self.clock)
+        self.control: Any = EmbeddedControl(self.engine)
         self.side = SchedulerSide(
-            EmbeddedControl(self.engine),
+            self.control,
             groups,
             self.pool,
             lazy_blocks=lazy_blocks,

@@ -22,7 +22,6 @@ from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 
@@ -47,7 +46,7 @@ class AttachedVllmHost(VllmHost):
         self.service = SlowService(config, slots, clock=self.clock, delay=delay_of)
         self.service.is_up = is_up
         self.memory: dict[int, bytes | None] = {}
-        self.control = AttachedControl(lambda: self.service.engine(clock=self.clock), 64, self.clock)
+        self.control = self.service.control()
         self._joined: tuple[int, AttachedSession] | None = None
         link: Any = SimpleNamespace(
             pool=self.service.pool, desired=self._desired, report=self._report, complete=self.control.complete

@@ -28,7 +28,6 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
-from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.wire import Kind, Message
@@ -38,6 +37,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
 from kvstow.source import Source
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.node.pools.nodesession import NodeSession
 
 
@@ -62,17 +62,18 @@ class SlowService:
         self.session: AttachedSession | None = None
         self.connection: SlowConnection
 
-    def engine(self, **options: Any) -> AttachedEngine:
-        """The scheduler half of an engine of this service."""
+    def control(self) -> AttachedControl:
+        """The control plane of an engine of this service."""
         config = self.pool.config
         sizes = tuple(config.slot_bytes_of(rank) for rank in range(config.num_ranks))
         identity = PoolIdentity(sizes, (RegionIdentity("0", sizes[0]),), "auto", (GroupIdentity("full", 16, 16),))
         namespace = NamespaceIdentity("model", "weights", "configured", "probe")
+        slot_bytes, clock = config.slot_bytes, self.pool.clock
         return self.connect(
-            AttachedEngine(Path("/none"), engine="engine", pool=identity, namespace=namespace, **options)
+            AttachedControl(Path("/none"), slot_bytes, clock, engine="engine", pool=identity, namespace=namespace)
         )
 
-    def connect(self, engine: AttachedEngine) -> AttachedEngine:
+    def connect(self, engine: AttachedControl) -> AttachedControl:
         """Have this engine, which has made no step yet, talk to this service."""
         self._engine = engine
         self.connection = SlowConnection(self, engine._begin_session, engine._end_session)
@@ -80,7 +81,7 @@ class SlowService:
         return engine
 
     def open_session(self) -> AttachedSession:
-        namespace = self._engine._hello.namespace
+        namespace = self._engine._make_hello().namespace
         assert namespace is not None
         self.session = session = self.pool.attach("engine", f"epoch {namespace.epoch}")
         for rank in range(self.pool.config.num_ranks):
@@ -133,7 +134,7 @@ class SlowConnection:
         self._answers.append((due, call, _frame(answer)))
         return call
 
-    def tell(self, message: Message, fds: object = ()) -> bool:
+    def send(self, message: Message, fds: object = ()) -> bool:
         if self.state != "attached":
             return False
         message = type(message).unpack(message.pack())
@@ -141,7 +142,7 @@ class SlowConnection:
             case Completions():
                 self._session.complete(message)
             case Release():
-                self._session.release(message.lease_ids)
+                self._session.control.release_leases(message.lease_ids)
             case Use():
                 self._session.control.use(
                     message.keys,
@@ -183,7 +184,7 @@ class SlowConnection:
 
     def close(self, *last_words: Message) -> None:
         for message in last_words:
-            self.tell(message)
+            self.send(message)
         self.disconnect("closed")
         self.state = "closed"
 
@@ -198,6 +199,7 @@ class SlowConnection:
         session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
+        session.pool.grow_above = -1  # all its memory is there
         self.welcome = Welcome(
             session_id=str(session.control.session_id),
             service="slow",
@@ -229,8 +231,6 @@ class SlowConnection:
         raise AssertionError(f"{message} has no answer")
 
     def _find(self, message: Lookup | LookupPrompt) -> Any:
-        if isinstance(message, LookupPrompt):
-            return self._session.lookup_prompt(message)
         return self._session.lookup(message)
 
     def _deliver(self) -> None:

@@ -193,7 +193,7 @@ def test_a_silent_service_loses_the_session_and_the_gpu_gets_its_blocks_back() -
     host.step()
     host.step()
     assert not host.side.holds_gpu_blocks
-    assert not host.control.engine.is_attached
+    assert not host.control.is_attached
 
 
 def test_a_reset_hides_what_was_stored_and_what_is_being_stored() -> None:
@@ -270,14 +270,6 @@ def test_how_long_a_request_waits_for_its_lookup_is_observed_once() -> None:
     host.admit(request, load=12)
     (seconds,) = deferrals(host)
     assert seconds > 0
-
-
-def test_a_lookup_that_is_answered_at_once_was_not_put_off() -> None:
-    host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
-    host.expect(request)
-    assert host.ask_now(request) == 12
-    host.admit(request, load=12)
-    assert deferrals(host) == []
 
 
 def test_a_request_that_ends_before_its_lookup_is_answered_has_waited_until_then() -> None:
@@ -413,7 +405,7 @@ def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() 
             break
         host.step()
     host.service.is_up = False
-    host.control.engine.disconnect("gone")
+    host.control.disconnect("gone")
     assert host.answer(request) == 0
 
 

@@ -8,6 +8,8 @@ import pytest
 from tests.service.connectors.engine_core.test_kvevents import Removed, Stored
 from tests.service.connectors.vllm.slowservice import SlowService
 
+from kvstow.attach.calls import EventPage
+from kvstow.attach.connection import Answer
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.keys import make_key
@@ -16,7 +18,6 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import kvevents
 from kvstow_service.connectors.engine_core.kvevents import EventFeed, GroupKind, Vocabulary
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.connectors.vllm.attachedfeeds import PERIOD_SECONDS, AttachedBlocks
 
 SLOTS = 16
@@ -42,7 +43,7 @@ class Bench:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=64, capacity_slots=SLOTS, event_buffer=event_buffer)
         self.service = SlowService(config, SLOTS, clock=self.clock, delay=lambda: 1)
-        self.control = AttachedControl(lambda: self.service.engine(clock=self.clock), 64, self.clock)
+        self.control = self.service.control()
         self.has_memory = True
         self.source = AttachedBlocks(self.control, lambda: self.has_memory, self.clock)
         vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
@@ -151,11 +152,16 @@ def test_an_eviction_is_told(bench: Bench) -> None:
     assert set(bench.told) == {1}
 
 
-def test_without_news_the_service_is_asked_ten_times_a_second(bench: Bench) -> None:
+def test_without_news_the_service_is_asked_ten_times_a_second(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.settle()
     asked: list[int] = []
     read = bench.control.read_events
-    bench.control.read_events = lambda after: asked.append(after) or read(after)  # type: ignore[func-returns-value,method-assign]
+
+    def noted(after: int) -> Answer[EventPage]:
+        asked.append(after)
+        return read(after)
+
+    monkeypatch.setattr(bench.control, "read_events", noted)
     for _ in range(100):
         bench.step(PERIOD_SECONDS / 10)
     assert 9 <= len(asked) <= 11

@@ -131,7 +131,7 @@ def test_a_service_that_takes_its_time_does_not_count_as_silent() -> None:
         assert host.control.state == AttachState("attached", sharing="yes")
     host.clock.advance(SILENT_SECONDS + 0.1)
     host.step()
-    assert host.control.engine.is_attached
+    assert host.control.is_attached
     assert host.control.problem is None
 
 
@@ -142,7 +142,7 @@ def test_the_times_of_ops_that_have_failed_are_not_kept() -> None:
     host.finish(request)
     plans = [host.step(copy=False) for _ in range(4)]
     (op,) = [op for plan in plans for op in plan.stores.ops]
-    (entry,) = host.control.engine._ops._of_service.values()
+    (entry,) = host.control._ops._of_service.values()
     said = SettledOps((SettledOp(entry.service_id, "store", "failed", "too late"),), room=0)
     host.service.connection._pushed.append(Frame(said.KIND, 0, said.pack()))
     host.step(copy=False)
@@ -150,4 +150,3 @@ def test_the_times_of_ops_that_have_failed_are_not_kept() -> None:
     host.control.complete(0, rank.boot_id, [Completion(op.op_id, "done", seconds=0.5)])
     host.step()
     assert not host.control.moved_seconds
-    assert not host.control._seconds

@@ -16,6 +16,7 @@ from typing import TypeVar
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, figures_of, next_push, wait_until
+from tests.service.node.fakehost import FakeSession
 
 import kvstow.attach
 import kvstow_service
@@ -48,9 +49,9 @@ from kvstow.attach.hello import Refused
 from kvstow.attach.wire import VERSION, Kind, Message
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
-from kvstow_service.node.attach import clientcalls
+from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.clients import REASONS
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.pools.sessionlink import SessionLink
 
 KEYS = [bytes([number]) * 34 for number in range(8)]
 
@@ -72,7 +73,7 @@ def refusal_by(node: Node, connection: AttachConnection) -> str:
 def store(scheduler: AttachConnection, keys: list[bytes], ranks: int = 2) -> StoreBegun:
     begun = ask(scheduler, BeginStore(keys), StoreBegun)
     for rank in range(ranks):
-        scheduler.tell(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
+        scheduler.send(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
     return begun
 
 
@@ -93,26 +94,13 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
     assert (session.session_id, session.state, session.hello.engine) == (welcome.session_id, "attached", "test")
 
 
-def test_a_block_that_one_engine_has_stored_is_found_and_loaded_by_another(node: Node) -> None:
-    first, second = node.attach(), node.attach()
-    begun = store(first, KEYS[:3])
-    settled = SettledOps.unpack(next_push(first).payload)
-    assert [(op.op_id, op.mark) for op in settled.ops] == [(begun.op_id, "done")]
-    assert settled.room == 7
-    found = ask(second, Lookup(KEYS, Hold.PRESENT), Found)
-    assert found.runs == ((0, 3),)
-    loading = ask(second, BeginLoad(found.lease_id, 1, 2), LoadBegun)
-    assert loading.slots == begun.slots[1:]
-    assert second.poll() == []  # the other session's op settled nothing here
-
-
 def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
     found = ask(scheduler, Lookup(KEYS), Found)
-    scheduler.tell(Use(KEYS, 3, (0, 8)))
-    scheduler.tell(CountLookup(8, 8))
-    scheduler.tell(Release((found.lease_id, 12345)))
+    scheduler.send(Use(KEYS, 3, (0, 8)))
+    scheduler.send(CountLookup(8, 8))
+    scheduler.send(Release((found.lease_id, 12345)))
     with pytest.raises(CallFailedError, match="was released or used up") as caught:
         ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
     assert caught.value.service_code == "lease_invalid"
@@ -146,8 +134,8 @@ def test_workers_report_and_get_memory(node: Node) -> None:
     report = RankReport.without_pool(1, "boot", "ready", 4096)
     answer = ask(worker, Report(report), Desired)
     assert answer.desired.capacity_slots == 101
-    worker.tell(RegisteredExtents((ExtentSlots(5, 2),)))
-    worker.tell(ReleasedExtents((5,)))
+    worker.send(RegisteredExtents((ExtentSlots(5, 2),)))
+    worker.send(ReleasedExtents((5,)))
     node.wait_for_event("released")
     assert node.host.registered == [(1, (ExtentSlots(5, 2),))]
     (session,) = node.server._life.sessions.values()
@@ -161,12 +149,12 @@ def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
     scheduler = node.attach()
     worker = node.attach_worker(scheduler, 1)
     begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
-    worker.tell(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
+    worker.send(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
     with pytest.raises(CallFailedError, match="a report of rank 0, from rank 1"):
         ask(worker, Report(RankReport.without_pool(0, "boot", "ready", 4096)), Desired)
     (session,) = node.host.sessions.values()
     assert session.ops[begun.op_id].pending == {0, 1}
-    scheduler.tell(Completions(2, "boot", (Completion(begun.op_id, "done"),)))
+    scheduler.send(Completions(2, "boot", (Completion(begun.op_id, "done"),)))
     ask(scheduler, Reset(), ResetDone)
     assert session.ops[begun.op_id].pending == {0, 1}
     assert figures_of(node.server).errors["invalid_request"] == 3
@@ -255,8 +243,8 @@ def test_an_error_of_the_host_is_answered_logged_and_counted(node: Node, caplog:
 
 def test_an_error_that_nobody_would_hear_of_ends_the_session(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = node.attach(), node.attach()
-    monkeypatch.setattr(node.host, "count_lookup", lambda *_: 1 / 0)
-    first.tell(CountLookup(1, 1))
+    monkeypatch.setattr(FakeSession, "count_lookup", lambda *_: 1 / 0)
+    first.send(CountLookup(1, 1))
     assert refusal_by(node, first).startswith("internal")
     assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
     assert [event[0] for event in node.events("lost", "over")] == ["lost", "over"]
@@ -266,7 +254,7 @@ def test_an_error_in_the_end_of_a_session_does_not_touch_the_others(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = node.attach(), node.attach()
-    monkeypatch.setattr(node.host, "session_lost", lambda *_: 1 / 0)
+    monkeypatch.setattr(FakeSession, "lose", lambda *_: 1 / 0)
     first.close()
     node.wait_for_event("over")
     assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
@@ -277,7 +265,7 @@ def test_the_end_of_the_thread_is_seen(make_node: MakeNode, monkeypatch: pytest.
     node = make_node()
     scheduler = node.attach()
     monkeypatch.setattr(node.server._life, "expire", lambda: 1 / 0)
-    wait_until(lambda: node.failures, lambda: scheduler.poll(0.001) or scheduler.tell(CountLookup(1, 1)))
+    wait_until(lambda: node.failures, lambda: scheduler.poll(0.001) or scheduler.send(CountLookup(1, 1)))
     assert (
         node.failures
         == [node.server.failure]
@@ -331,7 +319,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Nod
     wait_until(paused, slow.flush)
     assert ask(other, Reset(), ResetDone) == ResetDone("model-99")
     (client,) = [client for client in node.server._clients if client.channel.unsent_bytes]
-    assert client.channel.unsent_bytes < 2 * clientcalls._PAUSED_ABOVE_BYTES
+    assert client.channel.unsent_bytes < 2 * attachserver._PAUSED_ABOVE_BYTES
     answered: list[int] = []
 
     def read() -> None:
@@ -362,26 +350,20 @@ def test_a_client_that_lets_pushes_pile_up_is_dropped(node: Node, monkeypatch: p
     slow.close()
 
 
-def test_a_client_with_many_frames_waits_for_the_others(node: Node) -> None:
+def test_a_client_with_many_frames_waits_for_the_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read may hold thousands of frames: they are handled in turns."""
     greedy, other = raw_session(node), node.attach()
     many = 500
     frame = Release(()).pack()
     order: list[str] = []
-    release = node.host.release_leases
-
-    def released(session_id: str, lease_ids: object) -> None:
-        order.append(session_id)
-        release(session_id, ())
-
-    node.host.release_leases = released  # type: ignore[method-assign]
+    monkeypatch.setattr(FakeSession, "release_leases", lambda session, _: order.append(session.session_id))
     with node.standing_still():
         for _ in range(many):
             greedy.send(Kind.RELEASE, frame)
-        other.tell(Release(()))
+        other.send(Release(()))
     wait_until(lambda: len(order) == many + 1)
     other_id = other.welcome.session_id if other.welcome else ""
-    assert order.index(other_id) <= 2 * clientcalls._FRAMES_PER_TURN
+    assert order.index(other_id) <= 2 * attachserver._FRAMES_PER_TURN
     greedy.close()
 
 
@@ -403,7 +385,7 @@ def test_every_reason_to_refuse_or_end_a_connection_is_known() -> None:
         reason
         for path in files
         for reason in re.findall(
-            r'(?:AttachRefusedError\(|ProtocolError\(|\.refuse\(|\.drop\(client,|\.drop\(oldest,)\s*"(\w+)"',
+            r'(?:AttachRefusedError\(|ProtocolError\(|\.refuse\(|\._drop\(client,|\._drop\(oldest,)\s*"(\w+)"',
             path.read_text(),
         )
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grp
 import os
-import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -97,32 +96,6 @@ def test_the_default_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert runtime_folder(*names, {"XDG_RUNTIME_DIR": "/run/user/1000"}) == Path("/run/user/1000/kvstow")
     assert runtime_folder(*names, {}) == Path(tempfile.gettempdir()) / "kvstow-node-1000"
-
-
-def test_the_socket_of_a_dead_service_is_replaced_and_a_living_one_refused(tmp_path: Path) -> None:
-    path = tmp_path / "attach.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-    first = AttachSocket(path)
-    with pytest.raises(ConflictError, match="another process is listening there"):
-        AttachSocket(path)
-    path.unlink()
-    second = AttachSocket(path)
-    first.close()  # the file is the other's
-    assert path.exists()
-    second.close()
-
-
-def test_a_file_that_is_no_socket_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "attach.sock"
-    path.write_text("precious")
-    with pytest.raises(ConflictError, match="is not a socket"):
-        AttachSocket(path)
-    assert path.read_text() == "precious"
-    with pytest.raises(ConflictError, match="cannot use the folder"):
-        AttachSocket(path / "run" / "attach.sock")
-    with pytest.raises(ConflictError, match="cannot listen on"):
-        AttachSocket(tmp_path / ("x" * 120))
 
 
 def test_a_group_is_a_name_or_a_number() -> None:

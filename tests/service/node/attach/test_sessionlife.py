@@ -17,10 +17,9 @@ from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, Rel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
-from kvstow_api import limitedlog
-from kvstow_service.node.attach import clientcalls, sessionlife
-from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.sessionlife import SessionLife
+from kvstow_service.node.pools.sessionlink import SessionLink
 
 GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 
@@ -68,7 +67,7 @@ def is_over(node: Node, number: int) -> bool:
 
 
 def ends(node: Node) -> list[object]:
-    return [event[0] if event[0] != "let go" else event[2] for event in node.events("lost", "let go", "over")]
+    return [event[0] if event[0] != "ended" else event[2] for event in node.events("lost", "ended", "over")]
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     assert not any(member.is_connected for member in session.members)
     processes[0].die()  # the scheduler half has mapped nothing: its end decides nothing
     processes[1].die()
-    node.wait_for_event("let go")
+    node.wait_for_event("ended")
     quiet(node)
     assert ends(node) == ["lost", 0]
     processes[2].die()
@@ -128,8 +127,8 @@ def test_a_session_without_memory_is_over_at_once(node: Node) -> None:
 
 def test_a_worker_that_detaches_is_not_waited_for(node: Node, engine: Engine) -> None:
     _, workers, processes = engine
-    workers[0].tell(Detach("shutdown"))
-    node.wait_for_event("let go")
+    workers[0].send(Detach("shutdown"))
+    node.wait_for_event("ended")
     assert ends(node) == ["lost", 0]
     processes[2].die()
     node.wait_for_event("over")
@@ -140,7 +139,7 @@ def test_a_scheduler_half_that_detaches_leaves_its_workers_memory(
     node: Node, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvstow.attach"):
-        engine[0].tell(Detach())
+        engine[0].send(Detach())
         node.wait_for_event("lost")
         quiet(node)
     assert ends(node) == ["lost"]
@@ -164,8 +163,8 @@ def test_a_client_that_detaches_and_closes_need_not_wait_for_answers(
 def test_a_detach_behind_more_frames_than_one_turn_takes_is_heard(node: Node, engine: Engine) -> None:
     workers = engine[1]
     with node.standing_still():
-        for _ in range(2 * clientcalls._FRAMES_PER_TURN):
-            workers[0].tell(ReleasedExtents(()))
+        for _ in range(2 * attachserver._FRAMES_PER_TURN):
+            workers[0].send(ReleasedExtents(()))
         workers[0].close(Detach("shutdown"))
     node.wait_for_event("lost")
     quiet(node)
@@ -201,19 +200,6 @@ def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> 
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
     assert late.refusal == "unknown_token"
     assert figures_of(node.server).errors == {}  # the fake host asserts that a lost session makes no call
-
-
-def test_attaching_and_leaving_again_and_again_fills_no_log(
-    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limitedlog, "_INTERVAL_SECONDS", 3600.0)
-    most = sessionlife._LINES_A_MINUTE
-    with caplog.at_level("INFO", logger="kvstow.attach"):
-        for number in range(most + 5):
-            node.attach().close()
-            wait_until(partial(is_over, node, number + 1))
-    for words in (" attached", " ends: ", " is over: "):
-        assert len([one for one in caplog.messages if one.startswith("session ") and words in one]) == most
 
 
 def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +250,7 @@ def test_the_same_process_may_say_later_that_its_copies_have_ended(node: Node, e
         for fd in next_push(worker).fds:
             os.close(fd)
     wait_until(lambda: ("over", node.events("opened")[0][1]) in node.host.events)
-    assert [event[1] for event in node.events("let go")] == [node.events("opened")[0][1]] * 2
+    assert [event[1] for event in node.events("ended")] == [node.events("opened")[0][1]] * 2
 
 
 def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: Engine) -> None:
@@ -375,7 +361,7 @@ def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: s
     give_memory(node)
     node.process(uid=os.getuid())
     scheduler = node.attach()
-    node.server.calls._find_peer = peer_of
+    node.server._find_peer = peer_of
     assert scheduler.welcome is not None
     worker = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(node.path), scheduler.welcome.token, "0", way],

@@ -172,7 +172,7 @@ def test_replicated_ranks_have_the_same_memory(make_bench: MakeBench) -> None:
 
 def test_replicated_ranks_both_hear_what_is_populated(bench: HostBench) -> None:
     bench.starts_populated = False
-    extents = [extent for number in range(1, 9) if (extent := bench.memory.memory.extent(number)) is not None]
+    extents = [extent for number in range(1, 9) if (extent := bench.memory.memory.extents.get(number)) is not None]
     for extent in extents:
         extent.populated_bytes = 0
     engine = bench.attach(replace(HELLO, pool=replace(POOL, replicated=True)))

@@ -49,7 +49,7 @@ def successor(bench: HostBench) -> Engine:
 def ask(engine: Engine, hold: Hold = Hold.PRESENT, keys: list[bytes] = KEYS) -> tuple[Message, list[Message]]:
     """What is answered at once, and what later."""
     later: list[Message] = []
-    answer = engine.bench.host.lookup(engine.session_id, Lookup(keys, hold), lambda call: later.append(call()))
+    answer = engine.session.lookup(Lookup(keys, hold), lambda call: later.append(call()))
     return answer, later
 
 
@@ -72,7 +72,7 @@ def test_the_first_lookup_waits_until_what_it_has_found_is_registered(successor:
 
 def test_a_lookup_of_a_whole_prompt_waits_as_well(successor: Engine, bench: HostBench) -> None:
     later: list[Message] = []
-    answer = bench.host.lookup_prompt(successor.session_id, LookupPrompt(KEYS), lambda call: later.append(call()))
+    answer = successor.session.lookup(LookupPrompt(KEYS), lambda call: later.append(call()))
     assert isinstance(answer, Pending)
     successor.register(limit=9)
     assert not later
@@ -192,7 +192,7 @@ def test_more_hints_than_an_engine_can_send_are_ignored(bench: HostBench) -> Non
 
     def send(count: int) -> dict[str, int]:
         for _ in range(count):
-            bench.host.use(engine.session_id, use)
+            engine.session.use(use)
         return {reason: num for reason, num in engine.pool.counters.hints_ignored.items() if num}
 
     assert send(HINTS_PER_SECOND + 2) == {"unknown": HINTS_PER_SECOND, "rate": 2}

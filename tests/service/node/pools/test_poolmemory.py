@@ -81,7 +81,7 @@ class Recorder(NodeRecords):
         self.workers: set[str] = set()
 
     def save(self, memory: NodeMemory) -> None:
-        self.recorded = {number for number, extent in memory.budget.extents().items() if not extent.is_spare}
+        self.recorded = {number for number, extent in memory.budget.extents.items() if not extent.is_spare}
         self.workers = set(self._workers)
 
     def check(self, memory: NodeMemory) -> None:
@@ -89,7 +89,7 @@ class Recorder(NodeRecords):
 
 
 def test_nothing_is_handed_out_before_it_is_recorded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = bench.memory.pools.records = Recorder()
+    recorder = bench.memory.records = Recorder()
     push, sent = Engine.push, list[int]()
 
     def checked(engine: Engine, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
@@ -109,7 +109,7 @@ def test_nothing_is_handed_out_before_it_is_recorded(bench: HostBench, monkeypat
 def test_memory_that_an_engine_has_sealed_is_handed_out_no_more(bench: HostBench, seal: int) -> None:
     first = grown(bench, rows=3)
     sealed = next(extent for extent, grant in first.grants[0].items() if grant.number == 1)
-    found = bench.memory.memory.extent(sealed)
+    found = bench.memory.memory.extents.get(sealed)
     assert found is not None
     fcntl.fcntl(found.fd, fcntl.F_ADD_SEALS, seal)
     second = bench.attach(ONE_RANK)
@@ -118,7 +118,7 @@ def test_memory_that_an_engine_has_sealed_is_handed_out_no_more(bench: HostBench
     assert sorted(grant.number for grant in second.grants[0].values()) == [0]
     first.end()
     bench.run()
-    assert sealed not in bench.memory.memory.extents()
+    assert sealed not in bench.memory.memory.extents
     assert sealed not in second.grants[0]
     second.register()
     second.report()
@@ -132,7 +132,7 @@ def test_memory_that_is_sealed_before_it_is_populated_is_replaced(make_bench: Ma
     engine.join()
     bench.run()
     (sealed,) = engine.grants[0]
-    found = bench.memory.memory.extent(sealed)
+    found = bench.memory.memory.extents.get(sealed)
     assert found is not None
     fcntl.fcntl(found.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
     bench.run()
@@ -198,7 +198,7 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     assert bench.host.sessions()[0].state == "attaching"
     assert engine.begin_store(1).outcomes == {"dropped_not_ready": 1}
     (row,) = bench.budget.rows(engine.pool.name).values()
-    first, second = (bench.memory.memory.extent(number) for number in row.extents)
+    first, second = (bench.memory.memory.extents.get(number) for number in row.extents)
     assert first is not None
     assert second is not None
     first.populated_bytes, second.populated_bytes = 2 * SLOT_BYTES, 3 * SLOT_BYTES
@@ -235,7 +235,7 @@ def test_a_rank_that_registers_less_than_before_sees_less(bench: HostBench) -> N
     engine.store(*range(10))
     lease = engine.find(9, hold=Hold.PRESENT)
     (extent,) = engine.grants[0]
-    bench.host.extents_registered(engine.session_id, 0, [ExtentSlots(extent, 4)])
+    engine.session.registered(0, [ExtentSlots(extent, 4)])
     assert engine.has(*range(10)) == 4
     with pytest.raises(LeaseError, match="broken"):
         engine.begin_load(lease.lease_id)

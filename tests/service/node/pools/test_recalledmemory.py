@@ -103,7 +103,7 @@ def test_a_worker_may_say_twice_that_it_has_released_an_extent(make_bench: MakeB
     new.join()
     bench.run()
     (revoked,) = old.revoked[0]
-    bench.host.extents_released(old.session_id, 0, (revoked, revoked))
+    old.session.released(0, (revoked, revoked))
     bench.run()
     assert list(new.grants[0]) == [revoked]
 
@@ -162,7 +162,7 @@ def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: Make
     assert {grant.number for grant in late.grants[0].values()} == {0, 1, 2}
     late.register()
     late.report()
-    bench.host.release_leases(old.session_id, [lease.lease_id])
+    old.session.release_leases([lease.lease_id])
     bench.run()
     old.release_revoked()
     bench.run()
@@ -198,7 +198,7 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
         bench.run()
         liar.register()
     assert len(liar.kept) == 4
-    assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents().values())
+    assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents.values())
     honest = bench.attach(ONE_RANK_OTHER, uid=2000)
     honest.join()
     bench.run()
@@ -206,12 +206,12 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
     bench.run()
     (found,) = bench.memory.figures.kept
     assert (found.sessions, found.num_bytes) == ((liar.session_id,), EXTENT)
-    assert (honest.grants, len(bench.memory.memory.extents())) == ({}, 3), "nothing takes its place"
+    assert (honest.grants, len(bench.memory.memory.extents)) == ({}, 3), "nothing takes its place"
     liar.release_revoked()
     bench.run()
     assert honest.grants == {}, "it keeps that, too"
     close_fds(liar.kept)
-    bench.memory.pools.check()
+    bench.memory.check()
     bench.run()
     assert len(honest.grants[0]) == 1
     assert (bench.memory.figures.kept, bench.memory.figures.allocated_bytes) == ((), 4 * EXTENT)

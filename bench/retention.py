@@ -1,0 +1,259 @@
+"""Hints on whole traces: hits with hints that are right, wrong, hostile, or only names, beside the pool without hints
+and MIN, which knows the next use of every block.
+
+Each pool is a real control plane in the time of the trace. The traces are of agents, made here, and the public one of
+conversations, in which a request belongs to the conversation whose chain it continues.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from math import exp, inf, log
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.policytraces import Trace, read
+from bench.report import Table, verdict
+from kvstow.hints import Hints, context_id
+from kvstow.keys import make_key
+from kvstow_service.replay.hittable import TimedPool, foresight_hits
+
+CONVERSATION_SLOTS = 4000
+_EXACT, _NOISY, _WORSE = 0.95, 0.9, 0.5
+"""The bars: shares of MIN's hits, and points below the pool without hints."""
+
+
+class Request(NamedTuple):
+    """`context`: None where the client gives no hints. `gap`: until the next request of the context; `inf` if there is
+    none."""
+
+    time: float
+    blocks: list[int]
+    context: int | None
+    gap: float = inf
+
+
+Say = Callable[[int, Request], Hints | None]
+"""The hints of the request with a number."""
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+class _Branch(NamedTuple):
+    """An agent's branch before its next turn. The first fields are its order."""
+
+    time: float
+    context: int
+    chain: list[int]
+    turns: int
+    is_fork: bool
+
+
+def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Request]:
+    """Agents with 43 turns at the median and gaps with a heavy tail, of which some turns fork branches that end. With
+    `others`, a fifth as many requests beside them that nobody repeats."""
+    choose = random.Random(5)
+    fresh = iter(range(1, 1 << 40))
+    prompts = [[next(fresh) for _ in range(20)] for _ in range(4)]
+    contexts = iter(range(1 << 40))
+
+    def begin(now: float) -> _Branch:
+        chain = [*choose.choice(prompts), *(next(fresh) for _ in range(10))]
+        return _Branch(now, next(contexts), chain, max(3, int(choose.lognormvariate(log(43), 0.5))), False)
+
+    branches = [begin(300 * choose.random()) for _ in range(count)]
+    heapify(branches)
+    found: list[Request] = []
+    while branches and branches[0].time < seconds:
+        now, context, chain, turns, is_fork = heappop(branches)
+        chain = [*chain, *(next(fresh) for _ in range(max(1, round(11.5 * choose.random()))))]
+        found.append(Request(now, chain, context))
+        gap = 3 + min(choose.lognormvariate(log(8), 1.5), 1200)
+        if turns > 1 and not is_fork and choose.random() < 0.08:
+            for _ in range(choose.randint(1, 3)):
+                heappush(branches, _Branch(now + 1, next(contexts), chain, choose.randint(2, 8), True))
+            gap += 60
+        if turns > 1:
+            heappush(branches, _Branch(now + gap, context, chain, turns - 1, is_fork))
+        elif not is_fork:
+            heappush(branches, begin(now + gap))
+    if others:
+        times = [seconds * choose.random() for _ in range(len(found) // 5)]
+        found += [Request(now, [next(fresh) for _ in range(60)], None) for now in times]
+    return with_gaps(sorted(found, key=lambda request: request.time))
+
+
+def conversations(trace: Trace) -> list[Request]:
+    """The requests of a trace, each in the conversation whose last chain it continues."""
+    context_of: dict[int, int] = {}
+    found = []
+    for number, (now, blocks) in enumerate(zip(trace.times, trace.requests, strict=True)):
+        context = next((context_of.pop(block) for block in reversed(blocks) if block in context_of), number)
+        context_of[blocks[-2] if len(blocks) > 2 else blocks[-1]] = context  # the last one is not full
+        found.append(Request(now, blocks, context))
+    return with_gaps(found)
+
+
+def with_gaps(requests: Iterable[Request]) -> list[Request]:
+    following: dict[int, float] = {}
+    found = []
+    for request in reversed(list(requests)):
+        if (context := request.context) is not None:
+            request = request._replace(gap=following.get(context, inf) - request.time)
+            following[context] = request.time
+        found.append(request)
+    return found[::-1]
+
+
+def working_set(requests: Sequence[Request]) -> int:
+    """Blocks that are used again later, at the moment when there are the most of them."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, request in enumerate(requests):
+        for block in request.blocks:
+            first.setdefault(block, number)
+            last[block] = number
+    change = [0] * (len(requests) + 1)
+    for block, number in first.items():
+        if last[block] > number:
+            change[number] += 1
+            change[last[block]] -= 1
+    most = now = 0
+    for each in change:
+        now += each
+        most = max(most, now)
+    return most
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+
+def silent(number: int, request: Request) -> None:
+    return None
+
+
+def exact(number: int, request: Request) -> Hints | None:
+    if request.context is None:
+        return None
+    name = context_id(str(request.context))
+    return Hints(name, release=True) if request.gap == inf else Hints(name, request.gap)
+
+
+def names(number: int, request: Request) -> Hints | None:
+    return None if request.context is None else Hints(context_id(str(request.context)))
+
+
+def noisy(number: int, request: Request) -> Hints | None:
+    """The error of the logarithm is normal with sigma 1."""
+    hints = exact(number, request)
+    if hints is None or hints.resume_in is None:
+        return hints
+    return Hints(hints.context, hints.resume_in * exp(random.Random(number).gauss(0, 1)))
+
+
+def wrong(share: float) -> Say:
+    """So many hints say what has nothing to do with the truth; of these, three in ten release what goes on."""
+
+    def say(number: int, request: Request) -> Hints | None:
+        choose, hints = random.Random(number), exact(number, request)
+        if hints is None or choose.random() >= share:
+            return hints
+        if choose.random() < 0.3:
+            return Hints(hints.context, release=True)
+        return Hints(hints.context, exp(choose.uniform(0, log(3600))))
+
+    return say
+
+
+def hostile(number: int, request: Request) -> Hints | None:
+    """Those who repeat nothing claim everything, each request under another name; the others give no hints."""
+    if request.context is not None and request.gap < inf:
+        return None
+    return Hints(context_id(f"hostile {number}"), exp(random.Random(number).uniform(0, log(3600))))
+
+
+CLIENTS: dict[str, Say] = {
+    "exact": exact,
+    "sigma 1": noisy,
+    "names alone": names,
+    **{f"{share:.0%} wrong": wrong(share) for share in (0.1, 0.3, 0.5)},
+    "hostile": hostile,
+}
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """`again`: requests after the first of their context, of which `poor` had less than half of the prefix that the one
+    before had."""
+
+    hits: int
+    again: int
+    poor: int
+    pool: TimedPool
+
+
+def replay(requests: Sequence[Request], slots: int, say: Say, policy: str = "lru") -> Found:
+    pool = TimedPool(slots, policy)
+    before: dict[int, int] = {}
+    hits = again = poor = 0
+    for number, request in enumerate(requests):
+        keys = [make_key(0, block.to_bytes(32, "big")) for block in request.blocks]
+        found = pool.serve(keys, request.time, hints=say(number, request))
+        pool.engine.tick()
+        hits += found
+        if request.context is not None:
+            if request.context in before:
+                again += 1
+                poor += found < before[request.context] / 2
+            before[request.context] = len(keys)
+    return Found(hits, again, poor, pool)
+
+
+def run(trace: Path, say: Callable[[str], None]) -> list[Table]:
+    both = agents(others=False), agents(others=True)
+    return [
+        _table("agents", both[0], working_set(both[0]) // 2, say),
+        _table("agents beside one-shot requests", both[1], working_set(both[0]) // 2, say),
+        *([_table("conversations", conversations(read(trace)), CONVERSATION_SLOTS, say)] if trace.exists() else []),
+    ]
+
+
+def _table(name: str, requests: Sequence[Request], slots: int, say: Callable[[str], None]) -> Table:
+    blocks = sum(len(request.blocks) for request in requests)
+    optimum = foresight_hits([request.blocks for request in requests], slots)
+    base = replay(requests, slots, silent)
+    rows = [_row("no hints", base, base, optimum, blocks, ""), ["MIN", f"{100 * optimum / blocks:.2f}", *("",) * 6]]
+    for kind, client in CLIENTS.items():
+        began = time.perf_counter()
+        found = replay(requests, slots, client)
+        share, points = found.hits / optimum, 100 * (found.hits - base.hits) / blocks
+        least = _EXACT if kind == "exact" else _NOISY if kind == "sigma 1" else 0.0
+        rows.append(_row(kind, found, base, optimum, blocks, verdict(share >= least and points >= -_WORSE)))
+        say(f"{name}, {time.perf_counter() - began:.0f} s: {rows[-1]}")
+    head = ["hints", "% hit", "of MIN", "points", "turns with < half", "saved, says the pool", "kept for nothing", ""]
+    return Table(f"{name}: {len(requests):,} requests, {blocks:,} blocks, {slots:,} slots", head, rows)
+
+
+def _row(kind: str, found: Found, base: Found, optimum: int, blocks: int, bar: str) -> list[str]:
+    status = found.pool.engine.claims()
+    saved = wasted = ""
+    if status is not None:
+        saved = "" if status.saved_ratio is None else f"{100 * status.saved_ratio:+.1f} %"
+        kept = status.used_again + status.never_used
+        wasted = f"{status.never_used / kept:.0%}" if kept else ""
+    return [
+        kind,
+        f"{100 * found.hits / blocks:.2f}",
+        f"{found.hits / optimum:.3f}",
+        f"{100 * (found.hits - base.hits) / blocks:+.2f}",
+        f"{100 * found.poor / max(1, found.again):.1f} %",
+        saved,
+        wasted,
+        bar,
+    ]

@@ -1,0 +1,176 @@
+"""The memory that the workers of a session have, as the attach server's thread knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstow.attach.calls import ExtentGrant, ExtentSlots
+from kvstow.attach.hello import Hello, digest_of
+from kvstow.attach.peer import Peer
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.errors import InvalidRequestError
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.sessionlink import SessionLink
+from kvstow_service.node.survival.roster import WorkerRecord
+
+_MAX_TEXT = 200  # of an engine's own description, in a record
+
+
+@dataclass(slots=True)
+class _GrantedExtent:
+    grant: ExtentGrant
+    registered: int = 0
+    revoked: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.grant.first_slot + self.grant.num_slots
+
+
+class RankMemory:
+    """The extents that a worker was sent and has not released. Used only by the attach server's thread. O(extents
+    given), except `released`, which is O(all extents)."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, _GrantedExtent] = {}
+        self._by_number: dict[int, _GrantedExtent] = {}
+        self._num_full = 0
+        """How many leading extents have all their slots registered."""
+        self.top_slot = 0
+        """A slot number that is above all slots of all its extents."""
+        self.applied = 0
+        """The newest desired state above whose capacity the worker is known to have no memory."""
+
+    def granted(self, grants: Iterable[ExtentGrant]) -> None:
+        """Extents were sent to the worker."""
+        for grant in grants:
+            extent = self._by_id[grant.extent_id] = self._by_number[grant.number] = _GrantedExtent(grant)
+            self.top_slot = max(self.top_slot, extent.end)
+
+    def revoked(self, extent_ids: Iterable[int]) -> None:
+        """The worker was asked to release these extents."""
+        for extent_id in extent_ids:
+            if extent_id in self._by_id:
+                self._by_id[extent_id].revoked = True
+
+    def registered(self, extents: Sequence[ExtentSlots]) -> None:
+        """The worker can copy to and from so many slots of each extent. Raises `InvalidRequestError`, and changes
+        nothing, for extents that it does not have, or that have fewer slots."""
+        for extent_id, num_slots in extents:
+            if num_slots > self._find(extent_id).grant.num_slots:
+                raise InvalidRequestError(
+                    f"{num_slots} slots of extent {extent_id} are registered; "
+                    f"allowed: its {self._find(extent_id).grant.num_slots} slots at most"
+                )
+        for extent_id, num_slots in extents:
+            extent = self._find(extent_id)
+            extent.registered = num_slots
+            if num_slots < extent.grant.num_slots:
+                self._num_full = min(self._num_full, extent.grant.number)
+        while (following := self._by_number.get(self._num_full)) and following.registered == following.grant.num_slots:
+            self._num_full += 1
+
+    def released(self, extent_ids: Sequence[int]) -> None:
+        """The worker has released these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
+        it was not asked to release."""
+        for extent_id in extent_ids:
+            if not self._find(extent_id).revoked:
+                raise InvalidRequestError(
+                    f"extent {extent_id} was not revoked: a worker keeps what it was sent until then"
+                )
+        for extent_id in set(extent_ids):
+            extent = self._by_id.pop(extent_id)
+            number = extent.grant.number
+            if self._by_number.get(number) is extent:
+                del self._by_number[number]
+                self._num_full = min(self._num_full, number)
+        self.top_slot = max((extent.end for extent in self._by_id.values()), default=0)
+
+    @property
+    def registered_slots(self) -> int:
+        """The number below which all slots are registered. O(1)."""
+        extent = self._by_number.get(self._num_full)
+        if extent is not None:
+            return extent.grant.first_slot + extent.registered
+        return self._by_number[self._num_full - 1].end if self._num_full else 0
+
+    def _find(self, extent_id: int) -> _GrantedExtent:
+        extent = self._by_id.get(extent_id)
+        if extent is None:
+            raise InvalidRequestError(f"extent {extent_id} is none that this worker was sent")
+        return extent
+
+
+class MemoryHolder:
+    """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
+
+    What a worker has registered and released follows from its messages about each extent, not from its reports. Used
+    only by the attach server's thread, except what never changes.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        link: SessionLink,
+        pool: NodePool,
+        namespace: KnownNamespace,
+        control: AttachedSession,
+        wanted_slots: int | None,
+    ) -> None:
+        """`wanted_slots`: how many slots it asks for; None for all of them."""
+        self.session_id, self.link = session_id, link
+        self.pool, self.namespace, self.control = pool, namespace, control
+        self.wanted_slots = wanted_slots
+        self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
+
+    def client(self, rank: int) -> str:
+        """The name of a rank's worker among all processes of the node."""
+        return f"{self.session_id}/{rank}"
+
+    def clients(self) -> list[str]:
+        return [self.client(rank) for rank in range(len(self.ranks))]
+
+    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
+        """What the next service has to know about a worker."""
+        return WorkerRecord(
+            session_id=self.session_id,
+            client=self.client(hello.rank),
+            token_digest=digest_of(hello.token),
+            number=self.control.session_id,
+            pool=self.pool.name,
+            namespace=self.namespace.name,
+            rank=hello.rank,
+            wanted_slots=self.wanted_slots,
+            engine=hello.engine[:_MAX_TEXT],
+            host=hello.host[:_MAX_TEXT],
+            pid=hello.pid,
+            device=hello.device[:_MAX_TEXT],
+            uid=peer.uid,
+            gid=peer.gid,
+            has_pidfd=peer.pidfd is not None,
+        )
+
+    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self.ranks[rank].registered(extents)
+        self._update_control(rank)
+
+    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
+        self.ranks[rank].released(extent_ids)
+        self._update_control(rank)
+
+    def follow_pool(self) -> None:
+        """The pool has become smaller."""
+        for rank in range(len(self.ranks)):
+            self._update_control(rank)
+
+    def _update_control(self, rank: int) -> None:
+        memory = self._memory_of(rank)
+        self.control.set_memory(rank, memory.registered_slots, memory.applied)
+
+    def _memory_of(self, rank: int) -> RankMemory:
+        """Treats the newest desired state as applied by the rank once the rank has no memory above it."""
+        memory, desired = self.ranks[rank], self.pool.desired
+        if memory.top_slot <= desired.capacity_slots:
+            memory.applied = desired.number
+        return memory

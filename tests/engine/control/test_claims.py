@@ -1,0 +1,339 @@
+"""Claims: in which order claimed blocks are evicted, what clients can do with hints, and what is learned of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+import pytest
+from tests.engine.control.sharedhost import Host as SharedHost
+
+from kvstow.control.claims import LARGEST_SHARE, UNPROVED_SHARE, Claims
+from kvstow.control.engine import OffloadEngine, PoolFacade
+from kvstow.errors import InvalidRequestError, NotFoundError
+from kvstow.hints import Hints, context_id
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys
+
+MakeEngine = Callable[..., OffloadEngine]
+
+
+def make_keys(count: int, name: str = "key") -> list[bytes]:
+    return [f"{name}{number:08}".encode() for number in range(count)]
+
+
+class Host:
+    """A pool whose requests are served at once."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+        self.ranks: list[FakeRank] = make_ranks(engine)
+
+    def serve(self, keys: Sequence[bytes], hints: Hints | None = None) -> int:
+        """Returns how many leading blocks were there."""
+        lease = self.engine.acquire(keys)
+        found = len(lease.slots)
+        store_keys(self.engine, self.ranks, list(keys[found:]))
+        self.engine.release_lease(lease)
+        self.engine.use(keys, hints=hints)
+        self.engine.check_integrity()
+        return found
+
+    def there(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks are there; not a use."""
+        return self.engine.lookup(keys)
+
+    @property
+    def claims(self) -> Claims:
+        claims = self.engine.pool.index.claims
+        assert claims is not None
+        return claims
+
+
+@pytest.fixture
+def make(make_host: MakeEngine) -> Callable[[int], Host]:
+    return lambda slots: Host(make_host(slots=slots))
+
+
+A, B, C = (context_id(name) for name in "abc")
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_expected_last_goes_first_from_its_end(make: Callable[[int], Host]) -> None:
+    host = make(12)
+    near, far, new = make_keys(4, "near"), make_keys(4, "far"), make_keys(3, "new")
+    host.serve(far, Hints(A, resume_in=500.0))
+    host.serve(near, Hints(B, resume_in=5.0))
+    host.serve(make_keys(4, "other"), Hints(C, resume_in=50.0))
+    host.serve(new)
+    assert (host.there(near), host.there(far), host.there(make_keys(4, "other"))) == (4, 1, 4)
+
+
+def test_a_block_that_others_claim_stays_for_them(make: Callable[[int], Host]) -> None:
+    host = make(8)
+    shared = make_keys(2, "shared")
+    near, far = [*shared, *make_keys(2, "near")], [*shared, *make_keys(2, "far")]
+    host.serve(near, Hints(A, resume_in=5.0))
+    host.serve(far, Hints(B, resume_in=500.0))
+    host.serve(make_keys(4, "new"), Hints(C, resume_in=6.0))  # fills the pool and two slots more
+    host.claims.expect(host.engine.pool.index.find_contexts(C)[0], 7.0, 0.0)
+    assert (host.there(near), host.there(far)) == (4, 2)
+
+
+def test_nothing_is_unevictable(make: Callable[[int], Host]) -> None:
+    host = make(8)
+    for name in ("a", "b"):
+        host.serve(make_keys(4, name), Hints(context_id(name), 1.0))
+    new = make_keys(8, "new")
+    host.serve(new)
+    assert host.there(new) == 8
+    assert host.engine.stats().pool.slots.cached == 8
+
+
+def test_a_released_branch_goes_first_but_not_what_others_have_used(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(10)
+    prompt = make_keys(2, "prompt")
+    host.serve([*prompt, *make_keys(2, "other")])
+    clock.advance(1.0)
+    branch = [*prompt, *make_keys(2, "branch")]
+    host.serve(branch, Hints(A, release=True))
+    clock.advance(1.0)
+    host.serve(make_keys(4, "new"))
+    host.serve(make_keys(2, "newer"))
+    assert host.there(branch) == 2
+    assert host.there([*prompt, *make_keys(2, "other")]) == 4
+
+
+def test_a_released_block_that_is_used_again_is_warm(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host = make(4)
+    branch = make_keys(2, "branch")
+    host.serve(branch, Hints(A, release=True))
+    clock.advance(1.0)
+    host.serve(make_keys(2, "old"))
+    clock.advance(1.0)
+    host.serve(branch)
+    host.serve(make_keys(2, "new"))
+    assert (host.there(branch), host.there(make_keys(2, "old"))) == (2, 0)
+
+
+def test_an_overdue_context_ages_and_is_evicted(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host = make(8)
+    host.serve(make_keys(4, "late"), Hints(A, resume_in=2.0))
+    clock.advance(1000.0)
+    host.serve(make_keys(4, "young"))
+    clock.advance(1.0)
+    host.engine.tick()
+    host.serve(make_keys(4, "new"))
+    assert (host.there(make_keys(4, "late")), host.there(make_keys(4, "young"))) == (0, 4)
+
+
+def test_a_chain_is_claimed_up_to_its_first_absent_block(make: Callable[[int], Host]) -> None:
+    host = make(8)
+    chain = make_keys(6)
+    store_keys(host.engine, host.ranks, [*chain[:2], *chain[3:]])
+    host.engine.use(chain, hints=Hints(A, resume_in=5.0))
+    host.engine.check_integrity()
+    assert host.engine.context(A)[0].blocks == 2
+
+
+def test_a_chain_that_comes_in_parts_is_claimed_as_a_whole(make: Callable[[int], Host]) -> None:
+    host, chain, hints = make(8), make_keys(6), Hints(A, resume_in=5.0)
+    store_keys(host.engine, host.ranks, chain)
+    host.engine.use(chain[4:], start=4, looked_up=(0, 6), hints=hints)
+    assert host.engine.context(A) == []
+    host.engine.use(chain[:4], hints=hints)
+    assert host.engine.context(A)[0].blocks == 6
+
+
+# -- trust -------------------------------------------------------------------------------------------------------------
+
+
+def kept(host: Host, clock: FakeClock, hints: Hints, count: int, name: str) -> int:
+    """Claim so many blocks, and let the time pass for which the policy would have kept them. Returns how many stay."""
+    host.serve(make_keys(count, name), hints)
+    host.claims.policy_age = 10.0
+    host.claims.tick(clock(), 100)
+    context = host.engine.pool.index.find_contexts(hints.context or b"")[0]
+    context_claims = host.claims
+    context_claims.expect(context, hints.resume_in, clock())
+    clock.advance(20.0)
+    host.engine.tick()
+    host.engine.check_integrity()
+    return host.engine.context(hints.context or b"")[0].blocks
+
+
+def test_claims_that_have_proved_nothing_share_a_twentieth(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host = make(100)
+    names = [f"name{number}" for number in range(10)]
+    host.engine.use([], hints=Hints(A))
+    blocks = [kept(host, clock, Hints(context_id(name), 1e6), 4, name) for name in names]
+    assert sum(blocks) == UNPROVED_SHARE * 100
+
+
+def test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(100)
+    chain = make_keys(10)
+    host.serve(chain, Hints(A, resume_in=1.0))
+    assert host.claims.credit == 0
+    for _ in range(5):
+        clock.advance(1.0)
+        host.serve(chain, Hints(A, resume_in=1.0))
+    assert host.claims.credit == (LARGEST_SHARE - UNPROVED_SHARE) * 100
+    assert kept(host, clock, Hints(B, 1e6), 40, "kept") == 40
+    host.serve(make_keys(40, "else"), Hints(B, resume_in=1.0))  # it returns without them
+    status = host.engine.claims()
+    assert status is not None
+    assert (host.claims.credit, status.never_used) == (5, 40)
+
+
+def test_a_context_keeps_what_it_has_used_again_whatever_others_do(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(100)
+    for _ in range(2):
+        host.serve(make_keys(20), Hints(A, resume_in=1.0))
+        clock.advance(1.0)
+    host.claims.credit = 0.0  # others have wasted what they were trusted with
+    assert kept(host, clock, Hints(B, 1e6), 5, "flood") == 5
+    assert kept(host, clock, Hints(C, 1e6), 5, "more") == 0
+    host.serve(make_keys(20), Hints(A, resume_in=1e6))
+    clock.advance(20.0)
+    host.engine.tick()
+    assert host.engine.context(A)[0].blocks == 20
+
+
+def test_the_table_of_contexts_is_bounded(make: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.control.claims.MOST_CONTEXTS", 8)
+    host = make(16)
+    for _ in range(2):
+        host.serve(make_keys(2), Hints(A, resume_in=1.0))  # has proved itself
+    for number in range(40):
+        host.serve(make_keys(2, f"key{number}-"), Hints(context_id(str(number)), resume_in=1.0))
+    assert len(host.engine.contexts().contexts) == 8
+    assert host.engine.context(A) != []
+
+
+# -- whose hints count -------------------------------------------------------------------------------------------------
+
+
+def test_contexts_of_two_salts_are_two(make: Callable[[int], Host]) -> None:
+    host = make(8)
+    host.serve(make_keys(3, "victim"), Hints(context_id("agent", "salt"), resume_in=1.0))
+    host.serve(make_keys(3, "attacker"), Hints(context_id("agent", "other"), release=True))
+    assert host.engine.context(context_id("agent", "salt"))[0].blocks == 3
+
+
+def test_contexts_of_two_namespaces_are_two() -> None:
+    host = SharedHost(slots=8)
+    first, second = host.attach(namespace="a"), host.attach(namespace="b")
+    for client, keys in ((first, make_keys(3)), (second, make_keys(2))):
+        client.store(keys)
+        client.session.use(keys, hints=Hints(A, resume_in=60.0))
+    assert sorted(context.blocks for context in PoolFacade(host.pool).context(A)) == [2, 3]
+    second.session.use(make_keys(2), hints=Hints(A, release=True))
+    assert sorted(context.blocks for context in PoolFacade(host.pool).context(A)) == [0, 3]
+
+
+def test_a_client_that_repeats_a_key_claims_nothing(make: Callable[[int], Host]) -> None:
+    host, keys = make(8), make_keys(3)
+    host.serve(keys)
+    host.engine.use([*keys, keys[0]], hints=Hints(A, resume_in=1.0))
+    host.engine.check_integrity()
+    assert host.engine.context(A) == []
+
+
+# -- blocks that go ----------------------------------------------------------------------------------------------------
+
+
+def test_slots_that_are_lost_and_filled_again_are_not_claimed(make: Callable[[int], Host]) -> None:
+    host, chain = make(4), make_keys(4)
+    host.serve(chain, Hints(A, resume_in=1.0))
+    host.engine.admin.purge(keys=chain).run()
+    host.engine.check_integrity()
+    host.serve(make_keys(4, "other"))
+    assert len(host.claims.claimed) == 0
+    host.serve(make_keys(4, "more"), Hints(A, resume_in=1.0))
+    assert len(host.claims.claimed) == 4
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def test_contexts_are_listed_by_size(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host = make(16)
+    host.serve(make_keys(2, "a"), Hints(A, resume_in=30.0, name="small"))
+    host.serve(make_keys(5, "b"), Hints(B, release=True))
+    host.serve(make_keys(4, "c"), Hints(C))
+    clock.advance(10.0)
+    page = host.engine.contexts(limit=2)
+    assert (page.next_rank, page.total) == (2, 3)
+    (small,) = host.engine.context(A)
+    assert (small.name, small.blocks, small.requests, small.idle_seconds) == ("small", 2, 1, 10.0)
+    assert (small.resume_in_seconds, small.is_hinted) == (20.0, True)
+    assert host.engine.context(B)[0].resume_in_seconds is None
+
+
+def test_an_operator_releases_a_context_and_says_when_it_comes_back(make: Callable[[int], Host]) -> None:
+    host = make(8)
+    for name in (A, B):
+        host.serve(make_keys(4, name.hex()), Hints(name, resume_in=5.0))
+    assert host.engine.admin.release_context(A) == 4
+    host.engine.admin.set_context(B, 900.0)
+    host.serve(make_keys(2, "new"))
+    assert (host.there(make_keys(4, A.hex())), host.there(make_keys(4, B.hex()))) == (2, 4)
+    with pytest.raises(NotFoundError, match="there is no context"):
+        host.engine.admin.release_context(C)
+    with pytest.raises(InvalidRequestError, match="resume_in is inf; allowed"):
+        host.engine.admin.set_context(A, inf)
+
+
+def test_evict_and_purge_take_a_context(make: Callable[[int], Host]) -> None:
+    host = make(12)
+    shared = make_keys(2, "shared")
+    host.serve([*shared, *make_keys(3, "a")], Hints(A, resume_in=5.0))
+    host.serve([*shared, *make_keys(3, "b")], Hints(B, resume_in=5.0))
+    assert host.engine.admin.evict(context=A, dry_run=True).run().evicted_slots == 3
+    assert host.engine.admin.evict(context=A).run().evicted_slots == 3
+    host.engine.check_integrity()
+    assert (host.there([*shared, *make_keys(3, "b")]), host.engine.context(A)[0].blocks) == (5, 0)
+    assert host.engine.admin.purge(context=B).run().evicted_slots == 5
+    host.engine.check_integrity()
+    assert host.there(shared) == 0
+
+
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+
+def test_hints_that_cost_hits_are_switched_off_and_the_pool_says_so(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    """Each of four contexts comes back at once and says that it comes back late; new blocks come between."""
+    host = make(32)
+    chains = [make_keys(5, f"chain{number}-") for number in range(4)]
+    for number in range(900):
+        clock.advance(1.0)
+        host.engine.use([], hints=None)
+        name = context_id(str(number % 4))
+        lease = host.engine.acquire(chains[number % 4])
+        store_keys(host.engine, host.ranks, chains[number % 4][len(lease.slots) :])
+        host.engine.release_lease(lease)
+        host.engine.use(chains[number % 4], hints=Hints(name, release=True))
+        fresh = make_keys(2, f"fresh{number}-")
+        store_keys(host.engine, host.ranks, fresh)
+        host.engine.use(fresh)
+        if host.engine.claim_switches(0)[0]:
+            break
+    count, (switch, *_) = host.engine.claim_switches(0)
+    status = host.engine.claims()
+    assert status is not None
+    assert (count, switch.is_on, status.is_on, status.switches) == (1, False, False, 1)
+    assert switch.ratio_without - switch.ratio_with >= 0.005
+    assert "hints are not used any more: over the last" in str(switch)
+    host.engine.tick()
+    host.engine.check_integrity()

@@ -1,0 +1,210 @@
+"""Recordings of a pool's requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvstow.control import recording
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.recording import MOST_BYTES, MOST_SECONDS, Recording
+from kvstow.errors import ConflictError, InvalidRequestError
+from kvstow.testing.fakes import FakeClock
+
+LIMITS: dict[str, Any] = {"seconds": 60.0, "max_bytes": 1 << 20}
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [hashlib.sha256(bytes([number])).digest() for number in numbers]
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
+
+
+@pytest.fixture
+def made(clock: FakeClock) -> Recording:
+    return Recording(100.0, block_tokens=16, clock=clock, **LIMITS)
+
+
+def use(
+    made: Recording,
+    chain: Sequence[bytes],
+    *,
+    session: int = 1,
+    tag: int = 0,
+    start: int = 0,
+    looked_up: tuple[int, int] | None = None,
+    now: float = 101.5,
+) -> None:
+    made.add(session, chain, tag, start, looked_up, now)
+
+
+def lines(made: Recording) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in made.take().lines.splitlines()]
+
+
+def test_a_line_has_times_lengths_and_what_was_looked_up(made: Recording) -> None:
+    use(made, keys(1, 2, 3, 4, 5), looked_up=(1, 3))
+    (line,) = lines(made)
+    ids = line.pop("hash_ids")
+    assert line == {"timestamp": 1500, "input_length": 48, "output_length": 32, "looked_up": [1, 3]}
+    assert len(set(ids)) == 5
+    assert (made.requests, made.blocks) == (1, 2)
+
+
+def test_equal_blocks_have_equal_ids_within_a_namespace(made: Recording) -> None:
+    use(made, keys(1, 2))
+    use(made, keys(1, 3), session=2)
+    use(made, keys(1), tag=7)
+    first, second, other = (line["hash_ids"] for line in lines(made))
+    assert first[0] == second[0] != other[0]
+    assert first[1] != second[1]
+
+
+def test_ids_tell_nothing_outside_of_their_recording(clock: FakeClock) -> None:
+    """Neither a second recording of the same requests nor any hash without the key has the same ids."""
+    both = [Recording(100.0, block_tokens=16, clock=clock, **LIMITS) for _ in range(2)]
+    for made in both:
+        use(made, keys(1, 2, 3))
+    (one,), (other,) = map(lines, both)
+    assert not set(one["hash_ids"]) & set(other["hash_ids"])
+    bits = recording._ID_BITS
+    plain = {
+        int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> (64 - bits) for key in keys(1, 2, 3)
+    }
+    cut = {int.from_bytes(key[:8], "big") >> (64 - bits) for key in keys(1, 2, 3)}
+    assert not set(one["hash_ids"]) & (plain | cut)
+    assert max(one["hash_ids"]) < 1 << 52, "any reader of JSON keeps them"
+
+
+def test_a_chain_in_parts_is_one_request(made: Recording) -> None:
+    chain = keys(*range(9))
+    use(made, chain[6:], start=6)
+    use(made, keys(20), session=2)
+    use(made, chain[2:6], start=2)
+    use(made, chain[:2], looked_up=(0, 7))
+    other, whole = (line["hash_ids"] for line in lines(made))
+    assert (len(other), len(whole)) == (1, 9)
+    use(made, chain)
+    (line,) = lines(made)
+    assert line["hash_ids"] == whole
+
+
+def test_parts_of_a_chain_that_never_began_are_left_out(made: Recording) -> None:
+    use(made, keys(*range(50, 60)), start=30)
+    use(made, keys(3), start=2)
+    use(made, keys(1, 2))
+    (line,) = lines(made)
+    assert len(line["hash_ids"]) == 3
+    assert made._held == 0
+
+
+def test_a_repeated_key_occurs_once(made: Recording) -> None:
+    use(made, [*keys(1, 2), *keys(1)])
+    (line,) = lines(made)
+    assert (len(line["hash_ids"]), line["looked_up"]) == (2, [0, 2])
+
+
+def test_it_ends_by_time_and_what_came_before_is_read(made: Recording, clock: FakeClock) -> None:
+    use(made, keys(1))
+    clock.advance(60.0)
+    use(made, keys(2))
+    taken = made.take()
+    assert (len(taken.lines.splitlines()), taken.end) == (1, "time")
+    assert made.is_over
+
+
+def test_it_ends_by_size(clock: FakeClock) -> None:
+    made = Recording(100.0, seconds=60.0, max_bytes=300, block_tokens=None, clock=clock)
+    for number in range(10):
+        use(made, keys(number))
+    taken = made.take()
+    assert taken.end == "size"
+    assert 200 < len(taken.lines) <= 300
+    assert made.requests <= 4
+    assert made.take() == (b"", "size")
+
+
+def test_it_ends_when_nobody_reads_and_holds_no_more(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_WAITING", 100)
+    for number in range(500):
+        use(made, keys(number % 200, (number + 1) % 200))
+    assert made._held <= 100
+    assert len(made._waiting) == 33
+    assert made.is_over
+    taken = made.take()
+    assert (len(taken.lines.splitlines()), taken.end) == (33, "slow")
+
+
+def test_parts_whose_beginning_never_comes_count_too(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_WAITING", 100)
+    for number in range(500):
+        use(made, keys(1), session=number, start=1)
+    assert made.is_over
+    assert not made._behind
+
+
+def test_a_reader_that_keeps_up_goes_on(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_WAITING", 10)
+    for number in range(200):
+        use(made, keys(number, number + 1)[:2])
+        assert len(lines(made)) == 1
+    assert (made._held, made.is_over, made.requests) == (0, False, 200)
+
+
+def test_much_is_taken_piece_by_piece(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_TAKEN", 4)
+    for number in range(4):
+        use(made, keys(number, number + 1))
+    made.stop()
+    assert made.take() == (b"", "stopped")
+    again = Recording(100.0, block_tokens=1, **LIMITS)
+    for number in range(4):
+        use(again, keys(number, number + 1))
+    assert [len(again.take().lines.splitlines()) for _ in range(3)] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seconds": 0.0}, {"seconds": MOST_SECONDS + 1}, {"max_bytes": 0}, {"max_bytes": MOST_BYTES + 1}]
+)
+def test_limits_are_limited(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed"):
+        Recording(0.0, block_tokens=1, **{**LIMITS, **changes})
+
+
+# -- of a pool ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_records_uses_with_and_without_a_comparison(make_engine: Callable[..., OffloadEngine]) -> None:
+    for changes in ({}, {"policy": "lru", "curve": False}):
+        engine = make_engine(block_tokens=16, **changes)
+        engine.use(keys(9))
+        with engine.record(**LIMITS) as made:
+            engine.use(keys(3, 4), start=2)
+            engine.use(keys(1, 2), looked_up=(0, 3))
+            (line,) = lines(made)
+            assert (len(line["hash_ids"]), line["looked_up"]) == (4, [0, 3])
+        assert engine.pool.recording is None
+        engine.use(keys(1))
+        assert made.take() == (b"", "stopped")
+
+
+def test_a_pool_has_one_recording_at_a_time(make_engine: Callable[..., OffloadEngine]) -> None:
+    engine = make_engine()
+    with engine.record(**LIMITS) as first:
+        with pytest.raises(ConflictError, match="is being recorded already"), engine.record(**LIMITS):
+            pass
+        engine.use(keys(1))
+        assert len(lines(first)) == 1, "the refused one has changed nothing"
+        first.stop()
+        with engine.record(**LIMITS) as second:
+            engine.use(keys(1))
+            assert len(lines(second)) == 1
+        assert engine.pool.recording is None
+    assert engine.pool.recording is None

@@ -1,0 +1,62 @@
+"""Tables of hits by size and policy, and recordings that they replay."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from kvstow_service.replay.hittable import FORESIGHT, TimedPool, foresight_hits, hit_table
+from kvstow_service.replay.trace import TraceRequest, TraceShape, generate_trace, parse_trace
+
+REQUESTS = generate_trace(TraceShape(sessions=40, turns=4, shared_prompts=3, seed=7))
+SLOT_BYTES = 1 << 20
+
+
+def test_a_recording_hits_in_a_table_what_the_live_pool_has_hit() -> None:
+    """The GPU has the beginning of some chains, and computes the end of all."""
+    slots, live = 120, 0
+    pool = TimedPool(slots, "lru")
+    asked = 0
+    with pool.engine.record(seconds=60.0, max_bytes=1 << 24) as recording:
+        for number, request in enumerate(REQUESTS):
+            length = len(request.hash_ids)
+            looked_up = (min(number % 3, length - 1), length - 1)
+            live += pool.serve(request.keys(), request.timestamp / 1000, looked_up)
+            asked += max(0, looked_up[1] - looked_up[0])
+        lines = []
+        while taken := recording.take().lines:
+            lines += taken.splitlines()
+    recorded = list(parse_trace(lines, "recorded"))
+    assert len(recorded) == len(REQUESTS)
+    table = hit_table(recorded, [slots], ["lru"], SLOT_BYTES)
+    assert (table.blocks, table.requests) == (asked, len(REQUESTS))
+    assert table.ratios["lru"] == [pytest.approx(live / asked)]
+    assert 0 < live < asked
+
+
+def test_foresight_is_never_beaten_and_everything_is_what_was_there_before() -> None:
+    table = hit_table(REQUESTS, [60, 240], ["lru", "auto", "2", FORESIGHT], SLOT_BYTES)
+    for policy in ("lru", "auto", "2"):
+        for found, best in zip(table.ratios[policy], table.ratios[FORESIGHT], strict=True):
+            assert found <= best <= table.everything
+    seen: set[int] = set()
+    hits = 0
+    for request in REQUESTS:
+        hits += next((at for at, block in enumerate(request.hash_ids) if block not in seen), len(request.hash_ids))
+        seen.update(request.hash_ids)
+    assert foresight_hits([request.hash_ids for request in REQUESTS], inf) == hits
+    assert table.everything == pytest.approx(hits / table.blocks)
+
+
+def test_progress_reaches_all_requests_of_all_pools() -> None:
+    told: list[int] = []
+    hit_table(REQUESTS[:70], [8, 16], ["lru", FORESIGHT], SLOT_BYTES, told.append)
+    assert told == sorted(told)
+    assert told[-1] == 4 * 70
+
+
+def test_requests_that_looked_nothing_up_are_no_hits() -> None:
+    request = TraceRequest(0, 0, 2, (1, 2), (0, 0))
+    table = hit_table([request, request], [8], ["lru"], SLOT_BYTES)
+    assert (table.blocks, table.ratios, table.everything) == (0, {"lru": [0.0]}, 0.0)
