@@ -92,11 +92,6 @@ class WorkerHost(ABC, Generic[G]):
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Messages for the scheduler's half, after a step."""
 
-    @property
-    def timed_step(self) -> int:
-        """See `RankUpdate`."""
-        return 0
-
     # What they have in common.
 
     def register(self, kv_cache: Any) -> None:
