@@ -24,6 +24,7 @@ from kvstow.status import (
     Readiness,
     SessionState,
     SessionStatus,
+    SourceStatus,
     TransferStatus,
 )
 from kvstow.tier.tierstatus import TierStatus
@@ -361,6 +362,13 @@ class DetachView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespacesView:
     items: list[NamespaceStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcesView:
+    """The first 20 of each kind."""
+
+    items: list[SourceStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,20 @@ NAMESPACES = Columns(
 )
 
 
+SOURCES = Columns(
+    (
+        _field("source", "source"),
+        _field("kind", "kind"),
+        _field("hits", "hit_blocks"),
+        _field("stored", "stored_blocks"),
+        _field("slots", "slots"),
+        _field("looked up", "looked_up_blocks"),
+        _field("missed", "missed_blocks", "wide"),
+    ),
+    "source",
+)
+
+
 CURVE = Columns(
     (
         _field("slots", "num_slots"),
@@ -369,6 +383,7 @@ LISTS: Mapping[str, Columns] = {
     "ranks": RANKS,
     "blocks": BLOCKS,
     "contexts": CONTEXTS,
+    "sources": SOURCES,
     "transfers": TRANSFERS,
     "operations": OPERATIONS,
     "tiers": TIERS,

@@ -1,5 +1,5 @@
 """`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, pinning, throughput,
-restart, rotation, paths, crowd, agents."""
+restart, rotation, paths, crowd, worth, agents."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ NAMES = (
     "rotation",
     "paths",
     "crowd",
+    "worth",
     "agents",
 )
 

@@ -27,6 +27,7 @@ from kvstow_api.answers import (
     ReleasedView,
     RemovedView,
     SessionsView,
+    SourcesView,
     TierView,
     TransfersView,
 )
@@ -62,6 +63,7 @@ evict: Route[RemovedView | OperationView] = Route("POST", "/v1/pools/{pool}/evic
 purge: Route[RemovedView | OperationView] = Route("POST", "/v1/pools/{pool}/purge", RemovedView, operation=True)
 retry = Route("POST", "/v1/pools/{pool}/retry", PinningView)
 list_blocks = Route("GET", "/v1/pools/{pool}/blocks", BlocksView)
+list_sources = Route("GET", "/v1/pools/{pool}/sources", SourcesView)
 get_block = Route("GET", "/v1/pools/{pool}/blocks/{key}", BlockStatus)
 remove_block = Route("DELETE", "/v1/pools/{pool}/blocks/{key}", type(None))
 lookup = Route("POST", "/v1/lookup", LookupResult)

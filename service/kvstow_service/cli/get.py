@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from kvstow.stats import EngineStats, Histogram
-from kvstow.status import Readiness
+from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.blocks import context_id_of
@@ -59,6 +59,24 @@ _NOUNS = (
         "context",
         "Contexts that hints have named, those with the most blocks first.",
         (_LIMIT, _POOL),
+        in_pool=True,
+    ),
+    _Noun(
+        "sources",
+        "source",
+        "Who uses a pool most: models, adapters, salts and sessions, all but the models as digests.",
+        (
+            click.Option(["--kind"], type=click.Choice(SOURCE_KINDS)),
+            click.Option(
+                ["--by"],
+                type=click.Choice(["hits", "stores", "slots"]),
+                default="hits",
+                show_default=True,
+                help="Those that have most of these.",
+            ),
+            _POOL,
+        ),
+        described=False,
         in_pool=True,
     ),
     _Noun(
