@@ -143,9 +143,9 @@ class Engine:
         answer_tokens: int = 24,
         adapter: Adapter | None = None,
         image: int | None = None,
-        hints: Mapping[str, Any] | None = None,
         salt: str | None = None,
         session: str | None = None,
+        hints: Mapping[str, Any] | None = None,
     ) -> str:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

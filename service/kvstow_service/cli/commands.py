@@ -21,7 +21,7 @@ COMMANDS = {
     "keeper": _Command("keeper", "Hold the memory of the node service while that restarts."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
     "trace": _Command("replay", "Generate request traces, or record those of a live pool."),
-    "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),
+    "get": _Command("get", "List pools, sessions, ranks, blocks, contexts, transfers, operations, ..."),
     "describe": _Command("get", "Show one thing in full: the server, a pool, a rank, ..."),
     "plot": _Command("plot", "Draw the hits of a pool by its size."),
     "top": _Command("top", "Watch the server live."),
