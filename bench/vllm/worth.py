@@ -76,14 +76,15 @@ class StepTimes:
         """Seconds since the last call."""
         if self._events:
             torch.cuda.synchronize()
-        seconds = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
         self._events, self._seconds = [], 0.0
         return seconds
 
     @contextmanager
     def step(self) -> Iterator[None]:
         if torch.cuda.is_available():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            make: Any = torch.cuda.Event
+            begin, end = make(enable_timing=True), make(enable_timing=True)
             begin.record()
             yield
             end.record()
