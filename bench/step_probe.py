@@ -23,6 +23,7 @@ from kvstow.messages import Completion, Op
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.replay.ranks import SimulatedWorker
@@ -45,7 +46,8 @@ class _Scheduler:
         self._engine.report(self._worker.report())
         self._pool = BlockPool(num_gpu_blocks=_GPU_BLOCKS, enable_caching=True, hash_block_size=_TOKENS)
         policy = LoadPolicy("async", 0.0, SLOT_BYTES)
-        self.side = SchedulerSide(EmbeddedControl(self._engine), _GROUPS, self._pool, policy=policy)
+        control, meter = EmbeddedControl(self._engine), PrefillMeter()
+        self.side = SchedulerSide(control, _GROUPS, self._pool, policy=policy, meter=meter)
         self.requests = 0
 
     def request(self, num_blocks: int, hashes: list[bytes] | None = None) -> Any:

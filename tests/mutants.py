@@ -46,6 +46,7 @@ class Patched:
 
 
 CONTROL = "tests/engine/control"
+CONTROL_CODE = "engine/kvstow/control"
 OPS = "engine/kvstow/control/ops.py"
 COPYTHREAD = "engine/kvstow/copythread.py"
 JAX = "engine/kvstow/devices/jax"
@@ -67,10 +68,91 @@ NODE_API = "tests/api/node/test_conditions.py"
 NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
+PREFILL_METER = "tests/service/connectors/engine_core/test_prefillmeter.py"
+SAVINGS = "tests/service/connectors/engine_core/test_savings.py"
+SOURCES = f"{CONTROL}/test_sources.py"
+
 CLAIMS = "engine/kvstow/control/claims.py"
 CLAIM_TESTS = f"{CONTROL}/test_claims.py"
 
 MUTANTS = [
+    Mutant(
+        "sources_are_shown_in_the_clear",
+        "engine/kvstow/source.py",
+        'return blake2b(name.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES, key=key, person=kind).digest()',
+        'return name.encode(errors="surrogatepass")',
+        f"{SOURCES}::test_no_secret_is_in_what_is_shown",
+    ),
+    Mutant(
+        "digests_of_sources_have_no_key",
+        "engine/kvstow/source.py",
+        "digest_size=_DIGEST_BYTES, key=key,",
+        "digest_size=_DIGEST_BYTES,",
+        f"{SOURCES}::test_the_digest_of_a_name_depends_on_the_key_and_on_what_it_names",
+    ),
+    Mutant(
+        "any_number_of_sources_is_kept",
+        f"{CONTROL_CODE}/sources.py",
+        "if len(self._usage) >= 2 * self._kept:",
+        "if False:",
+        f"{SOURCES}::test_a_client_that_invents_sources_takes_bounded_memory",
+    ),
+    Mutant(
+        "a_source_that_comes_late_has_missed_nothing",
+        f"{CONTROL_CODE}/sources.py",
+        "self._usage[name] = Usage(self._dropped)",
+        "self._usage[name] = Usage(0)",
+        f"{SOURCES}::test_whoever_has_much_is_found_among_any_number_of_sources",
+    ),
+    Mutant(
+        "a_slot_with_new_content_keeps_its_source",
+        f"{CONTROL_CODE}/ops.py",
+        "pool.sources.forget(slots)",
+        "pass",
+        f"{SOURCES}::test_slots_are_those_that_hold_a_block_now",
+    ),
+    Mutant(
+        "what_loads_have_saved_is_told_twice",
+        f"{ENGINE_CORE}/prefillmeter.py",
+        "self._told, self._hits, self._waited = cost, PromptPart(), 0.0",
+        "self._told, self._waited = cost, 0.0",
+        f"{PREFILL_METER}::test_nothing_is_told_before_the_cost_is_known_and_then_everything_once",
+    ),
+    Mutant(
+        "failed_loads_save_time",
+        f"{ENGINE_CORE}/loads.py",
+        "if tokens is not None and not failed:",
+        "if tokens is not None:",
+        f"{SAVINGS}::test_a_failed_load_saves_nothing",
+    ),
+    Mutant(
+        "loads_that_others_hide_cost_time",
+        f"{ENGINE_CORE}/prefillmeter.py",
+        "if self._loads and not self._planned:",
+        "if self._loads:",
+        f"{PREFILL_METER}::test_the_engine_waits_for_a_load_before_its_step_while_nothing_runs",
+    ),
+    Mutant(
+        "loads_by_layer_give_time_back",
+        f"{ENGINE_CORE}/prefillmeter.py",
+        "min(step.load_seconds, max(0.0, seconds - self._expected(step)))",
+        "min(step.load_seconds, seconds - self._expected(step))",
+        f"{PREFILL_METER}::test_the_engine_waits_for_a_load_by_layer_as_long_as_its_step_takes_longer",
+    ),
+    Mutant(
+        "the_seconds_saved_fall",
+        "engine/kvstow/stats.py",
+        "max(self.seconds_saved, self.hit_seconds - self.load_wait_seconds)",
+        "self.hit_seconds - self.load_wait_seconds",
+        "tests/engine/test_prefill.py::test_what_is_saved_never_falls_and_pays_for_waiting_first",
+    ),
+    Mutant(
+        "one_slow_step_changes_the_cost_of_prefill",
+        "engine/kvstow/prefill.py",
+        "weighted_median((cost, one.tokens) for one, cost in steps)",
+        "sum(cost for _, cost in steps) / len(steps)",
+        "tests/engine/test_prefill.py::test_single_slow_steps_change_nothing",
+    ),
     Mutant(
         "claimed_blocks_are_never_evicted",
         "engine/kvstow/control/index.py",

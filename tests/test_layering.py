@@ -83,7 +83,7 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable slots uses policy shadows comparison recording "
+    "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison recording "
     "namespaces claims index trial indexjournal pool ops placement session administration attachedsession engine "
     "sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
@@ -97,8 +97,8 @@ ORDER = {
     "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks hittable result driver "
     "engineprocess launcher summary",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests hints controlplane stepplan offloadmetrics kvevents loads stores storefinders schedulerside "
-    "workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
+    "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",

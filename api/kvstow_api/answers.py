@@ -22,6 +22,7 @@ from kvstow.status import (
     Readiness,
     SessionState,
     SessionStatus,
+    SourceStatus,
     TransferStatus,
 )
 from kvstow.tier.tierstatus import TierStatus
@@ -323,6 +324,13 @@ class DetachView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespacesView:
     items: list[NamespaceStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcesView:
+    """The first 20 of each kind."""
+
+    items: list[SourceStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

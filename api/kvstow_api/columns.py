@@ -207,6 +207,20 @@ NAMESPACES = Columns(
 )
 
 
+SOURCES = Columns(
+    (
+        _field("source", "source"),
+        _field("kind", "kind"),
+        _field("hits", "hit_blocks"),
+        _field("stored", "stored_blocks"),
+        _field("slots", "slots"),
+        _field("looked up", "looked_up_blocks"),
+        _field("missed", "missed_blocks", "wide"),
+    ),
+    "source",
+)
+
+
 CURVE = Columns(
     (
         _field("slots", "num_slots"),
@@ -343,6 +357,7 @@ LISTS: Mapping[str, Columns] = {
     "namespaces": NAMESPACES,
     "ranks": RANKS,
     "blocks": BLOCKS,
+    "sources": SOURCES,
     "transfers": TRANSFERS,
     "operations": OPERATIONS,
     "tiers": TIERS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
@@ -203,31 +203,22 @@ FIGURES: Mapping[str, Figure] = {
 
 def saved_per_hour(samples: Sequence[Sample]) -> float | None:
     """Seconds of prefill that hits have saved, in an hour at the pace of these samples. None if unknown."""
-    if len(samples) < 2 or not _prefill(samples[-1]).hit_tokens:
+    if len(samples) < 2 or not samples[-1].stats.prefill.hit_tokens:
         return None
     first, last = samples[0], samples[-1]
     seconds = last.time - first.time
-    growth = _prefill(last).seconds_saved - _prefill(first).seconds_saved
+    growth = last.stats.prefill.seconds_saved - first.stats.prefill.seconds_saved
     return 3600 * growth / seconds if seconds > 0 and growth >= 0 else None
 
 
 def seconds_per_ratio(samples: Sequence[Sample]) -> float | None:
     """Seconds of prefill that would be saved in a minute if all blocks hit that are looked up, at the pace of these
     samples. None if unknown."""
-    if len(samples) < 2 or not _prefill(samples[-1]).hit_tokens:
+    if len(samples) < 2 or not samples[-1].stats.prefill.hit_tokens:
         return None
     first, last = samples[0], samples[-1]
     queried = _rate(first.stats.lookups.query_blocks, last.stats.lookups.query_blocks, last.time - first.time)
     if not queried or last.stats.block_tokens is None:
         return None
-    prefill = _prefill(last)
-    return 60 * queried * last.stats.block_tokens * float(prefill.seconds_saved) / int(prefill.hit_tokens)
-
-
-class _NoPrefill:
-    hit_tokens = 0
-    seconds_saved = 0.0
-
-
-def _prefill(sample: Sample) -> Any:
-    return getattr(sample.stats, "prefill", _NoPrefill)
+    prefill = last.stats.prefill
+    return 60 * queried * last.stats.block_tokens * prefill.seconds_saved / prefill.hit_tokens

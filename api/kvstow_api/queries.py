@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Direction
-from kvstow.status import TransferState
+from kvstow.status import SourceKind, SourceOrder, TransferState
 from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, BlockState, OperationKind, OperationState
 from kvstow_api.directory import NO_POOL, Directory, HostedPool
 
@@ -103,6 +103,13 @@ class PageQuery(Query):
 class BlocksQuery(PageQuery):
     state: Annotated[BlockState | None, Field(description="Only blocks in this state")] = None
     namespace: Annotated[str | None, Field(description="Only blocks of this namespace of the pool")] = None
+
+
+class SourcesQuery(Query):
+    kind: Annotated[SourceKind | None, Field(description="Only sources of this kind")] = None
+    by: Annotated[
+        SourceOrder, Field(description="Of what those have most that are listed, the first before others")
+    ] = "hits"
 
 
 class OperationsQuery(PageQuery):

@@ -204,6 +204,40 @@ class LookupStats:
 
 
 @dataclass(slots=True)
+class PrefillStats:
+    """What hits have saved the engines of a pool. Seconds are those of an engine's steps: on each of its ranks. Nothing
+    is counted before an engine has computed enough prompts to know what they cost; then what its hits have brought
+    until then is counted, too.
+
+    `hit_seconds`: estimated, of computing `hit_tokens`, which loads have brought. `load_wait_seconds`: in which engines
+    computed nothing, or less, because they waited for loads. `seconds_saved`: the first less the second, as a counter
+    that never falls.
+    """
+
+    seconds_saved: Annotated[
+        float,
+        Exposed(
+            "prefill_seconds_saved",
+            "Estimated time of the engines' steps to compute what loads brought, less the time that they waited for "
+            "loads",
+        ),
+    ] = 0.0
+    hit_seconds: float = 0.0
+    hit_tokens: Annotated[
+        int, Exposed("prefill_tokens_saved", "Tokens that loads brought, as far as prefill_seconds_saved has them")
+    ] = 0
+    load_wait_seconds: Annotated[
+        float, Exposed("load_wait_seconds", "Time in which engines computed less because they waited for loads")
+    ] = 0.0
+
+    def count(self, *, tokens: int, seconds: float, waited: float) -> None:
+        self.hit_tokens += tokens
+        self.hit_seconds += seconds
+        self.load_wait_seconds += waited
+        self.seconds_saved = max(self.seconds_saved, self.hit_seconds - self.load_wait_seconds)
+
+
+@dataclass(slots=True)
 class FaultStats:
     """What went wrong: errors by code, messages of ranks that were ignored, ranks that restarted without their
     memory."""
@@ -256,6 +290,7 @@ class Counters:
     evictions: Annotated[dict[str, int], Exposed("evicted_blocks", "Evicted blocks by reason", "reason")] = field(
         default_factory=lambda: dict.fromkeys(EVICTION_REASONS, 0)
     )
+    prefill: PrefillStats = field(default_factory=PrefillStats)
     faults: FaultStats = field(default_factory=FaultStats)
     ages: AgeStats = field(default_factory=AgeStats)
     fallbacks: Annotated[
@@ -313,6 +348,6 @@ class EngineStats(Counters):
 def _copied(value: Any) -> Any:
     if isinstance(value, (dict, Histogram)):
         return value.copy()
-    if isinstance(value, (DirectionStats, TransferStats, LookupStats, FaultStats, AgeStats)):
+    if isinstance(value, (DirectionStats, TransferStats, LookupStats, PrefillStats, FaultStats, AgeStats)):
         return type(value)(*[_copied(getattr(value, name)) for name in value.__slots__])
     return value

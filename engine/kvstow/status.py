@@ -228,6 +228,28 @@ class ProtectionResult:
     missing: int
 
 
+SourceKind = Literal["model", "lora", "salt", "session"]
+SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
+SourceOrder = Literal["hits", "stores", "slots"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStatus:
+    """One of those who use a pool most: a model, an adapter, a salt or a session. `source`: the model's name, or a
+    digest of the other names, by which nobody learns them; it is another one after a restart. Blocks are counted since
+    the pool was made; at most `missed_blocks` more were looked up or stored before it was among the first. A block
+    counts as stored by the first request that has used it, to the end. `slots`: how many hold a block that it was the
+    last to use; in pools of more than 4,096 slots an estimate."""
+
+    kind: SourceKind
+    source: str
+    looked_up_blocks: int
+    hit_blocks: int
+    stored_blocks: int
+    slots: int
+    missed_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStatus:
     """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see

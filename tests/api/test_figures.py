@@ -12,7 +12,17 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import EngineStats
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.figures import CURVE_INTERVAL, CURVE_POINTS, FIGURES, NowView, Sample, curves_of, now_of
+from kvstow_api.figures import (
+    CURVE_INTERVAL,
+    CURVE_POINTS,
+    FIGURES,
+    NowView,
+    Sample,
+    curves_of,
+    now_of,
+    saved_per_hour,
+    seconds_per_ratio,
+)
 from kvstow_api.journal import Journal
 from kvstow_api.sampler import Sampler
 
@@ -112,3 +122,34 @@ def test_evicted_is_for_room_and_dropped_is_without_failures(
     assert engine.stats().stores["failed"] == 1
     now = sampler.now_of_pool("host")
     assert (now.evicted_blocks_per_second, now.dropped_blocks_per_second) == (1.0, 1.0)
+
+
+# -- what hits save ----------------------------------------------------------------------------------------------------
+
+
+def saving(seconds: float, *, saved: float, tokens: int, queried: int, block_tokens: int | None = 16) -> Sample:
+    stats = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=8, block_tokens=block_tokens)).stats()
+    stats.prefill.seconds_saved, stats.prefill.hit_tokens = saved, tokens
+    stats.lookups.query_blocks = queried
+    return Sample(seconds, stats)
+
+
+def test_what_hits_save_in_an_hour_is_that_of_the_last_samples() -> None:
+    samples = [saving(0, saved=100.0, tokens=1600, queried=0), saving(300, saved=110.0, tokens=1760, queried=600)]
+    assert saved_per_hour(samples) == 120.0
+    assert saved_per_hour(samples[:1]) is None
+    assert saved_per_hour(samples[::-1]) is None
+    assert saved_per_hour([saving(number, saved=0.0, tokens=0, queried=9) for number in (0, 1)]) is None
+
+
+def test_more_hits_are_worth_what_hits_have_saved_so_far() -> None:
+    """1/16 of a second for each token; 120 blocks of 16 tokens are looked up in a minute."""
+    samples = [saving(0, saved=100.0, tokens=1600, queried=0), saving(300, saved=110.0, tokens=1760, queried=600)]
+    assert seconds_per_ratio(samples) == pytest.approx(120.0)
+    assert seconds_per_ratio(samples[:1]) is None
+    assert seconds_per_ratio([samples[0], replace_tokens(samples[1])]) is None
+
+
+def replace_tokens(sample: Sample) -> Sample:
+    """Of a pool whose number of tokens in a block is unknown."""
+    return saving(sample.time, saved=110.0, tokens=1760, queried=600, block_tokens=None)

@@ -21,6 +21,7 @@ from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
 from kvstow.tier.store import ClientStats
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
@@ -34,6 +35,7 @@ FAMILIES = {
     "counter": """
         kvstow_loads_begun
         kvstow_transfers kvstow_transfer_blocks kvstow_transfer_bytes kvstow_transfer_busy_seconds kvstow_query_tokens
+        kvstow_prefill_seconds_saved kvstow_prefill_tokens_saved kvstow_load_wait_seconds
         kvstow_hit_tokens kvstow_miss_tokens kvstow_lookups kvstow_store_blocks kvstow_evicted_blocks
         kvstow_evicted_bytes kvstow_allocation_failures kvstow_hints_ignored kvstow_fallbacks kvstow_pin_failures
         kvstow_events_dropped
@@ -404,7 +406,7 @@ async def test_a_tier_has_families_while_engines_use_it(
     assert empty == {"fetch_bytes_per_second", "lookup_seconds", "prefill_tokens_per_second"}, "not measured yet"
     tier.break_even.note_fetch(1, 0.001)
     tier.break_even.note_lookup(0.002)
-    tier.break_even.note_prefill(100, 0.01)
+    tier.break_even.note_prefill(PrefillCost(1e-4))
     measured = await scrape(client)
     assert value(measured, "kvstow_tier_lookup_seconds", **TIER_LABELS) == 0.002
     assert value(measured, "kvstow_tier_fetch_bytes_per_second", **TIER_LABELS) == pytest.approx(4096 / 0.001)

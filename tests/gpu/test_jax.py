@@ -21,7 +21,7 @@ _SLACK = 4 << 20  # bytes; without KVStow it grew by 8.2 to 9.2 MB, with it by 7
 def _environment(devices: int | None = None) -> dict[str, str]:
     """Of a process that sees this many of our GPUs, or all."""
     own = {
-        "PYTHONPATH": f"{_ROOT}:{_ROOT / 'engine'}",
+        "PYTHONPATH": f"{_ROOT}:{_ROOT / 'engine'}:{_ROOT / 'service'}",
         "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cuda"),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "NCCL_NVLS_ENABLE": "0",

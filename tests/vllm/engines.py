@@ -138,7 +138,13 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core
 
     def add(
-        self, tokens: Prompt, answer_tokens: int = 24, adapter: Adapter | None = None, image: int | None = None
+        self,
+        tokens: Prompt,
+        answer_tokens: int = 24,
+        adapter: Adapter | None = None,
+        image: int | None = None,
+        salt: str | None = None,
+        session: str | None = None,
     ) -> str:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -158,7 +164,10 @@ class Engine:
         asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if image is not None:
             asked["multi_modal_data"] = {"image": _image(image)}
-        self.llm.llm_engine.add_request(name, asked, params, lora_request=lora)
+        if salt is not None:
+            asked["cache_salt"] = salt
+        named = {} if session is None else {"session_id": session}  # since vLLM 0.28
+        self.llm.llm_engine.add_request(name, asked, params, lora_request=lora, **named)
         return name
 
     def step(self) -> dict[str, Answer]:
@@ -181,9 +190,11 @@ class Engine:
         meanwhile: Callable[[], object] = lambda: None,
         adapter: Adapter | None = None,
         image: int | None = None,
+        salt: str | None = None,
+        session: str | None = None,
     ) -> list[Answer]:
         """Answers of requests that run at once. `image`: the seed of an image before the prompt."""
-        names = [self.add(each, tokens, adapter, image) for each in prompts]
+        names = [self.add(each, tokens, adapter, image, salt, session) for each in prompts]
         answers = self.run(meanwhile)
         return [answers[name] for name in names]
 

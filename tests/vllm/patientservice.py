@@ -16,7 +16,7 @@ from kvstow_service.node.tier import nodetier
 SECONDS = 60.0
 
 setattr(nodetier, "TierSettings", partial(TierSettings, deadline=SECONDS, lookup_wait=SECONDS))  # noqa: B010
-setattr(rate.BreakEven, "note_prefill", lambda self, tokens, seconds: None)  # noqa: B010
+setattr(rate.BreakEven, "note_prefill", lambda self, cost: None)  # noqa: B010
 setattr(fleettier, "LookupThread", partial(lookups.LookupThread, timeout=SECONDS))  # noqa: B010
 rate._BASE_TIMEOUT = SECONDS
 

@@ -269,7 +269,6 @@ def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
         address_for_remote_ranks=address,
         take_desired=lambda: next(answers),
         ticket=None,
-        time_step=lambda step: 0,
     )
     worker._rank = SimpleNamespace(follow=followed.append)
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
@@ -317,7 +316,6 @@ def test_the_ticket_of_a_step_is_that_of_the_session_in_which_its_loads_began() 
         ask=lambda what, call, otherwise: plan(None),
         address_for_remote_ranks=None,
         take_desired=dict,
-        time_step=lambda step: 0,
     )
     assert made.build_connector_meta(None).ticket == "old"
 

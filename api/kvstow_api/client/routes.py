@@ -23,6 +23,7 @@ from kvstow_api.answers import (
     ReadinessView,
     RemovedView,
     SessionsView,
+    SourcesView,
     TierView,
     TransfersView,
 )
@@ -60,6 +61,7 @@ protect = Route("POST", "/v1/pools/{pool}/protect", ProtectionResult)
 unprotect = Route("POST", "/v1/pools/{pool}/unprotect", ProtectionResult)
 retry = Route("POST", "/v1/pools/{pool}/retry", PinningView)
 list_blocks = Route("GET", "/v1/pools/{pool}/blocks", BlocksView)
+list_sources = Route("GET", "/v1/pools/{pool}/sources", SourcesView)
 get_block = Route("GET", "/v1/pools/{pool}/blocks/{key}", BlockStatus)
 remove_block = Route("DELETE", "/v1/pools/{pool}/blocks/{key}", type(None))
 lookup = Route("POST", "/v1/lookup", LookupResult)

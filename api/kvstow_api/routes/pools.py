@@ -29,6 +29,7 @@ from kvstow_api.answers import (
     PoolsView,
     PoolView,
     RemovedView,
+    SourcesView,
 )
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, RecordBody, UnprotectBody
@@ -40,6 +41,7 @@ from kvstow_api.queries import (
     OperationQuery,
     OperationsQuery,
     PoolQuery,
+    SourcesQuery,
     StrictRouter,
     WorkQuery,
     choose_pool,
@@ -364,6 +366,12 @@ async def list_blocks(app: App, pool: Pool, query: Annotated[BlocksQuery, Query(
     """Blocks in order of their slots. A page may be short, or empty, and still not be the last one."""
     page = _page(pool.facade, query)
     return BlocksView(items=list(page.blocks), next_page_token=token_of(page.next_slot))
+
+
+@router.get("/pools/{pool}/sources", responses=reading(404))
+def list_sources(app: App, pool: Pool, query: Annotated[SourcesQuery, Query()]) -> SourcesView:
+    """Who uses the pool most: models, adapters, salts and sessions, all but the models as digests."""
+    return SourcesView(items=[one for one in pool.facade.sources(query.by) if query.kind in (None, one.kind)])
 
 
 @router.get("/pools/{pool}/blocks/{key}", responses=reading(404))

@@ -26,12 +26,14 @@ from kvstow.attach.wire import (
     U32,
     U64,
     Counts,
+    Digest,
     Keys,
     Kind,
     Message,
     Packed,
     Row,
     Runs,
+    Seconds,
     Text,
     U32s,
     U64s,
@@ -40,6 +42,7 @@ from kvstow.attach.wire import (
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
 from kvstow.plaintext import is_plain, plain
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.stats import HINTS_IGNORED, LOAD_CHOICES
 
 _T = TypeVar("_T")
@@ -100,11 +103,20 @@ class Pending(Packed, frozen=True):
 
 
 class Prefill(Packed, frozen=True):
-    """How many prompt tokens the model has computed, and in how many seconds. No answer."""
+    """What computing prompts costs the engine, and what its loads have saved: see `PrefillNews`. No answer."""
 
     KIND: ClassVar = Kind.PREFILL
-    tokens: U64
-    seconds: Annotated[float, Meta(gt=0, lt=1e9)]
+    cost: tuple[Seconds, Seconds, Annotated[float, Meta(ge=0, lt=1 << 32)]]
+    hit_tokens: U32 = 0
+    hit_seconds: Seconds = 0.0
+    waited: Seconds = 0.0
+
+    @classmethod
+    def of(cls, news: PrefillNews) -> Prefill:
+        return cls(news.cost, *news[1:])
+
+    def news(self) -> PrefillNews:
+        return PrefillNews(PrefillCost(*self.cost), self.hit_tokens, self.hit_seconds, self.waited)
 
 
 class Release(Packed, frozen=True):
@@ -211,13 +223,14 @@ class SettledOps(Packed, frozen=True):
 
 
 class Use(Packed, frozen=True):
-    """A request has used these keys; see `OffloadEngine.use`. No answer."""
+    """A request has used these keys; see `OffloadEngine.use`. `source`: see `Source`. No answer."""
 
     KIND: ClassVar = Kind.USE
     keys: Keys
     start: U32
     looked_up: tuple[U32, U32]
     hints: Hints | None = None
+    source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
 
     def check(self) -> None:
         first, stop = self.looked_up
@@ -241,11 +254,12 @@ def _check_hints(hints: Hints) -> None:
 
 
 class CountLookup(Packed, frozen=True):
-    """Count one lookup of `queried` blocks that found `hits`. No answer."""
+    """Count one lookup of `queried` blocks that found `hits`. `source`: see `Source`. No answer."""
 
     KIND: ClassVar = Kind.COUNT_LOOKUP
     queried: U32
     hits: U32
+    source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
 
     def check(self) -> None:
         if self.hits > self.queried:

@@ -47,7 +47,9 @@ from kvstow.errors import AttachError, ProtocolError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
+from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
 """How long to wait before another store is tried after the service has reported no room."""
@@ -141,8 +143,6 @@ class AttachedEngine:
         """Answers that are not done, in the order of their calls. The service answers in order, except for pending
         answers."""
         self._pending: list[Answer[object]] = []
-        self.has_tier = False
-        """The service of this session has asked for time for a lookup, as a service with a fleet tier does."""
         self._unsent: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot."""
         self._room = 0
@@ -150,6 +150,7 @@ class AttachedEngine:
         self.ticket: SessionTicket | None = None
         """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
+        self._source_key = b""
 
     # -- the session ----------------------------------------------------------------------------------------
 
@@ -238,9 +239,14 @@ class AttachedEngine:
         if answer.done:
             self.release_lease(answer.value.lease)
 
-    def count_lookup(self, queried: int, hits: int) -> None:
+    @property
+    def source_key(self) -> bytes:
+        """Of the digests of sources, in this session (`source_of`). Empty without a session."""
+        return b"" if self.ticket is None else self._source_key
+
+    def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
-        self._send(CountLookup(queried, hits))
+        self._send(CountLookup(queried, hits, source))
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, even after a load has used the lease."""
@@ -293,10 +299,11 @@ class AttachedEngine:
         start: int = 0,
         looked_up: tuple[int, int] | None = None,
         hints: Hints | None = None,
+        source: Source = NO_SOURCE,
     ) -> None:
         """See `Session.use`. Sends nothing if there are neither keys nor hints."""
         if keys or hints is not None:
-            self._send(Use(keys, start, looked_up or (0, len(keys)), hints))
+            self._send(Use(keys, start, looked_up or (0, len(keys)), hints, source))
 
     def reset(self) -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
@@ -306,10 +313,9 @@ class AttachedEngine:
         self._hello = replace(self._hello, namespace=replace(namespace, epoch=1 + randbits(_EPOCH_BITS)))
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how many prompt tokens the model has computed in how many seconds. The service compares fetches from
-        the fleet tier with this rate."""
-        self._send(Prefill(tokens, seconds))
+    def note_prefill(self, news: PrefillNews) -> None:
+        """See `Session.note_prefill`. The service compares fetches from the fleet tier with this cost."""
+        self._send(Prefill.of(news))
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -364,6 +370,7 @@ class AttachedEngine:
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
+        self._source_key = bytes.fromhex(welcome.source_key)
         self._ops.begin_session(self.num_sessions)
         self._room, self._probe_at = 0, float("-inf")
 
@@ -371,7 +378,6 @@ class AttachedEngine:
         self.ticket = None
         self._unsent.clear()
         self._resolve_answers()
-        self.has_tier = False
         self._ops.end_session()
 
     def _is_of_session(self, identifier: int) -> bool:
@@ -427,7 +433,6 @@ class AttachedEngine:
 
     def _resolve_or_keep(self, answer: Answer[object]) -> None:
         if answer.is_pending and answer.call is not None and not answer.call.done:
-            self.has_tier = True
             self._pending.append(answer)
             return
         try:

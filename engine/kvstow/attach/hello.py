@@ -55,6 +55,7 @@ def count_of(identifier: int) -> int:
     return identifier & ((1 << _COUNT_BITS) - 1)
 
 
+_SOURCE_KEY = r"^(?:[0-9a-f]{2}){0,64}\Z"  # BLAKE2 takes no more
 _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_LISTED)]
 
 
@@ -132,7 +133,8 @@ class Hello(Message, frozen=True, kw_only=True):
 
 class Welcome(Message, frozen=True, kw_only=True):
     """The connection now belongs to a session. `token` is for the session's workers. `sharing_off` holds sentences that
-    say why this session shares no blocks with others; it is empty if it may share."""
+    say why this session shares no blocks with others; it is empty if it may share. `source_key`: of the digests of
+    sources, in hex (`source_of`)."""
 
     KIND: ClassVar = Kind.WELCOME
     session_id: Text
@@ -142,6 +144,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     pool: Text = ""
     namespace: Text = ""
     sharing_off: _Texts = ()
+    source_key: Annotated[str, Meta(pattern=_SOURCE_KEY)] = ""
 
 
 TRANSIENT_REFUSALS: Final = frozenset(

@@ -106,6 +106,7 @@ Keys = Annotated[Sequence[Annotated[bytes, Meta(min_length=1, max_length=256)]],
 U32s = Annotated[tuple[U32, ...], Meta(max_length=_MOST_ITEMS)]
 U64s = Annotated[tuple[U64, ...], Meta(max_length=_MOST_ITEMS)]
 Runs = Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=_MOST_ITEMS)]
+Digest = Annotated[bytes, Meta(max_length=8)]
 Counts = Annotated[dict[Name, U32], Meta(max_length=64)]
 
 

@@ -44,17 +44,14 @@ class TierSettings:
 
 
 class LongerHit(NamedTuple):
-    """A hit that is longer than the pool's own. `keys`: all that are needed of it; `blocks`: how many blocks of tokens
-    longer it is; `beyond`: how many of the keys the pool's own hit does not need."""
+    """A hit that is longer than the pool's own, which has `behind` blocks of tokens. `keys`: all that are needed of it;
+    `blocks`: how many blocks of tokens longer it is; `beyond`: how many of the keys the pool's own hit does not
+    need."""
 
     keys: Sequence[bytes]
     blocks: int
     beyond: int
-
-    @property
-    def worth(self) -> float:
-        """How many blocks of tokens one of its keys saves computing."""
-        return self.blocks / len(self.keys)
+    behind: int = 0
 
 
 NOTHING = LongerHit((), 0, 0)
@@ -208,7 +205,7 @@ class FleetTier:
             # no hit.
             whole = wait.needs is not None
             keys = found.keys if whole else remote
-            wait.ops += self._fetches.begin(self.fingerprint, keys, found.worth, whole=whole)
+            wait.ops += self._fetches.begin(self.fingerprint, keys, self._worth(found), whole=whole)
         if wait.ops:
             wait.state = "fetching"
             compute = inf if estimate.compute_seconds is None else estimate.compute_seconds
@@ -218,13 +215,17 @@ class FleetTier:
         """Whether to fetch `fetched` blocks. If that does not pay, a few of those that are `remote` are fetched now and
         then to measure the store."""
         queued = self._fetches.num_blocks
-        estimate = self._last = self.break_even.decide(fetched, found.blocks, queued)
+        estimate = self._last = self.break_even.decide(fetched, found.blocks, queued, found.behind)
         if not estimate.pays:
             self.counters.declined_requests += 1
             if self._breaker.is_closed and not queued and self.break_even.wants_probe():
                 assert self.fingerprint is not None
-                self._fetches.begin(self.fingerprint, remote[:PROBE_BLOCKS], found.worth)
+                self._fetches.begin(self.fingerprint, remote[:PROBE_BLOCKS], self._worth(found))
         return estimate
+
+    def _worth(self, found: LongerHit) -> float:
+        """How many seconds one of its keys saves computing."""
+        return (self.break_even.compute_seconds(found.blocks, found.behind) or 0.0) / len(found.keys)
 
     @property
     def may_fetch(self) -> bool:
@@ -255,7 +256,7 @@ class FleetTier:
         end = self._end_of(wait)
         if end is None:
             return None
-        return LongerHit(wait.keys[wait.first : end], end - wait.first, end - wait.first)
+        return LongerHit(wait.keys[wait.first : end], end - wait.first, end - wait.first, wait.first)
 
     def _find_needed(self, wait: TierWait, needs: Needs) -> LongerHit | None:
         """What a request needs of several groups for the longest hit that the pool, fetches under way and the store
@@ -275,7 +276,7 @@ class FleetTier:
         saved = longest.blocks - pool.blocks
         if saved <= 0:
             return NOTHING
-        return LongerHit(longest.keys, saved, len(set(longest.keys).difference(pool.keys)))
+        return LongerHit(longest.keys, saved, len(set(longest.keys).difference(pool.keys)), pool.blocks)
 
     def _longest(self, needs: Needs, least: int) -> Needed:
         """The longest hit that the three give together and that the pool has room for; if none is longer than `least`
@@ -392,7 +393,7 @@ class FleetTier:
             saved = self._fetches.settle(settled)
             counters.fetched_blocks += settled.moved
             counters.failed_fetch_blocks += len(settled.keys) - settled.moved
-            counters.saved_seconds += self.break_even.compute_seconds(saved) or 0.0
+            counters.saved_seconds += saved
             self.break_even.note_fetch(settled.moved, settled.seconds)
         if not is_put:
             self._table.note(settled.keys[settled.moved :], present=False)
@@ -434,7 +435,7 @@ class FleetTier:
             breaker=self._breaker.state,
             fetch_bytes_per_second=even.rate.per_second,
             lookup_seconds=even.lookup_seconds,
-            prefill_tokens_per_second=even.prefill_rate,
+            prefill_tokens_per_second=None if even.prefill is None else even.prefill.tokens_per_second,
             decision=last.reason if last is not None else "no request has asked for a fetch yet",
             putting_blocks=self._puts.num_blocks,
             fetching_blocks=self._fetches.num_blocks,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvstow.control.claims import Claims, Context
 from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
@@ -46,6 +46,15 @@ class Removal:
         for namespace, count in self.counts:
             yield namespace, self.keys[start : start + count]
             start += count
+
+
+class Used(NamedTuple):
+    """What a request has used: slots, as runs of neighbours, and how many of their blocks nobody had used before.
+    `least`: see `Uses.count`."""
+
+    runs: Sequence[Sequence[int]]
+    new: int
+    least: int
 
 
 class Index:
@@ -161,12 +170,13 @@ class Index:
         if slots:
             self.namespaces.order_of(slots).refresh(slots)
 
-    def use(self, namespace: Namespace, keys: Sequence[bytes], now: float, least: int = 0) -> int:
+    def use(self, namespace: Namespace, keys: Sequence[bytes], now: float, least: int = 0) -> Used:
         """A request has used the blocks of this chain of keys: that counts, and those that are visible are marked as
-        just used. `least`, and what is returned: see `Uses.count`."""
+        just used. `least`, and `Used.least`: see `Uses.count`."""
         runs = namespace.keys.present_runs(keys)
         slots = self._ordered(runs)
         classes = self.uses.classes(slots)
+        new = self.uses.num_unused(runs)
         self.uses.recall(runs, self.slot_keys.key_of, namespace.tag)
         least = self.uses.count(runs, least)
         self.times.mark_used(runs, now)
@@ -176,7 +186,7 @@ class Index:
             self.uses.count_absent(absent, namespace.tag)
         if self.claims is not None:
             self.claims.note_uses(keys, now)
-        return least
+        return Used(runs, new, least)
 
     def _ordered(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are in the order of eviction, without repeats."""

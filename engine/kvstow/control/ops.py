@@ -268,6 +268,7 @@ class OpsInFlight:
         pool = self.pool
         published = pool.index.publish(namespace, keys, slots, pool.clock())
         pool.deallocate(published.freed)
+        pool.sources.forget(slots)
         if pool.journal is not None and published.keys:
             freed = set(published.freed)
             kept = [slot for slot in slots if slot not in freed] if freed else slots

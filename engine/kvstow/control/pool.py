@@ -25,6 +25,7 @@ from kvstow.control.namespaces import Namespace, NamespaceLabel
 from kvstow.control.ranktable import RankTable
 from kvstow.control.recording import Recording
 from kvstow.control.slots import AgeSampler, SlotMap
+from kvstow.control.sources import Sources
 from kvstow.control.trial import Trial
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
@@ -282,6 +283,7 @@ class Pool:
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
+        self.sources = Sources()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
@@ -503,6 +505,7 @@ class Pool:
         if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
+            self.sources.resize(limit)
             for session in self.sessions:
                 session.adapt_to_pool()
 

@@ -18,7 +18,9 @@ from kvstow.control.trial import Sample, Trial
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
+from kvstow.prefill import PrefillNews
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.source import NO_SOURCE, Source
 from kvstow.status import LoadRefusal, RankStatus
 
 _NOTHING = Lease(0, (), ())
@@ -70,6 +72,8 @@ class Session:
         """What the host calls the session."""
         self.label = ""
         """Begins the sentences about this session."""
+        self.model = ""
+        """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
         self._parts_behind: deque[Part] = deque()
@@ -131,11 +135,12 @@ class Session:
         """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
         return self._acquire(keys, self._present_keys, count=count)
 
-    def count_lookup(self, queried: int, hits: int) -> None:
+    def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
         pool = self.pool
         with pool.lock:
             pool.counters.count_lookup(queried, hits, self._lease_refusal(pool.clock()))
+            pool.sources.count_lookup(self.model, source, queried, hits)
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
         """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
@@ -174,6 +179,7 @@ class Session:
                 lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
+                pool.sources.count_lookup(self.model, NO_SOURCE, len(keys), len(slots))
             counters.lookups.seconds.observe(time.perf_counter() - begun)
         return lease, found
 
@@ -305,6 +311,7 @@ class Session:
         *,
         start: int = 0,
         looked_up: tuple[int, int] | None = None,
+        source: Source = NO_SOURCE,
         hints: Hints | None = None,
     ) -> None:
         """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
@@ -314,8 +321,8 @@ class Session:
         Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
         steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
         many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
-        blocks up, given with the first part; None: in all of that part. `hints`: the request's, with each part; times
-        in them count from this call.
+        blocks up, given with the first part; None: in all of that part. `source`: see `source_of`. `hints`: the
+        request's, with each part; times in them count from this call.
         """
         pool = self.pool
         with pool.lock:
@@ -323,8 +330,9 @@ class Session:
                 for reason in hints.ignored:
                     pool.counters.hints_ignored[reason] += 1
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
-            least = pool.index.use(self.namespace, keys, now, self._uses_behind)
-            self._uses_behind = least if start else 0
+            used = pool.index.use(self.namespace, keys, now, self._uses_behind)
+            self._uses_behind = used.least if start else 0
+            pool.sources.count_use(self.model, source, used.runs, used.new)
             recording = pool.recording
         if hints is not None and hints.context is not None:
             self._claim(keys, start, hints, now)
@@ -349,6 +357,12 @@ class Session:
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
                 pool.apply_change(comparison, change)
+
+    def note_prefill(self, news: PrefillNews) -> None:
+        """Count what loads have saved, by what it costs this engine to compute prompts."""
+        pool = self.pool
+        with pool.lock:
+            pool.counters.prefill.count(tokens=news.hit_tokens, seconds=news.hit_seconds, waited=news.waited)
 
     def _try(
         self,

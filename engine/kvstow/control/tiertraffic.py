@@ -222,8 +222,8 @@ class TierFetches:
         return [op for op in ops if op is not None]
 
     def begin(self, fingerprint: str, keys: Sequence[bytes], worth: float, *, whole: bool = False) -> list[int]:
-        """Fetch those of the keys that the pool lacks. `worth`: how many blocks of tokens one key saves computing;
-        `whole`: see `begin_fetch`."""
+        """Fetch those of the keys that the pool lacks. `worth`: how many seconds one key saves computing; `whole`: see
+        `begin_fetch`."""
         ops = self._traffic.begin_fetch(fingerprint, keys, whole=whole)
         for op in ops:
             self._keys_of[op.op_id] = op.keys
@@ -232,7 +232,7 @@ class TierFetches:
         return [op.op_id for op in ops]
 
     def settle(self, settled: TierSettled) -> float:
-        """One has ended. Returns how many blocks of tokens need not be computed."""
+        """One has ended. Returns how many seconds it saves computing."""
         for key in self._keys_of.pop(settled.op_id):
             if self._op_of.get(key) == settled.op_id:
                 del self._op_of[key]

@@ -58,7 +58,7 @@ class _SmallPool:
         index.unhold(held)
         index.use(namespace, keys, now)
         if index.claims is not None:
-            if hints is not None:
+            if hints is not None and hints.context is not None:
                 renewal = index.claims.begin(namespace, hints, keys, now)
                 index.claims.extend(renewal, namespace.keys.slots_of(keys))
                 index.claims.finish(renewal)

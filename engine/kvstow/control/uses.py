@@ -228,6 +228,14 @@ class Uses:
             for slot, known in zip(new, self._ghosts.find(hash_keys(keys, tag)), strict=True):
                 counts[slot] = known
 
+    def num_unused(self, runs: Sequence[Sequence[int]]) -> int:
+        """How many of these slots have content that was not used yet."""
+        counts = self._counts
+        return sum(
+            (counts[run.start : run.stop] if isinstance(run, range) else bytes(values_at(counts, run))).count(0)
+            for run in runs
+        )
+
     def note_ages(self, slots: Sequence[int], now: float) -> None:
         """The blocks of these slots were evicted because the pool is full."""
         count = len(slots)

@@ -202,7 +202,7 @@ class CallQueue:
         self._release()
 
     def hold(self, is_held: bool) -> None:
-        """Begin no further call until told otherwise."""
+        """Begin no further call until `hold(False)`."""
         self.is_held = is_held
         if is_held:
             self._release()
@@ -299,8 +299,8 @@ class HostSteps:
         self._is_launching = True
 
     def launched(self, work: Work | None = None) -> None:
-        """The device has the step's work; `work` tells whether it has finished. Makes the next call that is offered, if
-        the steps since the last call have paid for it. Raises nothing but a signal handler's exception, which
+        """The device has the step's work; `work` reports whether it has finished. Makes the next call that is offered,
+        if the steps since the last call have paid for it. Raises nothing but a signal handler's exception, which
         interrupts the host anyway."""
         now = self._clock()
         budget, expected, queue = self.budget, self._expected, self._queue

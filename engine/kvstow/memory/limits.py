@@ -69,7 +69,7 @@ class MemoryLimits:
         """The tightest limit, before `reserve_bytes` is subtracted; None if no limit can be read.
 
         `beside_shared`: as if no shared memory were in use. So much can become free when the engines of an earlier
-        service let go of its memory, or its keeper hands it over.
+        service release its memory, or its keeper hands it over.
         """
         found = [headroom for headroom in self._limits(beside_shared) if headroom is not None]
         return min(found, key=lambda headroom: headroom.num_bytes, default=None)

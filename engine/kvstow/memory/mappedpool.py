@@ -35,7 +35,7 @@ _MAX_SLOTS = 1 << 32  # slots are 32-bit numbers on the wire
 
 
 class Grant(Protocol):
-    """What the service says of an extent; `kvstow.attach.calls.ExtentGrant` is one."""
+    """What the service grants; `kvstow.attach.calls.ExtentGrant` is one."""
 
     @property
     def extent_id(self) -> int: ...
@@ -237,7 +237,7 @@ class MappedPool(SlotPool):
     def addresses(self, slots: Int64Array) -> Int64Array:
         return self._table.addresses(slots)
 
-    # -- what the service says ------------------------------------------------------------------------------
+    # -- messages of the service ------------------------------------------------------------------------------
 
     def begin_session(self) -> None:
         """The extents are those of an earlier session from now on: none of their slots is usable until they are granted
@@ -343,7 +343,7 @@ class MappedPool(SlotPool):
             ]
 
     def take_released(self) -> list[int]:
-        """The revoked extents of which nothing is mapped, registered or open any more, since the last call."""
+        """The revoked extents with nothing mapped, registered or open any more, since the last call."""
         with self._state:
             released, self._released = self._released, []
             return released

@@ -24,11 +24,11 @@ class NodeMemory:
     `apply` after each change of the budget, and handle the steps that it returns before any client is served. Not
     locked: calls come one at a time, like those of the budget; `populator` has a thread of its own.
 
-    An extent that was handed out, and is to be closed, may still be mapped, pinned or open in a process that no book
-    knows, as its client may have said too early that it has let go. So it is given up: it counts as allocated until the
-    kernel says that its memory is free. First no process may have it open any more, and no page of it be pinned; it is
-    sealed and closed then, which `close_given_up` does. Then its file has to end, which `settle` notices, once the
-    keeper has released it too. `kvstow.memfd` says why each of these is needed.
+    When an extent that was handed out is closed, a process that the budget does not know may still have it mapped,
+    pinned or open, because its client may have reported too early that it has released it. So the extent is given up:
+    it counts as allocated until the kernel reports that its memory is free. `close_given_up` seals and closes it when
+    no process has it open and none of its pages is pinned. `settle` notices when its file has ended, once the keeper
+    has released it too. `kvstow.memfd` explains why each of these is needed.
     """
 
     def __init__(self, budget: MemoryBudget, populator: Populator, *, huge_pages: HugePages = "advised") -> None:
@@ -47,8 +47,8 @@ class NodeMemory:
         self._rows: dict[int, int] = {}
 
     def apply(self) -> list[Step]:
-        """Decide and carry out. Returns the steps: of a `Recall`, the caller evicts the row's blocks and asks clients
-        to let go; of a `Give`, the last one of a row makes its slots available as they are populated."""
+        """Decide and carry out. Returns the steps. After a `Recall`, the caller evicts the row's blocks and asks
+        clients to release it; the last `Give` of a row makes its slots available as they are populated."""
         steps = self.budget.plan()
         for step in steps:
             self._carry_out(step)
@@ -57,14 +57,14 @@ class NodeMemory:
         return steps
 
     def restore(self, number: int, extent: Extent, row: int | None) -> None:
-        """An extent of an earlier service, which the budget knows. Takes it over."""
+        """Take over an extent of an earlier service, which the budget knows."""
         self.extents[number] = extent
         if row is not None:
             self._rows[number] = extent.row = row
         self.populator.add(extent)
 
     def give_up(self, fd: int) -> None:
-        """Memory of an earlier service that is not used any more. Takes over the descriptor."""
+        """Give up memory of an earlier service that is not used any more. Takes over the descriptor."""
         num_bytes = os.fstat(fd).st_size
         self.given_up[self.budget.restore_closed(num_bytes)] = Extent(fd, num_bytes, self.huge_pages, None)
 
@@ -74,7 +74,7 @@ class NodeMemory:
         return bool(self.budget.closed)
 
     def close_given_up(self, numbers: Iterable[int] | None = None) -> None:
-        """Close what no process uses any more, of these extents or of all. The keeper must release it then, before
+        """Close the extents that no process uses any more, of these or of all. The keeper must release them before
         `settle`."""
         pinned = 0
         for number in [one for one in (self.given_up if numbers is None else numbers) if one in self.given_up]:
@@ -101,16 +101,15 @@ class NodeMemory:
                 break
 
     def _seal(self, number: int, extent: Extent) -> bool:
-        """Whether no page is pinned. Where a client has sealed the seals the kernel does not tell, and those that had
-        the extent have to end."""
+        """Whether no page is pinned. If a client has sealed the seals, the kernel does not report that, and all clients
+        that had the extent have to end first."""
         try:
             return seal_writes(extent.fd)
         except PermissionError:
             return not self.budget.closed[number].had
 
     def settle(self) -> bool:
-        """Notice what is free by now; the rest is kept by some process. Returns whether the budget has to decide
-        anew."""
+        """Record what is free by now; some process keeps the rest. Returns whether the budget has to decide anew."""
         there = {*self.given_up, *(() if self._ends is None else self._ends.remaining())}
         has_news = False
         for number, extent in list(self.budget.closed.items()):

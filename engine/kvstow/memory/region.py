@@ -225,7 +225,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
 
 def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
     """Bytes of the populated range by node, from one page in every `step` bytes (2 us each; any page of a huge page
-    tells its node). Empty if the kernel refuses, as in some containers."""
+    shows its node). Empty if the kernel refuses, as in some containers."""
     found: Counter[int] = Counter()
     number = _GET_MEMPOLICY.get(os.uname().machine)
     if number is None:
@@ -241,7 +241,7 @@ def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
 
 
 def memory_nodes(path: Path = Path("/sys/devices/system/node/has_memory")) -> tuple[int | None, ...]:
-    """The machine's nodes that have memory; (None,) where there is only one, or the kernel does not tell."""
+    """The machine's nodes that have memory; (None,) where there is only one, or the kernel does not report them."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",")]
         nodes = tuple(node for part in parts for node in range(int(part[0]), int(part[-1]) + 1))

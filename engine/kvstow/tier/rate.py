@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
+
+from kvstow.prefill import PrefillCost, PromptPart, weighted_median
 
 _RECENT = 9
 _WEIGHT = 0.2
@@ -34,14 +35,7 @@ class RecentRate:
         """A call has moved, or computed, so many."""
         if amount > 0 and seconds > 0:
             self._calls.append((amount / seconds, amount))
-            self.per_second = self._median()
-
-    def _median(self) -> float:
-        """Half of all was moved at this rate or a lower one."""
-        slowest_first = sorted(self._calls)
-        up_to = accumulate(amount for _, amount in slowest_first)
-        half = sum(amount for _, amount in slowest_first) / 2
-        return next(rate for (rate, _), so_far in zip(slowest_first, up_to, strict=True) if so_far >= half)
+            self.per_second = weighted_median(self._calls)
 
 
 class TransferRate:
@@ -86,7 +80,7 @@ class Estimate(NamedTuple):
 
 
 class BreakEven:
-    """Measures the store and the prefill, and decides. Not locked: one thread uses it.
+    """Measures the store, and decides. Not locked: one thread uses it.
 
     The decision has hysteresis, so a store near break-even does not switch on and off with every request. While fetches
     do not pay, nothing else measures the store, so a few blocks are fetched now and then, for which no request waits.
@@ -95,13 +89,11 @@ class BreakEven:
     def __init__(
         self, slot_bytes: int, block_tokens: int | None, clock: Callable[[], float], prefill_rate: float | None = None
     ) -> None:
-        """`prefill_rate`: tokens per second, if the host knows it; else it is measured with `note_prefill`, and until
-        then every fetch pays."""
+        """`prefill_rate`: tokens per second, if the host knows it; else engines tell what prompts cost, and until then
+        every fetch pays."""
         self._slot_bytes, self._block_tokens, self._clock = slot_bytes, block_tokens, clock
         self._prefill_is_known = prefill_rate is not None
-        self.prefill_rate = prefill_rate
-        self._prefill = RecentRate()
-        """One slow step among quick ones, as the first, in which kernels are compiled, must not make fetches pay."""
+        self.prefill: PrefillCost | None = None if prefill_rate is None else PrefillCost(1 / prefill_rate)
         self.rate = RecentRate()
         """Of fetches, on the slowest rank."""
         self.lookup_seconds: float | None = None
@@ -122,21 +114,22 @@ class BreakEven:
         known = self.lookup_seconds
         self.lookup_seconds = seconds if known is None else (1 - _LOOKUP_WEIGHT) * known + _LOOKUP_WEIGHT * seconds
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """The model has computed so many tokens of a prompt."""
+    def note_prefill(self, cost: PrefillCost) -> None:
+        """So much it costs an engine to compute prompts."""
         if not self._prefill_is_known:
-            self._prefill.observe(tokens, seconds)
-            self.prefill_rate = self._prefill.per_second
+            self.prefill = cost
 
-    def compute_seconds(self, blocks: float) -> float | None:
-        """To compute so many blocks."""
-        if self.prefill_rate is None or self._block_tokens is None:
+    def compute_seconds(self, blocks: int, behind: int = 0) -> float | None:
+        """To compute so many blocks, which come behind `behind` others of their prompt."""
+        size = self._block_tokens
+        if self.prefill is None or size is None:
             return None
-        return blocks * self._block_tokens / self.prefill_rate
+        return self.prefill.seconds(PromptPart.between(behind * size, (behind + blocks) * size))
 
-    def decide(self, fetched: int, computed: int, queued: int) -> Estimate:
-        """Whether to fetch `fetched` blocks, behind `queued` ones, instead of computing `computed` ones."""
-        compute = self.compute_seconds(computed)
+    def decide(self, fetched: int, computed: int, queued: int, behind: int = 0) -> Estimate:
+        """Whether to fetch `fetched` blocks, after `queued` ones, instead of computing `computed` ones, which come
+        behind `behind` others of their prompt."""
+        compute = self.compute_seconds(computed, behind)
         if compute is None:
             return Estimate(None, None, True, "the prefill speed is not known")
         rate = self.rate.per_second

@@ -1,5 +1,5 @@
-"""What every host of the admin server has, embedded or in the node service: its options, its periodic work, and what it
-tells the API about itself.
+"""What every host of the admin server has, embedded or in the node service: its options, its periodic work, and its
+description for the API.
 
 Importing this module imports neither FastAPI nor uvicorn nor prometheus_client: an engine that embeds the server does
 that late, on a thread.

@@ -90,15 +90,6 @@ FindAdmin = Callable[[], AdminAddress | None]
 """Finds the admin server; None while there is none. Called on the agent's thread, at most 5 times a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentStats:
-    """`failed` counts attempts to report that raised an error; `failing`: whether the last one did."""
-
-    sent: int
-    failed: int
-    failing: bool
-
-
 class RankAgent:
     """Reports every `interval` seconds and on change, and applies the desired state in each response. Growth of the
     pinned memory is no such change.
@@ -124,9 +115,10 @@ class RankAgent:
         self._interval = interval
         self._reported: RankReport | None = None
         self._due_at = 0.0
-        self._sent = 0
-        self._failed = 0
-        self._failing = False
+        self.sent = self.failed = 0
+        """How many reports were sent, and how many attempts to report raised an error."""
+        self.is_failing = False
+        """Whether the last attempt has failed."""
         self._state: RankState | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -150,10 +142,6 @@ class RankAgent:
         """Report now instead of after `interval`. Thread-safe."""
         self._due_at = 0.0
         self._wake.set()
-
-    @property
-    def stats(self) -> AgentStats:
-        return AgentStats(self._sent, self._failed, self._failing)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -188,16 +176,16 @@ class RankAgent:
             self._reported = report
         except Exception as error:  # nothing may end the thread
             self._due_at = time.monotonic() + self._interval
-            self._failed += 1
-            if not self._failing and not self._stopping.is_set():
+            self.failed += 1
+            if not self.is_failing and not self._stopping.is_set():
                 logger.warning("rank %d: report failed, will retry: %s", self._rank, error, exc_info=_if_defect(error))
-            self._failing = True
+            self.is_failing = True
             self._disconnect()
         else:
-            self._sent += 1
-            if self._failing:
-                logger.info("rank %d: reports arrive again after %d failures", self._rank, self._failed)
-            self._failing = False
+            self.sent += 1
+            if self.is_failing:
+                logger.info("rank %d: reports arrive again after %d failures", self._rank, self.failed)
+            self.is_failing = False
 
     def _connect(self) -> Client | None:
         """The open connection or a new one; None while the server has not started."""
@@ -209,7 +197,7 @@ class RankAgent:
             if address is not None:
                 self._client = address.connect()
                 self._used_offer = offered if found is None else None
-            elif self._sent:
+            elif self.sent:
                 raise NotFoundError("the admin server is gone")
         return self._client
 

@@ -143,7 +143,7 @@ def end_of(server: ssl.SSLContext, pem: str) -> float:
     """When the certificate `pem`, which `server` presents, ends: in seconds since the epoch. Raises `ssl.SSLError` if
     no client would accept it as a server's.
 
-    `ssl` tells the date of a peer's certificate only, so this connects to the server in memory (1 ms), as a client
+    `ssl` shows the date of a peer's certificate only, so this connects to the server in memory (1 ms), as a client
     that trusts this certificate alone and ignores its dates.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

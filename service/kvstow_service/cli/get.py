@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from kvstow.stats import EngineStats, Histogram
-from kvstow.status import Readiness
+from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.connection import TIME, Connection, chosen_pool, find_session, pool_flag, remote
@@ -53,6 +53,24 @@ _NOUNS = (
     _Noun("namespaces", "namespace", "Namespaces: model, weights, and which engines share blocks."),
     _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE), in_pool=True),
+    _Noun(
+        "sources",
+        "source",
+        "Who uses a pool most: models, adapters, salts and sessions, all but the models as digests.",
+        (
+            click.Option(["--kind"], type=click.Choice(SOURCE_KINDS)),
+            click.Option(
+                ["--by"],
+                type=click.Choice(["hits", "stores", "slots"]),
+                default="hits",
+                show_default=True,
+                help="Those that have most of these.",
+            ),
+            _POOL,
+        ),
+        described=False,
+        in_pool=True,
+    ),
     _Noun(
         "transfers",
         "transfer",

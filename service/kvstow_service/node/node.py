@@ -148,10 +148,10 @@ class Node:
             self.tier = self.host.tier = NodeTier(
                 self.settings.tier, self.memory, lambda action: self.server.post(action), self._clock
             )
-        self._has_started = True
         self.populator.start()
         self.memory.start()
         self.server.start()
+        self._has_started = True
         self._running.callback(self._take_back)
         if self.tier is not None:
             self._running.callback(self.tier.close)  # first, because the workers of its store have memory, too
@@ -199,8 +199,16 @@ class Node:
             self._next_check = now + _CHECK_SECONDS
             self._check_integrity()
 
+    def start_failure(self) -> str | None:
+        """Why no engine can attach yet, or None."""
+        if self._has_started:
+            return None
+        return "the service takes up what an earlier one has left; no engine can attach yet"
+
     def live_failure(self) -> str | None:
         """Why only a restart helps, or None."""
+        if not self._has_started:
+            return None
         return self.server.failure or self.memory.failure or self.integrity_problem
 
     def memory_failure(self) -> str | None:

@@ -43,6 +43,7 @@ class SessionGrant(NamedTuple):
     pool: str
     namespace: str
     sharing_off: tuple[str, ...] = ()
+    source_key: str = ""
 
 
 class NodeHost:
@@ -222,7 +223,8 @@ class NodeHost:
         self._memory.do(self._memory.add_session, session)
         if self.tier is not None:
             session.tier = self.tier.enter(session, session.hello.fleet_weights)
-        return session, SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons)
+        key = pool.sources.key.hex()
+        return session, SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons, key)
 
     def _require_ranks(self, uid: int, num_ranks: int) -> None:
         """The caller holds the lock. Raises `AttachRefusedError`."""

@@ -66,7 +66,6 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         _listen_for_changes(sockets, settings.admin_path, plan.admin_group, directory)
         ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
 
-        start = _Start(node)
         host = make_api_host(
             directory,
             ticker,
@@ -75,15 +74,16 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             mode="node",
             tls=plan.tls,
             settings=public_settings(settings),
-            live_checks={"node": start.live_failure},
-            startup_checks={"node": start.check},
+            live_checks={"node": node.live_failure},
+            startup_checks={"node": node.start_failure},
             orphaned_memory=_orphaned_memory,
             attach=f"unix:{plan.node.attach_socket}",
         )
         server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
         server.start()  # first, so that it answers while the node recovers what an earlier service has left
         running.callback(server.stop)
-        start.run()
+        with short_switch_interval():  # the admin server answers while the node recovers a million blocks
+            node.start()
         ticker.start()
         running.callback(ticker.stop)
         _announce(settings, plan, sockets)
@@ -95,27 +95,6 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             node.give_back()
     logger.info("stopped")
     return stop.status
-
-
-class _Start:
-    """The start of the node, as health checks see it. It takes seconds if there are a million blocks to recover."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._has_ended = False
-
-    def run(self) -> None:
-        with short_switch_interval():  # the admin server answers meanwhile
-            self._node.start()
-        self._has_ended = True
-
-    def check(self) -> str | None:
-        return (
-            None if self._has_ended else "the service takes up what an earlier one has left; no engine can attach yet"
-        )
-
-    def live_failure(self) -> str | None:
-        return self._node.live_failure() if self._has_ended else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,14 +39,10 @@ read might be given to others."""
 # -- types of settings: each parses the raw value of a flag, a variable or a file ----------------------------------
 
 
-def _size(value: object) -> int:
+def _positive_size(value: object) -> int:
     if not isinstance(value, (str, int)):
         raise ConfigError("", value, "a size such as 8GiB")
-    return parse_size(value)
-
-
-def _positive_size(value: object) -> int:
-    if not (size := _size(value)):
+    if not (size := parse_size(value)):
         raise ConfigError("", value, "more than 0 bytes")
     return size
 

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Direction, Op
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
 from kvstow_service.replay.kv import FreeBlocks, KVCache, Verification
 from kvstow_service.replay.offload import ReplayOffload
@@ -321,8 +322,10 @@ class ReplayDriver:
         now = time.monotonic()
         missing = len(job.keys) - job.loaded
         seconds = self._options.prefill_seconds(missing)
-        if seconds:
-            self._offload.note_prefill(missing * BLOCK_TOKENS, seconds)
+        if self._options.prefill_rate is not None:
+            saved = self._options.prefill_seconds(job.loaded)
+            cost = PrefillCost(1 / self._options.prefill_rate)
+            self._offload.note_prefill(PrefillNews(cost, job.loaded * BLOCK_TOKENS, saved))
         self._model_is_free = max(self._model_is_free, now) + seconds
         self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
 

@@ -17,6 +17,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
+from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.remoteranks import RemoteRanks
@@ -54,8 +55,8 @@ class ReplayOffload(Protocol):
     def use(self, keys: Sequence[BlockKey]) -> None:
         """A request has used these blocks, its whole prompt; see `Session.use`."""
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how long the model took for how many tokens: fetches from a fleet tier are compared with that."""
+    def note_prefill(self, news: PrefillNews) -> None:
+        """See `Session.note_prefill`."""
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
 
@@ -96,8 +97,8 @@ class EmbeddedOffload:
     def use(self, keys: Sequence[BlockKey]) -> None:
         self._engine.use(keys)
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """It has no tier."""
+    def note_prefill(self, news: PrefillNews) -> None:
+        self._engine.note_prefill(news)
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         self._engine.complete(rank, boot_id, completions)
@@ -231,9 +232,8 @@ class AttachedOffload:
     def use(self, keys: Sequence[BlockKey]) -> None:
         self.engine.use(keys)
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        if self.engine.has_tier:
-            self.engine.note_prefill(tokens, seconds)
+    def note_prefill(self, news: PrefillNews) -> None:
+        self.engine.note_prefill(news)
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         self.engine.complete(rank, boot_id, completions)

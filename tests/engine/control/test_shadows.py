@@ -298,6 +298,18 @@ def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
         assert needed <= first <= needed + 16
 
 
+def test_what_a_pool_of_another_size_has_hit_says_nothing() -> None:
+    """A tenth more or less is the same size."""
+    window = Window(1000)
+    for _ in range(400):
+        window.add(Request(100, 100.0, hits_of(1.0, by=0.0)))
+    assert window.is_meaningful
+    window.resize(1090)
+    assert window.requests > 200
+    window.resize(1300)
+    assert (window.requests, window.is_meaningful) == (0, False)
+
+
 def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
     chooser = Chooser(Window(20_000))
     assert len(ask(chooser, 2000, hits_of(4.0, by=20.0))) == 1

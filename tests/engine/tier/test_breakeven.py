@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
 from kvstow.tier.rate import BreakEven
 
@@ -72,26 +73,20 @@ def test_near_the_break_even_the_decision_stays(even: BreakEven) -> None:
     assert even.decide(5, 5, 0).pays
 
 
-def test_the_prefill_speed_is_measured_unless_it_is_known(clock: FakeClock, even: BreakEven) -> None:
-    measured = BreakEven(SLOT, TOKENS, clock)
-    measured.note_prefill(50, 0.5)
-    even.note_prefill(50, 50.0)
-    for one in (measured, even):
-        assert one.compute_seconds(5) == pytest.approx(0.5)
-    measured.note_prefill(0, 0.5)
-    measured.note_prefill(100, 0.5)
-    assert measured.compute_seconds(5) == pytest.approx(0.25)
+def test_engines_tell_what_prefill_costs_unless_it_is_known(clock: FakeClock, even: BreakEven) -> None:
+    told = BreakEven(SLOT, TOKENS, clock)
+    for one in (told, even):
+        one.note_prefill(PrefillCost(0.02, 0.001, 1000.0))
+    assert told.compute_seconds(5) == pytest.approx(50 * (0.02 + 0.001 * 24.5))
+    assert even.compute_seconds(5) == pytest.approx(0.5)
 
 
-def test_one_slow_step_makes_no_fetch_pay(clock: FakeClock) -> None:
+def test_blocks_behind_a_long_context_take_longer_to_compute(clock: FakeClock) -> None:
     even = BreakEven(SLOT, TOKENS, clock)
-    even.note_prefill(100, 100.0)  # the first one: kernels are compiled
-    measure(even, 9_000)
-    for _ in range(4):
-        even.note_prefill(100, 1.0)
+    even.note_prefill(PrefillCost(0.01, 0.0001, 1000.0))
+    measure(even, 8_000)
     assert not even.decide(5, 5, 0).pays
-    even.note_prefill(100, 100.0)
-    assert not even.decide(5, 5, 0).pays
+    assert even.decide(5, 5, 0, behind=50).pays
 
 
 def test_the_store_is_measured_now_and_then_while_no_fetch_pays(even: BreakEven, clock: FakeClock) -> None:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from kvstow.messages import DesiredState, RankReport, RankState
 from kvstow.testing.rank import ready_report
-from kvstow_service.admin.agent import AdminAddress, AgentStats, FindAdmin, RankAgent
+from kvstow_service.admin.agent import AdminAddress, FindAdmin, RankAgent
 
 LONG = 60.0  # an interval that no test waits for
 
@@ -112,7 +112,7 @@ def test_the_first_report_is_sent_at_once_with_the_token(
     eventually(lambda: rank.applied, "the desired state at the rank")
     assert rank.applied == [DesiredState("engine", 8, number=1)]
     assert (admin.reports, admin.tokens) == ([rank.report()], {"Bearer secret"})
-    eventually(lambda: agent.stats.sent == 1)
+    eventually(lambda: agent.sent == 1)
 
 
 def test_a_unix_socket_is_preferred(
@@ -175,15 +175,15 @@ def test_an_unreachable_server_is_retried_and_logged_once(
     caplog.set_level(logging.INFO, "kvstow.agent")
     server, listeners = serving(admin.app())
     agent = start(listeners.url, interval=0.01)
-    eventually(lambda: agent.stats.sent)
+    eventually(lambda: agent.sent)
     server.stop()
-    eventually(lambda: agent.stats.failed >= 3, "failures")
-    assert agent.stats.failing
-    sent = agent.stats.sent
+    eventually(lambda: agent.failed >= 3, "failures")
+    assert agent.is_failing
+    sent = agent.sent
     serving(admin.app(), port=listeners.port)
-    eventually(lambda: agent.stats.sent > sent, "reports after the server came back")
+    eventually(lambda: agent.sent > sent, "reports after the server came back")
     agent.stop()
-    assert not agent.stats.failing
+    assert not agent.is_failing
     messages = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
     assert [message.split(":")[1].split(" ")[1] for message in messages] == ["report", "reports"]
 
@@ -195,7 +195,7 @@ def test_a_malformed_response_is_not_applied(
     admin.desired = desired
     _, listeners = serving(admin.app())
     agent = start(listeners.url, interval=0.01)
-    eventually(lambda: agent.stats.failed)
+    eventually(lambda: agent.failed)
     assert rank.applied == []
 
 
@@ -205,7 +205,7 @@ def test_a_refused_report_counts_as_failed(
     admin.status = 401
     _, listeners = serving(admin.app())
     agent = start(listeners.url, interval=0.01)
-    eventually(lambda: agent.stats.failed)
+    eventually(lambda: agent.failed)
     assert rank.applied == []
 
 
@@ -215,7 +215,7 @@ def test_the_thread_outlives_a_rank_that_raises(
     rank.fails = True
     _, listeners = serving(admin.app())
     agent = start(listeners.url, interval=0.01)
-    eventually(lambda: agent.stats.failed >= 2)
+    eventually(lambda: agent.failed >= 2)
     rank.fails = False
     eventually(lambda: rank.applied, "reports after the rank came to its senses")
     assert "RuntimeError: the rank is confused" in caplog.text
@@ -227,7 +227,7 @@ def test_a_change_of_the_ranks_state_is_logged_once(
     caplog.set_level(logging.INFO, "kvstow.agent")
     _, listeners = serving(admin.app())
     agent = start(listeners.url, interval=0.01)
-    eventually(lambda: agent.stats.sent >= 2)
+    eventually(lambda: agent.sent >= 2)
     rank.error = "memlock is 64 KiB"
     eventually(lambda: admin.reports[-1].error)
     agent.stop()
@@ -303,11 +303,11 @@ def test_the_agent_waits_silently_for_a_late_server(
     where = Whereabouts()
     agent = start(where, interval=0.01)
     eventually(lambda: where.asked >= 3, "three looks for the server")
-    assert (agent.stats, rank.applied) == (AgentStats(0, 0, False), [])
+    assert (agent.sent, agent.failed, agent.is_failing, rank.applied) == (0, 0, False, [])
     _, listeners = serving(admin.app())
     where.address = AdminAddress(listeners.url, "secret")
     eventually(lambda: rank.applied, "a report")
-    assert agent.stats.failed == 0
+    assert agent.failed == 0
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -320,7 +320,7 @@ def test_no_client_is_imported_before_there_is_a_server() -> None:
         "    state='pinning', error=None, notice=None, pinned_bytes=0, target_bytes=1, pin_mode='')\n"
         "rank = SimpleNamespace(report=lambda: report, add_listener=lambda callback: None)\n"
         "agent = RankAgent(0, rank, lambda: looked.set())\n"
-        "agent.start(); assert looked.wait(60); agent.stop(); assert agent.stats.failed == 0\n"
+        "agent.start(); assert looked.wait(60); agent.stop(); assert agent.failed == 0\n"
         "print([name for name in ('httpx', 'kvstow_api.client') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -359,7 +359,7 @@ def test_a_second_offered_address_replaces_the_first(
     for listeners, server in ((first, admin), (second, another)):
         agent.offer(AdminAddress(listeners.url, "secret"))
         eventually(lambda server=server: server.reports, "a report long before the next beat")
-    assert agent.stats.failed == 0
+    assert agent.failed == 0
 
 
 def test_a_found_address_is_preferred_to_an_offered_one(
@@ -372,7 +372,7 @@ def test_a_found_address_is_preferred_to_an_offered_one(
     where.address = AdminAddress(listeners.url, "secret")
     agent.offer(AdminAddress("http://127.0.0.1:1", "wrong"))
     eventually(lambda: rank.applied)
-    assert (agent.stats.failed, admin.tokens) == (0, {"Bearer secret"})
+    assert (agent.failed, admin.tokens) == (0, {"Bearer secret"})
 
 
 def test_a_server_that_disappears_is_a_failure(
@@ -381,15 +381,15 @@ def test_a_server_that_disappears_is_a_failure(
     server, listeners = serving(admin.app())
     where = Whereabouts(AdminAddress(listeners.url, "secret"))
     agent = start(where, interval=0.01)
-    eventually(lambda: agent.stats.sent)
+    eventually(lambda: agent.sent)
     where.address = None
     server.stop()
-    eventually(lambda: agent.stats.failed >= 3)
-    assert agent.stats.failing
+    eventually(lambda: agent.failed >= 3)
+    assert agent.is_failing
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     _, listeners = serving(admin.app())
     where.address = AdminAddress(listeners.url, "secret")
-    eventually(lambda: not agent.stats.failing, "reports to the new server")
+    eventually(lambda: not agent.is_failing, "reports to the new server")
 
 
 def test_a_search_that_raises_is_a_failure_like_any_other(
@@ -399,7 +399,7 @@ def test_a_search_that_raises_is_a_failure_like_any_other(
         raise PermissionError("not for you")
 
     agent = start(find, interval=0.01)
-    eventually(lambda: agent.stats.failed >= 2, "failures")
+    eventually(lambda: agent.failed >= 2, "failures")
     assert "rank 1: report failed, will retry: not for you" in caplog.text
 
 

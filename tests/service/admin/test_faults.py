@@ -68,9 +68,7 @@ class Site:
     def start_rank(self, failures: dict[int, Exception] | None = None) -> Rank:
         rank = Rank(self._rendezvous, FakeRegistrar(failures))
         self._running.callback(rank.stop)
-        self._eventually(
-            lambda: rank.agent.stats.sent, "a report"
-        )  # the first answer would be a new attempt of pinning
+        self._eventually(lambda: rank.agent.sent, "a report")  # the first answer would be a new attempt of pinning
         rank.worker.pool.start()
         return rank
 

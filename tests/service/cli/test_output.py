@@ -12,6 +12,7 @@ from tests.api.tieredhost import TieredHost
 from tests.service.cli.terminal import Terminal
 
 from kvstow.control.engine import OffloadEngine
+from kvstow.source import source_of
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.columns import LISTS, Column, Columns
 from kvstow_service.cli.output import pairs, styled, table
@@ -68,6 +69,7 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     tiered[0].begin()
     keys = [bytes([number]) * 32 for number in range(3)]
     host.store(*keys)
+    host.engine.use(keys, source=source_of(b"key", lora=None, salt="tenant", session="chat"))
     host.engine.begin_store([b"\xff" * 32], [0], request_id="request-" + "0123456789abcdef" * 2)
     host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: 64 MiB are left"
     host.ranks[1].report()

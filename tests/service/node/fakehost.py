@@ -140,7 +140,7 @@ class FakeSession:
         self.host.queried += call.queried
 
     def note_prefill(self, call: Prefill) -> None:
-        self.host.events.append(("prefill", call.tokens, call.seconds))
+        self.host.events.append(("prefill", call.news()))
 
     def read_events(self, call: ReadEvents) -> EventPage:
         return EventPage(call.after, ())

@@ -16,6 +16,7 @@ from kvstow.attach.hello import number_of
 from kvstow.attach.wire import MOST_LISTED
 from kvstow.errors import AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
 
@@ -290,14 +291,12 @@ def test_a_full_service_is_asked_again_now_and_then(make_node: MakeNode) -> None
 
 def test_a_lookup_that_takes_time_holds_up_no_other_answer(engine: Engine, node: Node) -> None:
     engine.store(KEYS[:2])
-    assert not engine.has_tier
     node.host.holds_lookups = True
     first, second = engine.find(KEYS[:2]), engine.find(KEYS[:1])
     wait_until(lambda: first.is_pending and second.is_pending, engine.step)
     assert not engine.wait(first, seconds=DEADLINE_SECONDS), "it does not wait for what takes time"
     node.host.holds_lookups = False
     assert engine.found(KEYS[:2]).leading == 2
-    assert engine.has_tier
     engine.discard(second)
     node.server.post(node.host.answer_held)
     wait_until(lambda: first.done and second.done, engine.step)
@@ -346,11 +345,11 @@ def test_an_answer_that_was_to_come_fails_with_the_session(engine: Engine, node:
     lose(engine, node)
     assert answer.done
     assert not answer.value.runs
-    assert not engine.has_tier
     node.server.post(node.host.held.clear)
 
 
 def test_the_speed_of_prefill_reaches_the_service(engine: Engine, node: Node) -> None:
-    engine.note_prefill(4096, 0.5)
+    news = PrefillNews(PrefillCost(1e-4, 1e-9, 4096.0), 4096, 0.5, 0.25)
+    engine.note_prefill(news)
     wait_until(lambda: node.events("prefill"), engine.step)
-    assert node.events("prefill") == [("prefill", 4096, 0.5)]
+    assert node.events("prefill") == [("prefill", news)]

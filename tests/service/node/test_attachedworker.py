@@ -245,10 +245,10 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
     service.revoke(2)
     wait_until(lambda: service.registered()[2] == 0)
     wait_until(lambda: rank.pool._next_step() is None)
-    assert "extents_released" not in service.words
+    assert "released" not in service.words
     assert rank.registrar.locked_bytes > 2 * MIB
     rank.layers.ticket.finish()
-    wait_until(lambda: "extents_released" in service.words)
+    wait_until(lambda: "released" in service.words)
     assert rank.registrar.locked_bytes == 2 * MIB
     wait_until(lambda: rank.ended(load) == "done")
 

@@ -52,7 +52,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
         node.give_back()
         node.close()
         node.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "fewer if a thread of the test before has ended meanwhile"
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits
+from kvstow.prefill import PrefillCost
 from kvstow.testing.tier import ControlledLookups, ControlledStore, ControlledTransfers, Gate
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.ranktransfers import RankTransfers
@@ -494,10 +495,10 @@ def test_the_speed_of_prefill_comes_from_the_engines(
     node = make_node()
     engine = engines(node)
     engine.wait_for(lambda: tier_of(node).fleet is not None)
-    engine.scheduler.send(Prefill(1000, 0.5))
+    engine.scheduler.send(Prefill((0.0005, 0.0, 0.0)))
     fleet = tier_of(node).fleet
     assert fleet is not None
-    engine.wait_for(lambda: fleet.break_even.prefill_rate == 2000)
+    engine.wait_for(lambda: fleet.break_even.prefill == PrefillCost(0.0005))
 
 
 def test_a_store_that_fails_costs_hits_and_no_answer(

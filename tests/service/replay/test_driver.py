@@ -15,6 +15,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
+from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow.testing.rank import ready_report
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
@@ -193,19 +194,19 @@ def test_requests_go_on_while_others_wait_for_answers(conversations: list[TraceR
     assert max(waiting) == 3
 
 
-def test_the_speed_of_prefill_is_reported_where_the_replay_has_one(
+def test_what_prefills_cost_and_what_loads_have_saved_is_told_where_the_replay_has_a_speed(
     conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reported: list[tuple[int, float]] = []
-    monkeypatch.setattr(EmbeddedOffload, "note_prefill", lambda self, *prefill: reported.append(prefill))
+    reported: list[PrefillNews] = []
+    monkeypatch.setattr(EmbeddedOffload, "note_prefill", lambda self, news: reported.append(news))
     with bench(conversations[:5]) as parts:
         parts.driver.run(Event())
     assert reported == []
     with bench(conversations[:5], ReplayOptions(prefill_rate=1e7)) as parts:
         result = parts.driver.run(Event())
-    computed = (result.blocks - result.hit_blocks) * BLOCK_TOKENS
-    assert sum(tokens for tokens, _ in reported) == computed > 0
-    assert sum(seconds for _, seconds in reported) == pytest.approx(computed / 1e7)
+    assert {news.cost for news in reported} == {PrefillCost(1e-7)}
+    assert sum(news.hit_tokens for news in reported) == result.hit_blocks * BLOCK_TOKENS > 0
+    assert sum(news.hit_seconds for news in reported) == pytest.approx(result.hit_blocks * BLOCK_TOKENS / 1e7)
 
 
 def test_rates_are_bytes_over_the_busy_time_of_copies(conversations: list[TraceRequest]) -> None:

@@ -21,7 +21,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.admin.agent import AgentStats
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
@@ -136,5 +135,5 @@ class BusyAgent(NoThread):
         self._sent = count()
 
     @property
-    def stats(self) -> AgentStats:
-        return AgentStats(next(self._sent), failed=0, failing=False)
+    def sent(self) -> int:
+        return next(self._sent)

@@ -60,6 +60,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._promised_by_layer: str | None = None  # the request whose load by layer was promised to vLLM
         self._num_layered = 0  # loads by layer that the step being planned has to have
         self._lost: str | None = None
+        self._timed_step = 0  # the one that this rank computes, if it is timed
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
         else:
@@ -126,7 +127,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
             rank.side.take_boot_completions(),
             hello,
             *rank.news(),
-            timed_step=rank.timed_step,
+            timed_step=self._timed_step,
             layers_off=rank.side.take_layers_off(),
         )
         return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
@@ -136,8 +137,11 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.lost is not None:
             raise CopyError(f"this step computes with blocks that cannot be loaded: {metadata.lost}")
         rank.follow(metadata)
+        self._timed_step = 0
         if metadata.plan is not None:
             rank.side.begin_step(metadata.plan)
+            if metadata.plan.is_timed and rank.side.rank == 0:
+                self._timed_step = metadata.plan.number
 
     # -- scheduler: what the engine is made of --------------------------------------------------------------
 
@@ -206,12 +210,11 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         plan = host.ask("plan of a step", lambda side: side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda side: side.take_planned(), None)
-        timed = host.time_step(scheduler_output)
         lost, wanted = self._lost, self._num_layered
         self._lost, self._num_layered = None, 0
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
             lost = "the plan of the step is incomplete"
-        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), ticket, timed, lost=lost)
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), ticket, lost=lost)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

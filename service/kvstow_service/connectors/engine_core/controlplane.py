@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 from kvstow.errors import LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, Op
+from kvstow.prefill import PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.source import Source
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
@@ -110,8 +112,21 @@ class ControlPlane(Protocol):
         present, too."""
 
     def store_room(self) -> int: ...
-    def use(self, keys: Sequence[bytes], *, start: int, looked_up: tuple[int, int], hints: Hints | None) -> None: ...
-    def count_lookup(self, queried: int, hits: int) -> None: ...
+    @property
+    def source_key(self) -> bytes:
+        """Of the digests of sources (`source_of`); empty while there is none."""
+
+    def use(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int,
+        looked_up: tuple[int, int],
+        hints: Hints | None,
+        source: Source,
+    ) -> None: ...
+    def count_lookup(self, queried: int, hits: int, source: Source) -> None: ...
+    def note_prefill(self, news: PrefillNews) -> None: ...
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
     def take_settled(self) -> list[Settled]: ...
     @property
@@ -138,6 +153,7 @@ class EmbeddedControl:
         self.contains, self.store_room, self.use = engine.contains, engine.store_room, engine.use
         self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
         self.complete, self.take_settled = engine.complete, engine.take_settled
+        self.note_prefill, self.source_key = engine.note_prefill, engine.pool.sources.key
 
     def step(self) -> None:
         """Does nothing: each call is answered at once."""

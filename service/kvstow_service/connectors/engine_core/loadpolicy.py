@@ -130,6 +130,11 @@ class LoadPolicy:
         if num_bytes >= _LEAST_BYTES and seconds > 0:
             self._rate += _NEW * (num_bytes / seconds - self._rate)
 
+    @property
+    def layer_seconds(self) -> float:
+        """How long the loads by layer take of the step that is being planned."""
+        return self._by_layer * self._slot_bytes / self._rate
+
     def planned(self, running: Mapping[str, int]) -> None:
         """A step was planned: how many tokens it computes of each request."""
         now, before = self._clock(), self._planned_at

@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
+from kvstow.prefill import PromptPart
 from kvstow.results import Awaited
 from kvstow_service.connectors.engine_core.controlplane import LATER, ControlPlane, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
+from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import (
     BegunLoad,
@@ -118,17 +120,19 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class _AskedLoad(NamedTuple):
-    """A load into the blocks `targets` that the pool has not agreed to yet."""
+    """A load of these tokens into the blocks `targets` that the pool has not agreed to yet."""
 
     tracked: TrackedRequest
+    tokens: PromptPart
     targets: tuple[int, ...]
     answer: Awaited[Op | None]
     at: float
 
 
 class _Queued(NamedTuple):
-    """A load before the step, of so many blocks, asked for at the time `at`."""
+    """A load before the step, of these tokens in so many blocks, asked for at the time `at`."""
 
+    tokens: PromptPart
     num_blocks: int
     at: float
 
@@ -155,6 +159,7 @@ class Loads:
         observe: Observe,
         shared: SharedLoads,
         policy: LoadPolicy,
+        meter: PrefillMeter,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
@@ -164,8 +169,8 @@ class Loads:
         self._finder = control.hit_finder(groups)
         self._asked: deque[_AskedLoad] = deque()
         self._under_way: dict[int, TrackedRequest] = {}  # by op
-        self._policy, self._clock = policy, clock
-        self._layered: set[int] = set()
+        self._policy, self._meter, self._clock = policy, meter, clock
+        self._layered: dict[int, PromptPart] = {}
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
         self._promised: list[TrackedRequest] = []  # those whose load was promised to vLLM in this step
@@ -289,7 +294,8 @@ class Loads:
         if queried > 0 and not self._is_computed(tracked, end):
             tracked.looked_up = tracked.looked_up or range(tracked.start, end)
             alignment = self._groups.alignment
-            self._control.count_lookup(queried // alignment, num_tokens // alignment)
+            source = tracked.source(self._control.source_key)
+            self._control.count_lookup(queried // alignment, num_tokens // alignment, source)
 
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Stop holding the request's hit."""
@@ -355,12 +361,14 @@ class Loads:
             if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
                 raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
             self._draft.layered.append(replace(answer.value, blocks=targets))
-            self._layered.add(answer.value.op_id)
+            self._layered[answer.value.op_id] = PromptPart.between(tracked.start, end)
         elif choice is None or answer is None:
             self._lose(tracked, targets)
             return
         else:
-            self._asked.append(_AskedLoad(tracked, targets, answer, self._clock()))
+            self._meter.load_began()
+            tokens = PromptPart.between(tracked.start, end)
+            self._asked.append(_AskedLoad(tracked, tokens, targets, answer, self._clock()))
             self._shared.begun(tracked, num_tokens)
         self._policy.begun(choice, len(targets))
         self.take_begun()
@@ -369,16 +377,17 @@ class Loads:
         """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
         as long as this step may wait. The pool answers them in the order in which they were asked for."""
         while self._asked:
-            tracked, targets, answer, at = self._asked[0]
+            tracked, tokens, targets, answer, at = self._asked[0]
             if not (self._control.wait(answer) if wait else answer.done):
                 return
             self._asked.popleft()
             if (op := answer.value) is not None:
                 self._draft.add_load(op, tracked.request.request_id)
                 self._under_way[op.op_id] = tracked
-                self._queued[op.op_id] = _Queued(len(targets), at)
+                self._queued[op.op_id] = _Queued(tokens, len(targets), at)
             else:
                 self._policy.ended(len(targets))
+                self._meter.load_ended()
                 logger.warning("request %s lost its hit and is computed: %s", tracked.request.request_id, answer.error)
                 self._lose(tracked, targets)
 
@@ -393,9 +402,13 @@ class Loads:
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
-        self._layered.discard(op_id)
+        tokens = self._layered.pop(op_id, None)
         if (queued := self._queued.pop(op_id, None)) is not None:
             self._policy.ended(queued.num_blocks, None if failed else self._clock() - queued.at)
+            self._meter.load_ended()
+            tokens = queued.tokens
+        if tokens is not None and not failed:
+            self._meter.loaded(tokens)
         tracked = self._under_way.pop(op_id, None)
         if tracked is None:
             return

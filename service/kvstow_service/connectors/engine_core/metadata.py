@@ -38,15 +38,14 @@ class RankHello(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `timed_step`
-    numbers the steps that are timed, from 1; 0 for others. `launches` are for ranks on JAX: they come before the plan.
-    `lost`: why the step cannot load what it computes with; None if it can."""
+    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `launches` are
+    for ranks on JAX: they come before the plan. `lost`: why the step cannot load what it computes with; None if it
+    can."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
-    timed_step: int = 0
     launches: tuple[LoadLaunch, ...] = ()
     lost: str | None = None
 

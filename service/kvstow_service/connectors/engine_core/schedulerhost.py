@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.messages import DesiredState, RankReport
@@ -18,6 +18,7 @@ from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, process_start
@@ -83,10 +84,6 @@ class SchedulerHost(ABC):
         """Whether vLLM should make steps although it has no requests, for reasons other than transfers."""
         return False
 
-    def time_step(self, step: Any) -> int:
-        """Time this step. Returns its number, or 0 if it is not timed. Never raises."""
-        return 0
-
     # What they have in common.
 
     def bind(self, pool: BlockPool) -> None:
@@ -137,10 +134,7 @@ class SchedulerHost(ABC):
             self.side.measure(completions)
             self.side.control.complete(rank, boot_id, completions)
         if update.timed_step:
-            self._step_ended(update.timed_step)
-
-    def _step_ended(self, number: int) -> None:  # noqa: B027 - not every host times steps
-        """The step that is timed under this number has ended."""
+            self.side.step_ended(update.timed_step)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -187,6 +181,7 @@ class SchedulerHost(ABC):
             drafts=process.drafts,
             adapters=None if process.lora_settings is None else Adapters(process.lora_settings, process_start()),
             policy=policy,
+            meter=PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2)),
         )
 
     @property

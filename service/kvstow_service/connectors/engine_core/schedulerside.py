@@ -15,6 +15,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads, SharedLoads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
+from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepDraft
 from kvstow_service.connectors.engine_core.storefinders import EagerStores, LazyStores, RecurrentStates, StoreFinder
 from kvstow_service.connectors.engine_core.stores import (
@@ -52,6 +53,7 @@ class SchedulerSide:
         drafts: bool = False,
         adapters: Adapters | None = None,
         policy: LoadPolicy,
+        meter: PrefillMeter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
@@ -69,8 +71,8 @@ class SchedulerSide:
         self._draft = StepDraft()
         null_block = pool.null_block.block_id
         self._shared_loads = SharedLoads(self._draft, groups, clock, drafts=drafts)
-        self.policy = policy
-        self._loads = Loads(control, self._draft, groups, null_block, observe, self._shared_loads, policy)
+        self.policy, self._meter = policy, meter
+        self._loads = Loads(control, self._draft, groups, null_block, observe, self._shared_loads, policy, meter)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
@@ -227,13 +229,20 @@ class SchedulerSide:
         self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
+        is_timed = self._meter.planned(number + 1, step, self._requests, self.policy.layer_seconds)
         self.policy.planned(scheduled)
-        return self._draft.take()
+        return self._draft.take()._replace(is_timed=is_timed)
 
     def take_planned(self) -> PlannedStep:
         """The step with what was planned for it so far."""
         self._loads.take_begun()
         return self._draft.take()
+
+    def step_ended(self, number: int) -> None:
+        """Rank 0 has computed the step."""
+        self._meter.ended(number)
+        if (news := self._meter.take_news()) is not None:
+            self.control.note_prefill(news)
 
     def measure(self, completions: Iterable[Completion]) -> None:
         """Ops have ended on some rank: how fast loads are decides which way the next ones go."""

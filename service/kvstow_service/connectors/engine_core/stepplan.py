@@ -22,7 +22,7 @@ class Step(Protocol):
 class PlannedStep(NamedTuple):
     """The ops of one step. `load_requests[i]` is the request of `loads.ops[i]`. `lost_loads` are requests whose load
     has become impossible although vLLM waits for it, with the GPU blocks that stay unwritten. The step itself computes
-    with what `layered` loads."""
+    with what `layered` loads. `is_timed`: rank 0 says when the step has ended."""
 
     number: int
     stores: StepPlan
@@ -30,6 +30,7 @@ class PlannedStep(NamedTuple):
     load_requests: tuple[str, ...]
     lost_loads: dict[str, tuple[int, ...]]
     layered: StepPlan = StepPlan()
+    is_timed: bool = False
 
 
 class StepDraft:

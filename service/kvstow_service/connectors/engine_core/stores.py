@@ -449,7 +449,9 @@ class EndedRequests:
             hints = tracked.hints
             if hints is not None and hints.resume_in is not None:
                 hints = replace(hints, resume_in=max(0.0, hints.resume_in - (self._clock() - at)))
-            self._control.use(keys, start=self._position(start), looked_up=(first, stop), hints=hints)
+            source = tracked.source(self._control.source_key)
+            position = self._position(start)
+            self._control.use(keys, start=position, looked_up=(first, stop), hints=hints, source=source)
             most -= len(keys)
             if start:
                 self._ended.appendleft(_EndedRequest(last_store, tracked, start, at))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvstow.hints import Hints
 from kvstow.keys import make_key
 from kvstow.messages import Op
 from kvstow.results import Awaited, Lease
+from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.loadpolicy import Choice
@@ -110,6 +111,7 @@ class TrackedRequest:
     computed_from: int = sys.maxsize
     tables: list[list[int]] = field(init=False)
     _keys: list[list[bytes]] = field(init=False)
+    _source: tuple[bytes, Source] | None = None
 
     def __post_init__(self, num_groups: int) -> None:
         self.tables = [[] for _ in range(num_groups)]
@@ -119,6 +121,12 @@ class TrackedRequest:
     def confirmed_tokens(self) -> int:
         """Tokens whose KV older steps have written. A step in flight may still reject its own."""
         return self.request.num_computed_tokens - self.request.num_output_placeholders
+
+    def source(self, key: bytes) -> Source:
+        """Where the request comes from, as digests with this key; no digests without one."""
+        if self._source is None or self._source[0] != key:
+            self._source = (key, _source_of(self.request, key) if key else NO_SOURCE)
+        return self._source[1]
 
     @property
     def has_keys(self) -> bool:
@@ -179,6 +187,16 @@ class TrackedRequest:
         self.tables = [list(table) for table in tables]
         self.offered_tokens, self.wait = 0, None
         self.admitted_at, self.has_run = step, False
+
+
+def _source_of(request: Any, key: bytes) -> Source:
+    """vLLM's requests have an adapter and a salt, and a session since 0.28."""
+    return source_of(
+        key,
+        lora=getattr(getattr(request, "lora_request", None), "lora_name", None),
+        salt=getattr(request, "cache_salt", None),
+        session=getattr(request, "session_id", None),
+    )
 
 
 @dataclass(slots=True, eq=False)

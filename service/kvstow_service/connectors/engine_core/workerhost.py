@@ -92,11 +92,6 @@ class WorkerHost(ABC, Generic[G]):
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Messages for the scheduler's half, after a step."""
 
-    @property
-    def timed_step(self) -> int:
-        """See `RankUpdate`."""
-        return 0
-
     # What they have in common.
 
     def register(self, kv_cache: Any) -> None:
@@ -181,7 +176,7 @@ class PoolWorkerHost(WorkerHost[G]):
         if self.agent is None or now < self._report_at:
             return None, None
         self._report_at = now + _REPORT_SECONDS
-        before, self._reports_sent = self._reports_sent, self.agent.stats.sent
+        before, self._reports_sent = self._reports_sent, self.agent.sent
         return self.side.report() if self._reports_sent == before else None, None
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
-from kvstow_service.connectors.vllm.attachedfeeds import LEAST_TOKENS, AttachedBlocks, PrefillMeter
+from kvstow_service.connectors.vllm.attachedfeeds import AttachedBlocks
 
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""
@@ -75,8 +75,6 @@ class AttachedSchedulerHost(SchedulerHost):
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
         self._looking_until: float | None = None
-        self._meter = PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2), time.perf_counter)
-        self._num_timed = 0
 
     @property
     def ticket(self) -> SessionTicket | None:
@@ -95,23 +93,6 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._clock() >= self._looking_until:
             return False
         return self.ticket is None or not self._control.is_attached or not self._memory()[0]
-
-    def time_step(self, step: Any) -> int:
-        """Steps are timed while the service has a tier: it has to know how fast prefill is."""
-        if self._control is None or not self._control.has_tier or self._has_failed:
-            return 0
-        try:
-            self._num_timed += 1
-            self._meter.planned(self._num_timed, step)
-        except Exception as error:  # noqa: BLE001 - vLLM must go on
-            self._fail("timing of a step", error)
-            return 0
-        return self._num_timed
-
-    def _step_ended(self, number: int) -> None:
-        prefill = self._meter.ended(number)
-        if prefill is not None and self._control is not None:
-            self._control.note_prefill(prefill.tokens, prefill.seconds)
 
     def close(self) -> None:
         if self._control is not None:

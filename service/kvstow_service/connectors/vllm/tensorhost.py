@@ -68,17 +68,11 @@ class AttachedWorkerHost(_TensorHost):
         self._socket = socket
         self._reported = RankSession()
         self._report_at = 0.0
-        self._timed_step = 0
 
     def follow(self, metadata: KVStowMetadata) -> None:
         plane = self.side.plane
         if metadata.ticket is not None and isinstance(plane, AttachedWorker):
             plane.join(metadata.ticket)
-        self._timed_step = metadata.timed_step
-
-    @property
-    def timed_step(self) -> int:
-        return self._timed_step if self._process.rank == 0 else 0
 
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Reports a new session at once, and more memory twice a second."""

@@ -342,7 +342,7 @@ class AttachServer:
     def _admit(self, accepted: socket.socket) -> None:
         oldest = self._clients.oldest_stranger()
         if oldest is not None and self._clients.is_crowded:
-            self._drop(oldest, "too_many_strangers", "too many connections have not said hello")
+            self._drop(oldest, "too_many_strangers", "too many connections have sent no hello")
         client = self._clients.add(accepted, self._scratch)
         client.interest = select.EPOLLIN
         self._epoll.register(client.channel.fileno(), client.interest)

@@ -154,7 +154,7 @@ class Clients:
         return self.partial_bytes <= MAX_PARTIAL_BYTES
 
     def expired(self) -> list[ClientConnection]:
-        """Strangers that have not said hello in time. O(those strangers)."""
+        """Strangers that have sent no hello in time. O(those strangers)."""
         latest = self._clock() - HELLO_SECONDS
         found = []
         for client in self._strangers.values():

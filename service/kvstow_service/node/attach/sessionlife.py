@@ -155,6 +155,7 @@ class SessionLife:
             pool=grant.pool,
             namespace=grant.namespace,
             sharing_off=grant.sharing_off,
+            source_key=grant.source_key,
         )
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:

@@ -35,6 +35,7 @@ from kvstow.control.namespaces import runs_without
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
+from kvstow.source import Source
 from kvstow.status import SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
@@ -170,6 +171,7 @@ class NodeSession(MemoryHolder):
         self.hello = hello
         self.pid = peer.pid or hello.pid
         control.name = session_id
+        control.model = hello.namespace.model if hello.namespace else ""
         control.label = f"session {session_id} ({hello.engine}): "
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
@@ -296,14 +298,17 @@ class NodeSession(MemoryHolder):
         hints = call.hints
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
-        self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints)
+        source = Source(*call.source)
+        self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints, source=source)
 
     def count_lookup(self, call: CountLookup) -> None:
-        self.control.count_lookup(call.queried, call.hits)
+        self.control.count_lookup(call.queried, call.hits, Source(*call.source))
 
     def note_prefill(self, call: Prefill) -> None:
+        news = call.news()
+        self.control.note_prefill(news)
         if self.tier is not None:
-            self.tier.note_prefill(call.tokens, call.seconds)
+            self.tier.note_prefill(news.cost)
 
     def read_events(self, call: ReadEvents) -> EventPage:
         """O(events returned), whatever the other namespaces of the pool do."""

@@ -1,4 +1,4 @@
-"""The roster: all that the next service has to know of the node, but for what the slots hold.
+"""The roster: all that the next service has to know of the node, except what the slots hold.
 
 It is written for the keeper, and read as what an earlier service has left, as plain data.
 """
@@ -84,19 +84,19 @@ class WorkerRecord:
 
 ROSTER_NAME = "kvstow-roster"
 _COPY_BYTES = 32 << 20
-"""Takes memory as far as it is written. What does not fit costs the keeper, so a single user must not come near it: 64
-pools, with identities from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
+"""Takes memory only as far as it is written. A roster that does not fit costs the keeper, so no single user may come
+near this size: 64 pools, with identities from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
 _STATE_BYTES = 4096
 _FILE_BYTES = _STATE_BYTES + 2 * _COPY_BYTES
 _VOID, _VALID, _IN_RECOVERY = b"\0", b"\1", b"\2"
 
 
 class Roster:
-    """A JSON document in a memfd that the keeper has, too. So what is written counts at once, whatever the keeper does.
+    """A JSON document in a memfd that the keeper has too. So what is written counts at once, whatever the keeper does.
 
-    It is void when the service that writes it has no keeper: that keeper may lack descriptors by now, or have some for
-    too long. The start that reads it marks it first. The next one that finds the mark does not read it, so no content
-    can end two starts.
+    It is void when the service that writes it has lost its keeper, which may then lack descriptors, or hold some for
+    too long. The start that reads the roster marks it first. The next start does not read a marked one, so no content
+    can make two starts fail.
     """
 
     def __init__(self, fd: int) -> None:
@@ -120,13 +120,13 @@ class Roster:
             os.pwrite(self.fd, _VALID, 0)
 
     def void(self) -> None:
-        """From now on it names nothing, for any reader."""
+        """From now on the roster names nothing, for any reader."""
         os.pwrite(self.fd, _VOID, 0)
 
     @staticmethod
     def read(fd: int) -> Mapping[str, Any]:
-        """What an earlier service has written. Marks it. The caller still owns `fd`. Raises `ForeignMemoryError`,
-        `OSError` or `JournalError`."""
+        """Mark the roster, and return what an earlier service has written. The caller still owns `fd`. Raises
+        `ForeignMemoryError`, `OSError` or `JournalError`."""
         require_memfd(fd, ROSTER_NAME, _FILE_BYTES)
         state = os.pread(fd, 1, 0)
         if state == _IN_RECOVERY:
@@ -258,7 +258,7 @@ class _RosterReader:
             name = described["record"]["name"]
             try:
                 self._read_pool(described, workers.get(name, []))
-            except Exception as error:  # noqa: BLE001 - what one user's engines have said costs no other user's cache
+            except Exception as error:  # noqa: BLE001 - what one user's engines have sent costs no other user's cache
                 logger.warning("pool %s of an earlier service is not used: %r", name, error)
 
     def _read_extent(

@@ -13,6 +13,7 @@ from kvstow.attach.identity import GroupIdentity, PoolIdentity
 from kvstow.control.attachedsession import TierSession
 from kvstow.control.fleettier import FleetTier, TierWait
 from kvstow.keys import group_of
+from kvstow.prefill import PrefillCost
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds, KVGroup, KVGroups
 from kvstow_service.node.pools.nodepool import KnownNamespace
@@ -129,9 +130,9 @@ class NamespaceTier:
         else:
             self._do(lambda: self._begin(keys, needs, then))
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """An engine's model has computed this many tokens of prompts."""
-        self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(tokens, seconds))
+    def note_prefill(self, cost: PrefillCost) -> None:
+        """So much it costs an engine to compute prompts."""
+        self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(cost))
 
     def note_stored(self, keys: Sequence[bytes]) -> None:
         """An engine has stored these blocks. Called with the pool's lock held."""

@@ -37,7 +37,7 @@ def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
     admin = launch(AdminOptions(port=port))
     assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
     agent = report()
-    eventually(lambda: agent.stats.sent, "a report")
+    eventually(lambda: agent.sent, "a report")
     words = f"the admin server has no TCP socket: ports {port} to {port + 15} of 127.0.0.1 are taken"
     assert words in caplog.messages
     assert engine.stats().faults.errors["admin_server"] == 1

@@ -119,7 +119,7 @@ def test_a_rank_that_starts_first_reports_when_the_server_is_up(
     admin = make()
     admin.start()
     eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the rank's slots")
-    assert agent.stats.failed == 0
+    assert agent.failed == 0
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -151,7 +151,7 @@ def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
     token.write_text("of-people")
     admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
     agent = report()
-    eventually(lambda: agent.stats.sent, "a report")
+    eventually(lambda: agent.sent, "a report")
     with over(uds_of(admin)) as client:
         local = client.put("/v1/drain", json={})
         url = f"http://127.0.0.1:{admin.addresses[0].rpartition(':')[2]}/v1/drain"
@@ -224,13 +224,13 @@ def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
     admin = launch()
     port = int(admin.addresses[0].rpartition(":")[2])
     agent = report()
-    eventually(lambda: agent.stats.sent, "a report")
+    eventually(lambda: agent.sent, "a report")
     dying.set()
     eventually(lambda: admin.failure, "the failure")
     assert admin.failure == "the admin server ended: RuntimeError('the loop broke')"
     assert admin.addresses == ()
     assert engine.stats().faults.errors["admin_server"] == 1
-    eventually(lambda: agent.stats.failing, "a report that fails")
+    eventually(lambda: agent.is_failing, "a report that fails")
     eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
     AdminSockets(TcpAddress.resolve("127.0.0.1", port)).close()
     admin.stop()

@@ -88,16 +88,16 @@ def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
         stack.callback(agent.stop)
         agent.offer(first)
     running.start()
-    eventually(lambda: running.stats.sent, "the first report")
+    eventually(lambda: running.sent, "the first report")
     issue()
     eventually(lambda: admin.address_for_remote_ranks != first, "the new certificate")
     late.start()  # it has lost its connection, while no step has told it the new one
-    eventually(lambda: late.stats.failed, "a report that does not arrive")
+    eventually(lambda: late.failed, "a report that does not arrive")
     for agent in (running, late):
         agent.offer(admin.address_for_remote_ranks)
-        sent = agent.stats.sent
-        eventually(lambda agent=agent, sent=sent: agent.stats.sent > sent + 2, "reports over the new certificate")
-    assert running.stats.failed == 0
+        sent = agent.sent
+        eventually(lambda agent=agent, sent=sent: agent.sent > sent + 2, "reports over the new certificate")
+    assert running.failed == 0
 
 
 def test_viewers_need_their_token_if_there_is_one(launch: Any, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from tests.service.connectors.engine_core.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
+from kvstow.hints import Hints
+from kvstow.source import Source
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.stores import EndedRequests
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -128,9 +130,11 @@ def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.Mon
     told: list[tuple[int, int, tuple[int, int] | None]] = []
     use = host.control.use
 
-    def noted(keys: list[bytes], *, start: int, looked_up: tuple[int, int], hints: object) -> None:
+    def noted(
+        keys: list[bytes], *, start: int, looked_up: tuple[int, int], hints: Hints | None, source: Source
+    ) -> None:
         told.append((start, len(keys), looked_up))
-        use(keys, start=start, looked_up=looked_up)
+        use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
 
     monkeypatch.setattr(host.control, "use", noted)
     for number in range(2):
@@ -168,7 +172,7 @@ def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
 
 def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
     used: list[int] = []
-    engine: Any = SimpleNamespace(use=lambda keys, start, looked_up, hints: used.append(len(keys)))
+    engine: Any = SimpleNamespace(use=lambda keys, **_: used.append(len(keys)), source_key=b"")
     stores: Any = SimpleNamespace(newest=0, oldest=1)
     ended = EndedRequests(engine, ONE_GROUP, stores)
     for count in range(65):

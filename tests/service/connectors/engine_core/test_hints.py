@@ -140,9 +140,9 @@ class Spy:
         self.hints: list[tuple[int, Hints | None]] = []
         use = host.control.use
 
-        def noted(keys: Any, *, start: int, looked_up: Any, hints: Hints | None) -> None:
+        def noted(keys: Any, *, start: int, looked_up: Any, hints: Hints | None, source: Any) -> None:
             self.hints.append((start, hints))
-            use(keys, start=start, looked_up=looked_up, hints=hints)
+            use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
 
         monkeypatch.setattr(host.control, "use", noted)
 

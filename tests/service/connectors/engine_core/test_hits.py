@@ -25,6 +25,7 @@ from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import Loads, SharedLoads
+from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -55,7 +56,7 @@ class Pool:
         draft = StepDraft()
         shared = SharedLoads(draft, groups, FakeClock())
         policy = LoadPolicy("async", 0.0, 1)
-        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, shared, policy)
+        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, shared, policy, PrefillMeter())
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

@@ -1,4 +1,4 @@
-"""Which steps say how fast prompts are computed, and what they say."""
+"""Which steps say what computing prompts costs, what loads have saved, and when the engine has waited for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvstow.prefill import PrefillNews, PromptPart
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.connectors.vllm.attachedfeeds import PrefillMeter, PrefillSpeed
+from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
+
+PER_TOKEN = 0.001
 
 
 def step(scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) -> Any:
@@ -19,68 +22,155 @@ def step(scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) 
     )
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(100.0)
+class Meter(PrefillMeter):
+    """Runs steps one after the other, by a fake clock."""
+
+    def __init__(self, known: bool = False) -> None:
+        self.clock = FakeClock(100.0)
+        super().__init__(100, self.clock)
+        self.number = 0
+        self.observed: list[tuple[PromptPart, float]] = []
+        observe = self._fit.observe
+
+        def note(part: PromptPart, seconds: float) -> None:
+            self.observed.append((part, seconds))
+            observe(part, seconds)
+
+        self._fit.observe = note  # type: ignore[method-assign]
+        if known:
+            for _ in range(8):
+                self.run(step({"a": 500}), 500 * PER_TOKEN)
+            news = self.take_news()
+            assert news is not None
+            assert news == PrefillNews(news.cost)
+            assert news.cost.per_token == pytest.approx(PER_TOKEN)
+
+    def plan(self, planned: Any, load_seconds: float = 0.0, **computed: int) -> int:
+        """`computed`: how many tokens of a request were computed before."""
+        self.number += 1
+        requests: Any = {
+            name: SimpleNamespace(request=SimpleNamespace(num_computed_tokens=computed.get(name, 0)))
+            for name in planned.num_scheduled_tokens
+        }
+        self.planned(self.number, planned, requests, load_seconds)
+        return self.number
+
+    def run(self, planned: Any, seconds: float, load_seconds: float = 0.0, **computed: int) -> None:
+        number = self.plan(planned, load_seconds, **computed)
+        self.clock.advance(seconds)
+        self.ended(number)
 
 
-@pytest.fixture
-def meter(clock: FakeClock) -> PrefillMeter:
-    return PrefillMeter(100, clock)
+def test_a_step_of_prompts_counts_with_its_own_time_alone() -> None:
+    meter = Meter()
+    meter.run(step({"a": 300, "b": 200}), 0.5)
+    meter.clock.advance(60)  # idle
+    meter.run(step({"a": 500}), 0.25)
+    assert meter.observed == [
+        (PromptPart(500, 299 * 300 // 2 + 199 * 200 // 2), 0.5),
+        (PromptPart.between(0, 500), 0.25),
+    ]
 
 
-def run(meter: PrefillMeter, clock: FakeClock, number: int, planned: Any, seconds: float) -> PrefillSpeed | None:
-    meter.planned(number, planned)
-    clock.advance(seconds)
-    return meter.ended(number)
+def test_a_chunk_has_the_chunks_before_it_as_its_context() -> None:
+    meter = Meter()
+    meter.run(step({"a": 300}), 0.5, a=1200)
+    assert meter.observed == [(PromptPart.between(1200, 1500), 0.5)]
 
 
-def test_a_step_of_prompts_counts_with_its_own_time_alone(meter: PrefillMeter, clock: FakeClock) -> None:
-    assert run(meter, clock, 1, step({"a": 300, "b": 200}), 0.5) == PrefillSpeed(500, 0.5)
-    clock.advance(60)  # idle
-    assert run(meter, clock, 2, step({"a": 500}), 0.25) == PrefillSpeed(500, 0.25)
+def test_steps_of_few_tokens_or_none_say_nothing() -> None:
+    meter = Meter()
+    meter.run(step({"a": 99}), 0.5)
+    meter.run(step({}), 0.5)
+    meter.run(step(dict.fromkeys(map(str, range(200)), 1)), 0.5)
+    assert meter.observed == []
 
 
-def test_steps_of_few_tokens_or_none_say_nothing(meter: PrefillMeter, clock: FakeClock) -> None:
-    assert run(meter, clock, 1, step({"a": 99}), 0.5) is None
-    assert run(meter, clock, 2, step({}), 0.5) is None
-    assert run(meter, clock, 3, step(dict.fromkeys(map(str, range(200)), 1)), 0.5) is None
+def test_the_time_of_decoding_is_subtracted() -> None:
+    meter = Meter()
+    meter.run(step({"a": 1, "b": 1}), 0.1)
+    meter.run(step({"a": 1, "b": 1, "c": 400}), 0.5)
+    meter.run(step({"a": 1, "c": 400}), 0.1)
+    assert [part.tokens for part, _ in meter.observed] == [400, 400]
+    assert [seconds for _, seconds in meter.observed] == pytest.approx([0.4, 0.05]), "half of the step at least"
 
 
-def test_the_time_of_decoding_is_subtracted(meter: PrefillMeter, clock: FakeClock) -> None:
-    run(meter, clock, 1, step({"a": 1, "b": 1}), 0.1)
-    found = run(meter, clock, 2, step({"a": 1, "b": 1, "c": 400}), 0.5)
-    assert found is not None
-    assert found.tokens == 400
-    assert found.seconds == pytest.approx(0.4)
-    found = run(meter, clock, 3, step({"a": 1, "c": 400}), 0.1)
-    assert found is not None
-    assert found.seconds == pytest.approx(0.05), "never less than half of the step"
+def test_drafts_are_no_prompt() -> None:
+    meter = Meter()
+    meter.run(step({"a": 120}, {"a": [0] * 119}), 0.5)
+    assert meter.observed == []
 
 
-def test_drafts_are_no_prompt(meter: PrefillMeter, clock: FakeClock) -> None:
-    drafted = step({"a": 120}, {"a": [0] * 119})
-    assert run(meter, clock, 1, drafted, 0.5) is None
+def test_a_step_that_was_planned_ahead_begins_when_the_one_before_ends() -> None:
+    meter = Meter()
+    first = meter.plan(step({"a": 200}))
+    meter.clock.advance(0.1)
+    second = meter.plan(step({"a": 200}))
+    meter.clock.advance(0.1)
+    meter.ended(first)
+    meter.clock.advance(0.3)
+    meter.ended(second)
+    assert [seconds for _, seconds in meter.observed] == pytest.approx([0.2, 0.3])
 
 
-def test_a_step_that_was_planned_ahead_begins_when_the_one_before_ends(meter: PrefillMeter, clock: FakeClock) -> None:
-    meter.planned(1, step({"a": 200}))
-    clock.advance(0.1)
-    meter.planned(2, step({"a": 200}))
-    clock.advance(0.1)
-    first = meter.ended(1)
-    clock.advance(0.3)
-    second = meter.ended(2)
-    assert first is not None
-    assert second is not None
-    assert first.seconds == pytest.approx(0.2)
-    assert second.seconds == pytest.approx(0.3)
+def test_a_step_whose_end_is_never_told_is_forgotten() -> None:
+    meter = Meter()
+    lost = meter.plan(step({"a": 200}))
+    meter.run(step({"a": 300}), 0.5)
+    meter.ended(lost)
+    meter.ended(lost + 1)
+    assert [part.tokens for part, _ in meter.observed] == [300]
 
 
-def test_a_step_whose_end_is_never_told_is_forgotten(meter: PrefillMeter, clock: FakeClock) -> None:
-    meter.planned(1, step({"a": 200}))
-    found = run(meter, clock, 2, step({"a": 300}), 0.5)
-    assert found is not None
-    assert found.tokens == 300
-    assert meter.ended(1) is None
-    assert meter.ended(2) is None
+def test_nothing_is_told_before_the_cost_is_known_and_then_everything_once() -> None:
+    meter = Meter()
+    meter.loaded(PromptPart.between(0, 1000))
+    for _ in range(7):
+        meter.run(step({"a": 500}), 500 * PER_TOKEN)
+        assert meter.take_news() is None
+    meter.run(step({"a": 500}), 500 * PER_TOKEN)
+    news = meter.take_news()
+    assert news is not None
+    assert news.hit_tokens == 1000
+    assert news.hit_seconds == pytest.approx(1000 * PER_TOKEN)
+    assert meter.take_news() is None, "it is told once"
+
+
+def waited(meter: Meter) -> float:
+    news = meter.take_news()
+    return 0.0 if news is None else news.waited
+
+
+def test_the_engine_waits_for_a_load_before_its_step_while_nothing_runs() -> None:
+    meter = Meter(known=True)
+    meter.clock.advance(5.0)  # idle
+    meter.load_began()
+    meter.clock.advance(0.2)
+    meter.load_began()
+    meter.clock.advance(0.3)
+    meter.load_ended()
+    number = meter.plan(step({"other": 1}))
+    meter.clock.advance(7.0)  # it hides what is left of the other load
+    meter.ended(number)
+    meter.clock.advance(0.1)
+    meter.load_ended()
+    meter.clock.advance(5.0)
+    meter.plan(step({"a": 1}))
+    assert waited(meter) == pytest.approx(0.6)
+
+
+def test_the_engine_waits_for_a_load_by_layer_as_long_as_its_step_takes_longer() -> None:
+    meter = Meter(known=True)
+    meter.run(step({"a": 500}), 500 * PER_TOKEN + 0.1, load_seconds=0.4)
+    assert waited(meter) == pytest.approx(0.1)
+    meter.run(step({"a": 500}), 500 * PER_TOKEN + 3.0, load_seconds=0.4)
+    assert waited(meter) == pytest.approx(0.4), "no longer than the load takes"
+    meter.run(step({"a": 500}), 400 * PER_TOKEN, load_seconds=0.4)
+    assert waited(meter) == 0.0, "never less than nothing"
+
+
+def test_a_step_with_loads_by_layer_shows_no_cost() -> None:
+    meter = Meter(known=True)
+    before = len(meter.observed)
+    meter.run(step({"a": 500}), 9.0, load_seconds=0.4)
+    assert len(meter.observed) == before

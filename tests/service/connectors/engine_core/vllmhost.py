@@ -22,6 +22,7 @@ from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -129,6 +130,7 @@ class VllmHost:
         self.groups = groups
         self.observed: list[tuple[str, float]] = []
         self.policy = LoadPolicy("async", 0.01, 64, self.clock)
+        self.meter = PrefillMeter(8, self.clock)
         self.control: Any = EmbeddedControl(self.engine)
         self.side = SchedulerSide(
             self.control,
@@ -140,6 +142,7 @@ class VllmHost:
             step_blocks=step_blocks,
             drafts=drafts,
             policy=self.policy,
+            meter=self.meter,
             clock=self.clock,
             adapters=adapters,
         )

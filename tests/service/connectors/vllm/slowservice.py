@@ -36,6 +36,7 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
+from kvstow.source import Source
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 from kvstow_service.node.pools.nodesession import NodeSession
 
@@ -58,7 +59,6 @@ class SlowService:
         """It says of lookups that they take time, but for those of exactly one hit, and `answer_held` answers them."""
         self.fetched: tuple[tuple[int, int], ...] = ()
         """Runs of keys that the answers of `answer_held` say the fleet tier has brought."""
-        self.prefills: list[Prefill] = []
         self.session: AttachedSession | None = None
         self.connection: SlowConnection
 
@@ -145,12 +145,16 @@ class SlowConnection:
                 self._session.control.release_leases(message.lease_ids)
             case Use():
                 self._session.control.use(
-                    message.keys, start=message.start, looked_up=message.looked_up, hints=message.hints
+                    message.keys,
+                    start=message.start,
+                    looked_up=message.looked_up,
+                    hints=message.hints,
+                    source=Source(*message.source),
                 )
             case CountLookup():
-                self._session.control.count_lookup(message.queried, message.hits)
+                self._session.control.count_lookup(message.queried, message.hits, Source(*message.source))
             case Prefill():
-                self._service.prefills.append(message)
+                self._session.control.note_prefill(message.news())
         return True
 
     def poll(self, seconds: float = 0.0) -> list[Frame]:
@@ -196,7 +200,12 @@ class SlowConnection:
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
         session.pool.grow_above = -1  # all its memory is there
-        self.welcome = Welcome(session_id=str(session.control.session_id), service="slow", token="secret")
+        self.welcome = Welcome(
+            session_id=str(session.control.session_id),
+            service="slow",
+            token="secret",
+            source_key=session.pool.sources.key.hex(),
+        )
         self._on_attached(self.welcome)
 
     def answer_held(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest
 from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
-from kvstow.attach.calls import Prefill, SettledOp, SettledOps
+from kvstow.attach.calls import SettledOp, SettledOps
 from kvstow.attach.channel import Frame
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
@@ -133,18 +133,6 @@ def test_a_service_that_takes_its_time_does_not_count_as_silent() -> None:
     host.step()
     assert host.control.is_attached
     assert host.control.problem is None
-
-
-def test_the_speed_of_prefill_is_told_to_a_service_that_takes_time() -> None:
-    host = holding_lookups()
-    assert not host.control.has_tier
-    asked(host)
-    host.step()
-    assert host.control.has_tier
-    host.control.note_prefill(4096, 0.5)
-    assert host.service.prefills == [Prefill(4096, 0.5)]
-    host.service.lose()
-    assert not host.control.has_tier, "the next service may have none"
 
 
 def test_the_times_of_ops_that_have_failed_are_not_kept() -> None:

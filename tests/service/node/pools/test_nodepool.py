@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests.engine.attach.test_identity import NAMESPACE_CHANGES, POOL_CHANGES
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, HostBench
+from tests.service.node.hostbench import EXTENT, ROW_SLOTS, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES
 
 from kvstow.attach.calls import ExtentBytes, PopulatedExtents
@@ -90,17 +90,6 @@ def test_the_uid_is_the_kernel_s_and_not_the_hello_s(bench: HostBench) -> None:
     mine = bench.start(uid=1000)
     theirs = bench.start(replace(HELLO, pool=replace(POOL, uid=1000)), uid=1001)
     assert theirs.pool is not mine.pool
-
-
-def test_memory_of_one_user_goes_to_another_only_as_fresh_memory(make_bench: MakeBench) -> None:
-    bench = make_bench(extents=1)
-    mine = bench.start(ONE_RANK, uid=1000)
-    before = {inode for pushed in mine.pushed for inode in pushed.inodes}
-    mine.end()
-    theirs = bench.start(ONE_RANK, uid=1001)
-    after = {inode for pushed in theirs.pushed for inode in pushed.inodes}
-    assert after
-    assert not before & after
 
 
 def test_a_reset_moves_one_session_only(bench: HostBench) -> None:
