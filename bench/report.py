@@ -30,10 +30,10 @@ SECTIONS = {
 _INTRODUCTION = """\
 # Benchmarks
 
-This page shows the newest figures. `python -m bench page` makes it of the files in [results](results), which have all
-rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes on two cores) and writes the files;
-`.venv/bin/python -m bench control` runs one benchmark, `--help` lists the options. Programs for GPUs run from a bare
-checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the
+This page shows the newest figures. `python -m bench page` makes it of the files in [results](results), which have \
+all rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes on two cores) and writes the files; \
+`.venv/bin/python -m bench control` runs one benchmark, `--help` lists the options. Programs for GPUs run from a bare \
+checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the \
 files by hand.
 
 The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend \

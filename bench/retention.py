@@ -88,13 +88,16 @@ def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Re
 
 
 def conversations(trace: Trace) -> list[Request]:
-    """The requests of a trace, each in the conversation whose last chain it continues."""
+    """The requests of a trace, each in the conversation whose last chain it continues. Their last blocks are not full:
+    no engine keeps those."""
     context_of: dict[int, int] = {}
     found = []
     for number, (now, blocks) in enumerate(zip(trace.times, trace.requests, strict=True)):
-        context = next((context_of.pop(block) for block in reversed(blocks) if block in context_of), number)
-        context_of[blocks[-2] if len(blocks) > 2 else blocks[-1]] = context  # the last one is not full
-        found.append(Request(now, blocks, context))
+        full = blocks[:-1]
+        context = next((context_of.pop(block) for block in reversed(full[1:]) if block in context_of), number)
+        if len(full) > 1:  # all conversations begin with the same block
+            context_of[full[-1]] = context
+        found.append(Request(now, full, context))
     return with_gaps(found)
 
 

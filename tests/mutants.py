@@ -243,6 +243,13 @@ MUTANTS = [
         f"{CLAIM_TESTS}::test_contexts_of_two_namespaces_are_two",
     ),
     Mutant(
+        "contexts_of_all_salts_are_one",
+        "engine/kvstow/hints.py",
+        "for part in (salt, name):",
+        "for part in (name,):",
+        f"{CLAIM_TESTS}::test_contexts_of_two_salts_are_two",
+    ),
+    Mutant(
         "credit_is_given_without_use",
         CLAIMS,
         "used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)",
