@@ -68,8 +68,6 @@ def _pool_with_blocks(kvstow: Client) -> str | None:
 
 def _operate(kvstow: Client, pool: str) -> None:
     """Changes that an operator might make, so that there are events."""
-    keys = [block.key for block in kvstow.call(routes.list_blocks, pool=pool).items[:20]]
-    kvstow.call(routes.protect, {"keys": keys}, pool=pool)
     kvstow.call(routes.evict, {"slots": 10}, pool=pool)
 
 

@@ -68,6 +68,7 @@ NODE_API = "tests/api/node/test_conditions.py"
 NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
+HINT_TESTS = "tests/service/connectors/engine_core/test_hints.py"
 PREFILL_METER = "tests/service/connectors/engine_core/test_prefillmeter.py"
 SAVINGS = "tests/service/connectors/engine_core/test_savings.py"
 SOURCES = f"{CONTROL}/test_sources.py"
@@ -76,6 +77,62 @@ CLAIMS = "engine/kvstow/control/claims.py"
 CLAIM_TESTS = f"{CONTROL}/test_claims.py"
 
 MUTANTS = [
+    Mutant(
+        "a_hint_crosses_a_salt",
+        f"{ENGINE_CORE}/hints.py",
+        'context_id(name, getattr(request, "cache_salt", None) or "")',
+        "context_id(name)",
+        f"{HINT_TESTS}::test_contexts_of_two_salts_differ",
+    ),
+    Mutant(
+        "a_bad_hint_is_an_error",
+        f"{ENGINE_CORE}/hints.py",
+        "type(value) in (int, float) and 0 <= value",
+        "value is not None and 0 <= value",
+        f"{HINT_TESTS}::test_no_hint_is_an_error",
+    ),
+    Mutant(
+        "requests_that_let_nothing_be_stored_are_stored",
+        f"{ENGINE_CORE}/storefinders.py",
+        " or not tracked.may_store:",
+        ":",
+        f"{HINT_TESTS}::test_nothing_of_it_is_stored",
+    ),
+    Mutant(
+        "the_backlog_stores_what_must_not_be_stored",
+        f"{ENGINE_CORE}/stores.py",
+        "if block_hash is not None and not self._gpu.is_unstored(block_hash):",
+        "if block_hash is not None:",
+        f"{HINT_TESTS}::test_the_backlog_stores_none_of_its_blocks",
+    ),
+    Mutant(
+        "what_must_not_be_stored_is_stored_lazily",
+        f"{ENGINE_CORE}/storefinders.py",
+        " and not self._gpu.is_unstored(content):",
+        ":",
+        f"{HINT_TESTS}::test_lazily_none_of_its_blocks_is_stored_until_another_request_has_them",
+    ),
+    Mutant(
+        "an_engine_may_send_any_number_of_hints",
+        "service/kvstow_service/node/pools/nodesession.py",
+        "if hints is not None and not self._hint_rate.admits(self.pool.clock()):",
+        "if False:",
+        "tests/service/node/pools/test_nodesession.py::test_more_hints_than_an_engine_can_send_are_ignored",
+    ),
+    Mutant(
+        "everybody_sees_the_names_of_contexts",
+        "api/kvstow_api/routes/contexts.py",
+        'if is_admin(request.scope.get(ACTOR, "")):',
+        "if True:",
+        "tests/api/routes/test_contexts.py::test_contexts_come_in_pages_with_names_for_admins_alone",
+    ),
+    Mutant(
+        "prefetches_take_the_store_from_requests",
+        "service/kvstow_service/node/tier/namespacetier.py",
+        "        if self._requests:\n            return\n",
+        "",
+        "tests/service/node/test_nodetier.py::test_no_prefetch_begins_while_a_request_waits_for_the_store",
+    ),
     Mutant(
         "sources_are_shown_in_the_clear",
         "engine/kvstow/source.py",

@@ -64,7 +64,7 @@ def test_the_command_line_takes_what_is_written() -> None:
 
 
 def test_there_are_some() -> None:
-    assert {"doctor", "describe pool", "get transfers"} <= {command for _, command in COMMANDS}
+    assert {"doctor", "describe server", "get contexts"} <= {command for _, command in COMMANDS}
 
 
 PROSE = sorted(

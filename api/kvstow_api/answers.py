@@ -15,6 +15,8 @@ from kvstow.stats import EngineState, PendingTransfers, SlotCounts
 from kvstow.status import (
     HOST_NAME,
     BlockStatus,
+    ClaimsStatus,
+    ContextStatus,
     DrainMode,
     MemoryStatus,
     NamespaceStatus,
@@ -133,7 +135,9 @@ class ProblemView:
     retry_after: int | None
 
 
-EventType = Literal["state", "session", "rank", "tier", "policy", "operation", "change", "stored", "removed", "lost"]
+EventType = Literal[
+    "state", "session", "rank", "tier", "policy", "hints", "operation", "change", "stored", "removed", "lost"
+]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
 """One for each batch of blocks: sent only to clients that ask for them."""
@@ -148,9 +152,11 @@ class EventView:
     `tier`: pool, namespace, store, state, reason, of the fleet tier of a namespace; the state is `over` when the store
     was detached or the namespace is gone. `policy`: pool, before, k, ratio_before, ratio, requests, blocks: the policy
     `auto` keeps often used blocks for longer (a larger k) or shorter from now on, because the last requests would have
-    hit the share `ratio` of their blocks so, and `ratio_before` as before. `operation`: id, pool, kind, dry_run, state,
-    error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys, reason.
-    `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the server.
+    hit the share `ratio` of their blocks so, and `ratio_before` as before. `hints`: pool, is_on, ratio_with,
+    ratio_without, requests: hints of clients are not used any more, or again. `operation`: id, pool, kind, dry_run,
+    state, error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys,
+    reason. `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the
+    server.
     All but `lost`, `stored` and `removed` also have `time`.
     """
 
@@ -198,6 +204,7 @@ class PoolView:
     granted_bytes: int
     slots: SlotCounts
     policy: str
+    claims: ClaimsStatus | None
     pinning_paused: bool
     leases: int
     num_ranks: int
@@ -286,6 +293,37 @@ class PinningView:
 
     paused: bool
     pin_attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextsView:
+    """A page of the contexts of a pool, those with the most blocks first; `total`: how many it knows."""
+
+    items: list[ContextStatus]
+    total: int
+    next_page_token: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextView:
+    """One context: an item for each namespace that has it."""
+
+    items: list[ContextStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleasedView:
+    """How many blocks a context had claimed."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchView:
+    """How many blocks the last request of a context had used. Those that the pool lacks and the store has are
+    fetched."""
+
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.control.recording import MOST_BYTES, MOST_SECONDS
 from kvstow.errors import ConfigError, InvalidRequestError
+from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE
 from kvstow.keys import BlockKey, parse_key
 from kvstow.messages import RankReport
 from kvstow.status import DrainMode
@@ -58,6 +59,25 @@ _KEY_SCHEMA = {
     "examples": ["00017f3a"],
 }
 
+
+def _to_context(given: object) -> bytes:
+    try:
+        context = bytes.fromhex(given if isinstance(given, str) else "")
+    except ValueError:
+        context = b""
+    if len(context) != CONTEXT_BYTES:
+        allowed = f"{2 * CONTEXT_BYTES} hex digits, in quotes"
+        raise PydanticCustomError("context", "not the id of a context; allowed: {allowed}", {"allowed": allowed})
+    return context
+
+
+_CONTEXT_SCHEMA = {
+    "type": "string",
+    "pattern": f"^[0-9a-fA-F]{{{2 * CONTEXT_BYTES}}}$",
+    "description": "The id of a context, as hex",
+    "examples": ["2f0c6a1d9be84b7f6d1e5a3c8b907f42"],
+}
+
 OnlyTrue = Annotated[bool, AfterValidator(_require_true), Field(json_schema_extra={"const": True})]
 """`true`; `Literal[True]` would accept 1 as well."""
 Seconds = Annotated[float, Field(ge=0)]
@@ -65,6 +85,8 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, lt=1 << 63)]
 Key = Annotated[bytes, PlainValidator(_to_key), WithJsonSchema(_KEY_SCHEMA)]
 """A `BlockKey`, given as hex."""
+ContextId = Annotated[bytes, PlainValidator(_to_context), WithJsonSchema(_CONTEXT_SCHEMA)]
+"""The id of a context, given as hex."""
 KeyList = Annotated[list[Key], Field(min_length=1, fail_fast=True)]
 """Reports only the first wrong key: a body of 1 MiB could hold half a million of them."""
 
@@ -112,22 +134,23 @@ class PoolPatch(Body):
 
 
 class EvictBody(Body):
-    """Exactly one of `slots`, `bytes` and `idle_seconds`. The coldest blocks go first."""
+    """Exactly one of `slots`, `bytes`, `idle_seconds` and `context`. The coldest blocks go first."""
 
     slots: Count | None = None
     num_bytes: Count | None = Field(None, alias="bytes")
     idle_seconds: Seconds | None = None
+    context: ContextId | None = None
     dry_run: bool = False
 
     @model_validator(mode="after")
     def _has_one_selector(self) -> Self:
-        _require_one(self, "slots", "num_bytes", "idle_seconds")
+        _require_one(self, "slots", "num_bytes", "idle_seconds", "context")
         return self
 
 
 class PurgeBody(Body):
-    """Exactly one selector. `all`, `keys` and `key_prefixes` remove protected and leased blocks, too; the others
-    only those that eviction may remove."""
+    """Exactly one selector. `all`, `keys`, `key_prefixes` and `context` remove leased blocks, too; the others only
+    those that eviction may remove."""
 
     everything: OnlyTrue | None = Field(None, alias="all")
     keys: KeyList | None = None
@@ -136,32 +159,29 @@ class PurgeBody(Body):
     age_seconds: Seconds | None = None
     slots: Count | None = None
     num_bytes: Count | None = Field(None, alias="bytes")
+    context: ContextId | None = None
     dry_run: bool = False
 
     @model_validator(mode="after")
     def _has_one_selector(self) -> Self:
-        selectors = ("everything", "keys", "key_prefixes", "idle_seconds", "age_seconds", "slots", "num_bytes")
+        selectors = (
+            "everything",
+            "keys",
+            "key_prefixes",
+            "idle_seconds",
+            "age_seconds",
+            "slots",
+            "num_bytes",
+            "context",
+        )
         _require_one(self, *selectors)
         return self
 
 
-class ProtectBody(Body):
-    """Keep these blocks from eviction for `ttl_seconds`, or (null) until they are unprotected."""
+class ContextPatch(Body):
+    """When the next request of a context is expected, from now."""
 
-    keys: KeyList
-    ttl_seconds: PositiveSeconds | None = None
-
-
-class UnprotectBody(Body):
-    """Exactly one of `keys` and `all`."""
-
-    keys: KeyList | None = None
-    everything: OnlyTrue | None = Field(None, alias="all")
-
-    @model_validator(mode="after")
-    def _has_one_selector(self) -> Self:
-        _require_one(self, "keys", "everything")
-        return self
+    resume_in_seconds: Annotated[float, Field(ge=0, le=LONGEST_PAUSE)]
 
 
 class RecordBody(Body):

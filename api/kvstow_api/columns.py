@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES
-from kvstow.status import BlockStatus, RankStatus, SessionStatus, TransferStatus
+from kvstow.status import BlockStatus, ContextStatus, RankStatus, SessionStatus, TransferStatus
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.answers import OperationView, PoolView
 from kvstow_api.texts import ABSENT, duration, field_text, percent
@@ -325,6 +325,31 @@ BLOCKS = Columns(
 )
 
 
+def _expected(context: ContextStatus) -> str:
+    seconds = context.resume_in_seconds
+    if seconds is None:
+        return "no more"
+    words = f"in {duration(seconds)}" if seconds >= 0 else f"overdue for {duration(-seconds)}"
+    return words if context.is_hinted else f"{words} (learned)"
+
+
+CONTEXTS = Columns(
+    (
+        _field("context", "context"),
+        Column("name", lambda one: one.name or ABSENT),
+        _field("blocks", "blocks"),
+        _field("size", "bytes"),
+        _field("tokens", "tokens"),
+        Column("expected", _expected),
+        _field("requests", "requests"),
+        _field("hits", "hits"),
+        _field("idle", "idle_seconds"),
+        _field("namespace", "namespace", "wide"),
+    ),
+    "context",
+)
+
+
 # -- the server ----------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +382,7 @@ LISTS: Mapping[str, Columns] = {
     "namespaces": NAMESPACES,
     "ranks": RANKS,
     "blocks": BLOCKS,
+    "contexts": CONTEXTS,
     "sources": SOURCES,
     "transfers": TRANSFERS,
     "operations": OPERATIONS,

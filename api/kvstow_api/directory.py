@@ -112,6 +112,11 @@ class HostTier(Protocol):
         """Of all namespaces that have used the store, those that have ended included, so that no total ever falls. Only
         of pools that `tiers` has, too."""
 
+    def prefetch(self, pool: str, context: bytes) -> int:
+        """Begin to bring what the store has of a context into the pool; returns how many blocks the context's last
+        request had used. Raises `NotFoundError` if no request of the context is known, and `ConflictError` if the store
+        is not used."""
+
     def measure(self) -> TierMeasurements:
         """Waits for the resolution of names, so it is called on a thread of its own."""
 

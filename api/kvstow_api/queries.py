@@ -100,6 +100,10 @@ class PageQuery(Query):
         return _position_of(self.page_token)
 
 
+class ContextsQuery(PageQuery, PoolQuery):
+    """Which contexts."""
+
+
 class BlocksQuery(PageQuery):
     state: Annotated[BlockState | None, Field(description="Only blocks in this state")] = None
     namespace: Annotated[str | None, Field(description="Only blocks of this namespace of the pool")] = None

@@ -250,6 +250,9 @@ class Sampler:
         samples.policy_changes, changes = pool.facade.policy_changes(samples.policy_changes)
         for change in changes:
             self._journal.add("policy", pool=pool.name, **change._asdict())
+        samples.claim_switches, switches = pool.facade.claim_switches(samples.claim_switches)
+        for switch in switches:
+            self._journal.add("hints", pool=pool.name, **switch._asdict())
         samples.add(Sample(time.monotonic(), pool.facade.stats()))
 
     def _note_node(self) -> None:
@@ -316,6 +319,8 @@ class _PoolSamples:
         self.state: str | None = None
         self.policy_changes = 0
         """How many of the pool's own changes of its order of eviction are in the journal."""
+        self.claim_switches = 0
+        """The same, for hints that were switched off or on."""
         self.kept: deque[Sample] = deque(maxlen=CURVE_POINTS + 1)
         self.recent: deque[Sample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
         self._ticks = 0

@@ -1,5 +1,5 @@
 """`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, pinning, throughput,
-restart, rotation, paths, crowd, worth."""
+restart, rotation, paths, crowd, worth, agents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-NAMES = ("start", "hits", "verify", "decode", "pinning", "throughput", "restart", "rotation", "paths", "crowd", "worth")
+NAMES = (
+    "start",
+    "hits",
+    "verify",
+    "decode",
+    "pinning",
+    "throughput",
+    "restart",
+    "rotation",
+    "paths",
+    "crowd",
+    "worth",
+    "agents",
+)
 
 _ROOT = Path(__file__).parents[2]
 _CODE = tuple(str(_ROOT / folder) for folder in ("engine", "api", "service"))

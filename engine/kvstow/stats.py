@@ -301,7 +301,7 @@ class Counters:
         int, Exposed("allocation_failures", "Stores that did not find room for all their blocks")
     ] = 0
     hints_ignored: Annotated[
-        dict[str, int], Exposed("hints_ignored", "Requests of which some hint was ignored, by reason", "reason")
+        dict[str, int], Exposed("hints_ignored", "Requests with a hint that was ignored, by reason", "reason")
     ] = field(default_factory=lambda: dict.fromkeys(HINTS_IGNORED, 0))
 
     def count_lookup(self, queried: int, hits: int, refusal: str | None) -> None:

@@ -25,7 +25,7 @@ _RAW_PATHS = [
     for route in router.routes
     if "GET" in route.methods  # type: ignore[attr-defined]
 ]
-_PARAMETERS = {"{pool}": "host", "{check}": "loop", "{rank}": "0"}
+_PARAMETERS = {"{pool}": "host", "{check}": "loop", "{rank}": "0", "{context}": "00" * 16}
 PATHS = sorted(re.sub(r"{.*?}", lambda found: _PARAMETERS.get(found[0], "00"), path) for path in _RAW_PATHS)
 
 

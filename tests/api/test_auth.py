@@ -31,12 +31,13 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("PATCH", "/v1/pools/host", {"policy": "lru"}),
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
     ("POST", "/v1/pools/host/purge", {"all": True}),
-    ("POST", "/v1/pools/host/protect", {"keys": ["00aa"]}),
-    ("POST", "/v1/pools/host/unprotect", {"all": True}),
     ("POST", "/v1/pools/host/retry", None),
     ("POST", "/v1/pools/host/trace", {"seconds": 0.001}),
     ("DELETE", "/v1/pools/host/blocks/{key}", None),
     ("DELETE", "/v1/pools/host", None),
+    ("PATCH", "/v1/contexts/{context}", {"resume_in_seconds": 5}),
+    ("DELETE", "/v1/contexts/{context}", None),
+    ("POST", "/v1/contexts/{context}/prefetch", None),
     ("DELETE", "/v1/sessions/{session_id}", None),
     ("PUT", "/v1/drain", {"mode": "all"}),
     ("DELETE", "/v1/drain", None),
@@ -47,6 +48,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     REPORT,
 ]
 KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{session_id}": "absent"}
+KNOWN["{context}"] = "00" * 16
 OPEN = ("/livez", "/readyz", "/health", "/healthz", "/startupz", "/metrics")
 STREAMS = ("/v1/events", "/page/live")
 READING = [

@@ -60,7 +60,7 @@ async def test_an_absent_body_is_a_missing_field(client: httpx.AsyncClient) -> N
     assert answer.status_code == 422
     (error,) = answer.json()["errors"]
     assert error["field"] == "body"
-    assert error["allowed"] == "slots, bytes, idle_seconds, dry_run"
+    assert error["allowed"] == "slots, bytes, idle_seconds, context, dry_run"
     assert (await client.post("/v1/ranks/0/report", headers=AGENT)).status_code == 422
 
 

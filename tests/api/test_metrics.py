@@ -380,7 +380,8 @@ TIER_GAUGES = """
     prefill_tokens_per_second
 """
 TIER_COUNTERS = """
-    requests declined_requests cut_waits wait_seconds saved_seconds found_blocks fetched_blocks put_blocks failed_blocks
+    requests declined_requests cut_waits wait_seconds saved_seconds found_blocks fetched_blocks prefetched_blocks
+    put_blocks failed_blocks
     dropped_blocks corrupt_objects breaker_opened client_restarts
 """
 TIER_LABELS = {"tier": "memory", "pool": "host", "model": "org/model"}

@@ -125,7 +125,7 @@ async def test_an_invalid_field_is_named_with_its_value(client: httpx.AsyncClien
     assert set(errors) == {"slots", "dry_run", "size"}
     assert errors["slots"]["value"] == "1"
     assert "integer" in errors["slots"]["allowed"]
-    assert (errors["size"]["value"], errors["size"]["allowed"]) == (2.5, "slots, bytes, idle_seconds, dry_run")
+    assert (errors["size"]["value"], errors["size"]["allowed"]) == (2.5, "slots, bytes, idle_seconds, context, dry_run")
     assert "slots is '1'" in answer.json()["detail"]
 
 
@@ -134,7 +134,9 @@ async def test_an_invalid_field_is_named_with_its_value(client: httpx.AsyncClien
     [
         ("PATCH", "/v1/pools/host", {"size": 1}, "size", "capacity_slots, capacity_bytes, policy, pinning_paused"),
         ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, pool, kind, state"),
-        ("POST", "/v1/pools/host/protect", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
+        ("POST", "/v1/pools/host/purge", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
+        ("POST", "/v1/pools/host/evict", {"context": "00"}, "context", "32 hex digits"),
+        ("GET", "/v1/contexts/zz", None, "context", "32 hex digits"),
         ("GET", "/v1/pools/host/blocks/zz", None, "key", "hex"),
         ("GET", "/v1/operations?page_token=zz", None, "page_token", "next_page_token"),
         ("GET", "/readyz?exclude=nothing", None, "exclude", "engine, pool, pinned"),

@@ -22,8 +22,8 @@ TRIAL = {"dry_run": "true"}
 CHANGES = [
     ("PUT", "/v1/drain", {}),
     ("PUT", "/v1/bypass", {"load": True}),
-    ("POST", "/v1/pools/host/protect", {"keys": [KEY]}),
-    ("POST", "/v1/pools/host/unprotect", {"all": True}),
+    ("PATCH", f"/v1/contexts/{'00' * 16}", {"resume_in_seconds": 5}),
+    ("DELETE", f"/v1/contexts/{'00' * 16}", None),
     ("POST", "/v1/pools/host/retry", None),
     ("DELETE", f"/v1/pools/host/blocks/{KEY}", None),
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
@@ -47,7 +47,6 @@ async def test_dry_run_in_the_query_changes_nothing(
     client: httpx.AsyncClient, ranks: Any, keys: list[bytes], method: str, path: str, body: Any
 ) -> None:
     ranks.store(keys[:3])
-    ranks.engine.admin.protect(keys[1:2], None)
     before = told(ranks.engine)
     answer = await client.request(method, path, json=body, params=TRIAL)
     assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "dry_run")
@@ -106,7 +105,7 @@ async def test_the_body_of_a_get_is_refused_without_reading_it(client: httpx.Asy
         (EVICT, b'{"idle_seconds": 1e999}', "idle_seconds", "a finite number"),
         (EVICT, b'{"idle_seconds": NaN}', "idle_seconds", "a finite number"),
         (EVICT, b'{"slots": Infinity}', "slots", "a valid integer"),
-        ("/v1/pools/host/protect", b'{"keys": ["00", 1e999]}', "keys.1", "not a key"),
+        ("/v1/pools/host/purge", b'{"keys": ["00", 1e999]}', "keys.1", "not a key"),
     ],
 )
 async def test_the_field_of_a_number_that_is_too_large_is_named(

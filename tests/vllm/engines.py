@@ -145,6 +145,7 @@ class Engine:
         image: int | None = None,
         salt: str | None = None,
         session: str | None = None,
+        hints: Mapping[str, Any] | None = None,
     ) -> str:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -159,6 +160,7 @@ class Engine:
             detokenize=False,
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=None if hints is None else {"kv_transfer_params": {"kvstow": dict(hints)}},
         )
         lora = None if adapter is None else LoRARequest(*adapter[:3], load_inplace=adapter.reload)
         asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}

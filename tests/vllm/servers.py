@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.vllm.engines import BLOCK, Answer, Prompt, Setup, eventually, transfer_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.vllm.engines import BLOCK, Answer, Prompt, Setup, assert_same, eventually, transfer_config
 
 START_SECONDS = 300.0
 STEP_SECONDS = 120.0
@@ -38,9 +40,9 @@ class Server:
             return client.get(path).status_code == 200
         return False
 
-    def ask(self, tokens: Prompt, engine: int | None = None) -> Answer:
-        """`engine`: which of several data-parallel engines answers."""
-        body = {
+    def ask(self, tokens: Prompt, engine: int | None = None, **fields: Any) -> Answer:
+        """`engine`: which of several data-parallel engines answers. `fields`: more of the request's."""
+        body = fields | {
             "model": "tiny",
             "prompt": list(tokens),
             "max_tokens": 24,
@@ -69,6 +71,39 @@ class Server:
 
     def stats(self, section: str) -> dict[str, Any]:
         return dict(self.admin.get("/v1/stats").raise_for_status().json()[section])
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.text(max_size=300) | st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=4,
+)
+_HINTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "context": st.sampled_from(["trip", "walk"]) | _JSON,
+        "resume_in": st.floats(0, 100) | _JSON,
+        "release": st.booleans() | _JSON,
+        "store": st.booleans() | _JSON,
+        "priority": _JSON,
+    },
+)
+
+
+def ask_with_all_kinds_of_hints(server: Server, tokens: Prompt, expected: Answer, engines: int = 1) -> None:
+    """No hint changes an answer, or is an error."""
+
+    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(hints=_HINTS | _JSON, session=st.none() | st.text(max_size=300), engine=st.integers(0, engines - 1))
+    def ask(hints: Any, session: str | None, engine: int) -> None:
+        fields = {"kv_transfer_params": {"kvstow": hints}, "session_id": session}
+        answer = server.ask(tokens, engine if engines > 1 else None, **fields)
+        assert_same([answer], [expected])
+
+    ask()
 
 
 def _token(name: str) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from tests.vllm.engines import A_HIT, PROMPTS, SLOT_BYTES, A, Reference, Setup, assert_same, eventually
-from tests.vllm.servers import START_SECONDS, STEP_SECONDS, Server, running_server
+from tests.vllm.engines import A_HIT, PROMPTS, SHORT, SLOT_BYTES, A, Reference, Setup, assert_same, eventually
+from tests.vllm.servers import START_SECONDS, STEP_SECONDS, Server, ask_with_all_kinds_of_hints, running_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process]
 
@@ -70,6 +70,16 @@ def test_clients_at_once(server: Server, model: Path, reference: Reference) -> N
     assert server.stats("transfers")["load"]["blocks"] > loaded
     assert min(answer.cached for answer in answers) > 0
     assert is_pinning(server)
+
+
+def test_hints_of_all_kinds_change_no_answer(server: Server, model: Path, reference: Reference) -> None:
+    (expected,) = reference(model, SHORT[0])
+    eventually(lambda: server.is_up(server.client, "/health"), "health of vLLM", START_SECONDS)
+    ask_with_all_kinds_of_hints(server, SHORT[0], expected)
+    ignored = server.stats("hints_ignored")
+    assert ignored["invalid"] > 0
+    assert ignored["unknown"] > 0
+    assert server.is_up(server.admin, "/readyz")
 
 
 def test_its_metrics_include_host_memory(server: Server) -> None:

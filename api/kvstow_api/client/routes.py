@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineStats
-from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
+from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, RankStatus
 from kvstow_api.answers import (
     BlocksView,
+    ContextsView,
+    ContextView,
     DetachView,
     DoctorView,
     InfoView,
@@ -19,8 +21,10 @@ from kvstow_api.answers import (
     PoolCurveView,
     PoolsView,
     PoolView,
+    PrefetchView,
     RanksView,
     ReadinessView,
+    ReleasedView,
     RemovedView,
     SessionsView,
     SourcesView,
@@ -57,14 +61,17 @@ change_pool: Route[PoolView | OperationView] = Route("PATCH", "/v1/pools/{pool}"
 delete_pool = Route("DELETE", "/v1/pools/{pool}", type(None))
 evict: Route[RemovedView | OperationView] = Route("POST", "/v1/pools/{pool}/evict", RemovedView, operation=True)
 purge: Route[RemovedView | OperationView] = Route("POST", "/v1/pools/{pool}/purge", RemovedView, operation=True)
-protect = Route("POST", "/v1/pools/{pool}/protect", ProtectionResult)
-unprotect = Route("POST", "/v1/pools/{pool}/unprotect", ProtectionResult)
 retry = Route("POST", "/v1/pools/{pool}/retry", PinningView)
 list_blocks = Route("GET", "/v1/pools/{pool}/blocks", BlocksView)
 list_sources = Route("GET", "/v1/pools/{pool}/sources", SourcesView)
 get_block = Route("GET", "/v1/pools/{pool}/blocks/{key}", BlockStatus)
 remove_block = Route("DELETE", "/v1/pools/{pool}/blocks/{key}", type(None))
 lookup = Route("POST", "/v1/lookup", LookupResult)
+list_contexts = Route("GET", "/v1/contexts", ContextsView)
+get_context = Route("GET", "/v1/contexts/{context}", ContextView)
+change_context = Route("PATCH", "/v1/contexts/{context}", ContextView)
+release_context = Route("DELETE", "/v1/contexts/{context}", ReleasedView)
+prefetch_context = Route("POST", "/v1/contexts/{context}/prefetch", PrefetchView)
 list_sessions = Route("GET", "/v1/sessions", SessionsView)
 detach_session = Route("DELETE", "/v1/sessions/{session_id}", DetachView)
 list_namespaces = Route("GET", "/v1/namespaces", NamespacesView)

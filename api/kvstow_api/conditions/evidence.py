@@ -6,7 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstow.messages import DesiredState
-from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, NamespaceStatus, RankStatus, Readiness, SessionStatus
+from kvstow.status import (
+    BypassStatus,
+    ClaimsStatus,
+    DrainStatus,
+    MemoryStatus,
+    NamespaceStatus,
+    RankStatus,
+    Readiness,
+    SessionStatus,
+)
 from kvstow_api.answers import ConditionView, PoolCurveView, Severity, TierView
 from kvstow_api.directory import HostMemory, OrphanedMemory, TierMeasurements
 from kvstow_api.figures import Sample
@@ -46,6 +55,8 @@ class Evidence(NamedTuple):
     integrity_error: str | None = None
     curve: PoolCurveView | None = None
     """Of a pool: what other sizes would hit."""
+    claims: ClaimsStatus | None = None
+    """Of a pool: what hints do in it."""
 
     @property
     def bytes_to_come(self) -> int:

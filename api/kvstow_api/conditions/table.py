@@ -63,6 +63,7 @@ TABLE = (
     Condition("links", "pool", pools.find_links),
     Condition("thrashing", "pool", pools.find_thrashing),
     Condition("pool_size", "pool", pools.find_size),
+    Condition("hints", "pool", pools.find_hints),
     # -- of a server that engines attach to
     Condition("node_memory", "node", hosts.find_memory, ("memory",)),
     Condition("populating", "node", hosts.find_populating, ("pinned",)),
@@ -226,6 +227,7 @@ class Conditions:
             slot_bytes=pool.stored_slot_bytes or facade.config.total_slot_bytes,
             integrity_error=facade.integrity_error,
             curve=curve_view(self._sampler, pool),
+            claims=facade.claims(),
             drain=_NO_DRAIN if whole.drain.active else admin.drain_status,
             bypass=_NO_BYPASS if whole.bypass.load or whole.bypass.store else admin.bypass,
         )

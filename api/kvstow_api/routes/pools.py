@@ -16,7 +16,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, NotFoundError
 from kvstow.keys import format_key
-from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
+from kvstow.status import BlockPage, BlockStatus, LookupResult
 from kvstow_api.answers import (
     POOL_NAME,
     BlocksView,
@@ -32,7 +32,7 @@ from kvstow_api.answers import (
     SourcesView,
 )
 from kvstow_api.appstate import App, AppState
-from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, RecordBody, UnprotectBody
+from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, PurgeBody, RecordBody
 from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, Responses, changing, reading
 from kvstow_api.operations import Operation
@@ -307,12 +307,13 @@ def delete_pool(app: App, pool: Pool) -> Response:
 
 @router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: Wait) -> RemovedView | Response:
-    """Remove the coldest blocks. Leased and protected blocks stay."""
+    """Remove the coldest blocks, or those that only one context has claimed. Leased blocks stay."""
     make = partial(
         pool.facade.admin.evict,
         slots=body.slots,
         num_bytes=body.num_bytes,
         idle_seconds=body.idle_seconds,
+        context=body.context,
         dry_run=body.dry_run,
     )
     request.scope[CHANGED_NOTHING] = body.dry_run
@@ -321,8 +322,8 @@ async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: 
 
 @router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, query: Wait) -> RemovedView | Response:
-    """Remove blocks by key, age or number. A block in a transfer is gone at once; its slot is freed when the transfer
-    ends."""
+    """Remove blocks by key, context, age or number. A block in a transfer is gone at once; its slot is freed when the
+    transfer ends."""
     make = partial(
         pool.facade.admin.purge,
         everything=bool(body.everything),
@@ -332,22 +333,11 @@ async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, query: 
         age_seconds=body.age_seconds,
         slots=body.slots,
         num_bytes=body.num_bytes,
+        context=body.context,
         dry_run=body.dry_run,
     )
     request.scope[CHANGED_NOTHING] = body.dry_run
     return await _remove(app, "purge", pool, make, body.dry_run, query.wait)
-
-
-@router.post("/pools/{pool}/protect", responses=changing(404))
-def protect(app: App, pool: Pool, body: ProtectBody) -> ProtectionResult:
-    """Keep blocks from eviction. A new protection replaces an old one."""
-    return pool.facade.admin.protect(body.keys, body.ttl_seconds)
-
-
-@router.post("/pools/{pool}/unprotect", responses=changing(404))
-def unprotect(app: App, pool: Pool, body: UnprotectBody) -> ProtectionResult:
-    """Let blocks be evicted again: some, or all."""
-    return pool.facade.admin.unprotect(body.keys)
 
 
 @router.post("/pools/{pool}/retry", status_code=202, responses=changing(404, body=False))

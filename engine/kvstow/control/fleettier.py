@@ -75,6 +75,19 @@ class TierWait:
     ops: list[int] = field(default_factory=list)
 
 
+PREFETCH_SECONDS = 60.0
+"""After that a prefetch begins nothing more."""
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """What is known of the store's blocks is in `wait`, for which nobody waits. `left`: the keys that are still to be
+    fetched; None while it is not known which the store has."""
+
+    wait: TierWait
+    left: list[bytes] | None = None
+
+
 logger = logging.getLogger("kvstow.tier")
 
 
@@ -193,6 +206,36 @@ class FleetTier:
                 self._decide(remote, found, found.beyond)
         elif remote or wait.ops:
             self._fetch(wait, remote, found)
+
+    def prefetch(self, keys: Sequence[bytes], needs: Needs | None = None) -> Prefetch:
+        """Bring what the store has of these keys into the pool, though no request waits for it. See `is_prefetched`."""
+        now = self._clock()
+        return Prefetch(TierWait(keys, 0, now, now + PREFETCH_SECONDS, needs))
+
+    def is_prefetched(self, prefetch: Prefetch) -> bool:
+        """Go on with it. Whether it has ended: all is there, or something else needs the store or the room. One
+        transfer at a time; a part of what several groups need is no hit, so it comes as a whole."""
+        wait = prefetch.wait
+        while wait.ops and not self._fetches.is_under_way(wait.ops[-1]):
+            wait.ops.pop()
+        if wait.ops:
+            return False
+        if not self.may_fetch or self._clock() >= wait.until:
+            return True
+        if prefetch.left is None:
+            found = self._find(wait)
+            if found is None:
+                return False
+            prefetch.left = list(found.keys if wait.needs is not None else self.traffic.absent(found.keys))
+        count = len(prefetch.left) if wait.needs is not None else self.traffic.most
+        keys, prefetch.left = prefetch.left[:count], prefetch.left[count:]
+        if not keys or not self.traffic.has_room(keys):
+            return True
+        assert self.fingerprint is not None
+        # It counts as nothing saved: nobody knows yet whether the blocks are used.
+        wait.ops = self._fetches.begin(self.fingerprint, keys, 0.0, whole=wait.needs is not None)
+        self.counters.prefetched_blocks += len(keys)
+        return not wait.ops
 
     def _fetch(self, wait: TierWait, remote: Sequence[bytes], found: LongerHit) -> None:
         """Fetch `remote`, if that pays for a request that gets what it has `found` then."""

@@ -329,12 +329,14 @@ class Session:
             if hints is not None and not start:
                 for reason in hints.ignored:
                     pool.counters.hints_ignored[reason] += 1
+            if hints is not None and hints.context is None:  # the others are about a context, or the host's
+                hints = None
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
             used = pool.index.use(self.namespace, keys, now, self._uses_behind)
             self._uses_behind = used.least if start else 0
             pool.sources.count_use(self.model, source, used.runs, used.new)
             recording = pool.recording
-        if hints is not None and hints.context is not None:
+        if hints is not None:
             self._claim(keys, start, hints, now)
         trial = pool.trial if num_slots else None
         if recording is not None:

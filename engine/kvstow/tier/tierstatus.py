@@ -91,6 +91,9 @@ class TierCounters:
     found_blocks: Annotated[int, Exposed("tier_found_blocks", "Blocks that the store had and the pool had not")] = 0
     fetched_blocks: Annotated[int, Exposed("tier_fetched_blocks", "Blocks fetched on all ranks")] = 0
     failed_fetch_blocks: int = 0
+    prefetched_blocks: Annotated[
+        int, Exposed("tier_prefetched_blocks", "Blocks that were to be fetched before a request came")
+    ] = 0
     put_blocks: Annotated[int, Exposed("tier_put_blocks", "Blocks put by all ranks")] = 0
     failed_put_blocks: int = 0
     dropped_blocks: Annotated[

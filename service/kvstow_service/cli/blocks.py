@@ -1,14 +1,15 @@
-"""Commands on blocks: evict, purge, protect, unprotect. Long operations are followed to their end, or cancelled."""
+"""Commands on blocks: evict, purge, release. Long operations are followed to their end, or cancelled."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvstow.hints import CONTEXT_BYTES, context_id
 from kvstow_api.texts import counted
 from kvstow_service.cli.connection import (
     SIZE,
@@ -23,11 +24,10 @@ from kvstow_service.cli.connection import (
     remote,
     yes_flag,
 )
-from kvstow_service.cli.failures import CommandError, ExitCode
+from kvstow_service.cli.failures import CommandError
 from kvstow_service.cli.output import Format, emit, format_flag, table
 
 if TYPE_CHECKING:
-    from kvstow.status import ProtectionResult
     from kvstow_api.answers import OperationView, RemovedView
     from kvstow_api.client import Client, Route
 
@@ -121,13 +121,11 @@ def cancel(connection: Connection, operation_id: str, style: Format) -> None:
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-_KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
-
-
 @click.command()
 @click.option("--slots", type=click.IntRange(1), help="This many blocks.")
 @click.option("--size", type=SIZE, help="This many bytes of each rank, such as 2GiB.")
 @click.option("--idle", type=TIME, help="All blocks that were not used for at least this long.")
+@click.option("--context", metavar="CONTEXT", help="Those that only this context has claimed: its id or its name.")
 @dry_run_flag
 @yes_flag
 @no_wait_flag
@@ -139,19 +137,26 @@ def evict(
     slots: int | None,
     size: int | None,
     idle: float | None,
+    context: str | None,
     style: Format,
     pool: str | None,
     **flags: bool,
 ) -> None:
     """Remove the coldest blocks.
 
-    Leased and protected blocks stay. Give one of --slots, --size and --idle.
+    Leased blocks stay. Give one of --slots, --size, --idle and --context.
     """
     from kvstow_api.client import routes
 
-    if sum(given is not None for given in (slots, size, idle)) != 1:
-        raise click.UsageError("give one of --slots, --size and --idle")
-    _remove(connection, routes.evict, {"slots": slots, "bytes": size, "idle_seconds": idle}, style, pool, **flags)
+    chosen = {
+        "slots": slots,
+        "bytes": size,
+        "idle_seconds": idle,
+        "context": None if context is None else context_id_of(context),
+    }
+    if sum(given is not None for given in chosen.values()) != 1:
+        raise click.UsageError("give one of --slots, --size, --idle and --context")
+    _remove(connection, routes.evict, chosen, style, pool, **flags)
 
 
 @click.command()
@@ -162,6 +167,7 @@ def evict(
 @click.option("--age", type=TIME, help="All blocks that were stored at least this long ago.")
 @click.option("--slots", type=click.IntRange(1), help="This many blocks, the coldest.")
 @click.option("--size", type=SIZE, help="This many bytes of each rank, the coldest.")
+@click.option("--context", metavar="CONTEXT", help="The blocks of this context: its id or its name.")
 @dry_run_flag
 @yes_flag
 @no_wait_flag
@@ -177,11 +183,12 @@ def purge(
     age: float | None,
     slots: int | None,
     size: int | None,
+    context: str | None,
     style: Format,
     pool: str | None,
     **flags: bool,
 ) -> None:
-    """Remove blocks by key, age or number, protected ones included.
+    """Remove blocks by key, context, age or number.
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Give one kind of selector.
     """
@@ -195,83 +202,44 @@ def purge(
         "age_seconds": age,
         "slots": slots,
         "bytes": size,
+        "context": None if context is None else context_id_of(context),
     }
     if sum(value is not None for value in chosen.values()) != 1:
-        raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots and --size")
+        raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots, --size and --context")
     _remove(connection, routes.purge, chosen, style, pool, **flags)
 
 
-@click.command()
-@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
-@click.option("--ttl", type=TIME, help="For this long; otherwise until `kvstow unprotect`.")
-@dry_run_flag
-@format_flag
-@pool_flag
-@remote
-def protect(
-    connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format, pool: str | None
-) -> None:
-    """Protect blocks from eviction.
+# -- contexts ---------------------------------------------------------------------------------------------------------
 
-    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
-    protection. Exit code 4 if none of the keys is in the pool.
-    """
-    from kvstow_api.client import routes
 
-    wanted = _keys(keys)
-    with connection.client() as client:
-        pool = chosen_pool(client, pool)
-        plan = _presence(client, wanted, pool)
-        if not plan.changed:
-            raise CommandError(
-                f"none of the {counted(len(wanted), 'key')} is in the pool",
-                "`kvstow get blocks` lists the keys",
-                ExitCode.NOT_FOUND,
-            )
-        if dry_run:
-            emit(plan, style, partial(_changed, "would protect"))
-        else:
-            view = client.call(routes.protect, {"keys": wanted, "ttl_seconds": ttl}, pool=pool)
-            emit(view, style, partial(_changed, "protected"))
+def context_id_of(text: str, salt: str = "") -> str:
+    """The id of a context that is given by its id or by the name that clients call it."""
+    if re.fullmatch(f"[0-9a-fA-F]{{{2 * CONTEXT_BYTES}}}", text):
+        return text.lower()
+    return context_id(text, salt).hex()
 
 
 @click.command()
-@click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--all", "everything", is_flag=True, help="All protected blocks.")
-@dry_run_flag
-@yes_flag
+@click.argument("context")
+@click.option("--salt", default="", metavar="TEXT", help="The cache salt of its requests, if CONTEXT is a name.")
 @format_flag
 @pool_flag
 @remote
-def unprotect(
-    connection: Connection,
-    keys: tuple[str, ...],
-    everything: bool,
-    dry_run: bool,
-    yes: bool,
-    style: Format,
-    pool: str | None,
-) -> None:
-    """Let blocks be evicted again.
+def release(connection: Connection, context: str, salt: str, style: Format, pool: str | None) -> None:
+    """Expect no further request of a context.
 
-    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
+    CONTEXT is an id, as `kvstow get contexts` shows it, or what clients call it. Blocks that nothing else uses are
+    evicted before all others.
     """
     from kvstow_api.client import routes
 
-    if bool(keys) == everything:
-        raise click.UsageError("give keys, or --all")
-    wanted = None if everything else _keys(keys)
     with connection.client() as client:
         pool = chosen_pool(client, pool)
-        plan = _protected(client, pool) if wanted is None else _presence(client, wanted, pool) if dry_run else None
-        if dry_run and plan is not None:
-            emit(plan, style, partial(_changed, "would unprotect" if everything else "would unprotect up to"))
-            return
-        if plan is not None:  # blocks named by their keys can be protected again
-            words = f"unprotect {counted(plan.changed, 'block')}"
-            confirm(Effect(words, lost_protections=plan.changed), connection, yes)
-        body = {"all": True} if wanted is None else {"keys": wanted}
-        emit(client.call(routes.unprotect, body, pool=pool), style, partial(_changed, "unprotected"))
+        view = client.call(routes.release_context, context=context_id_of(context, salt), pool=pool)
+    emit(view, style, lambda view: f"released {counted(view.blocks, 'block')}")
+
+
+# -- removals ---------------------------------------------------------------------------------------------------------
 
 
 def _remove(
@@ -316,27 +284,3 @@ def _removed(answer: Any) -> str:
 def _keys(arguments: Sequence[str]) -> list[str]:
     """Keys given as arguments; - stands for those on standard input."""
     return [key for argument in arguments for key in (sys.stdin.read().split() if argument == "-" else [argument])]
-
-
-def _presence(client: Client, keys: Sequence[str], pool: str) -> ProtectionResult:
-    """How many of the keys are in the pool."""
-    from kvstow.status import ProtectionResult
-    from kvstow_api.client import routes
-
-    parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
-    answers = [client.call(routes.lookup, {"keys": part}, pool=pool) for part in parts]
-    present = [is_there for answer in answers for is_there in answer.present]
-    return ProtectionResult(changed=present.count(True), missing=present.count(False))
-
-
-def _protected(client: Client, pool: str) -> ProtectionResult:
-    """How many blocks are protected."""
-    from kvstow.status import ProtectionResult
-    from kvstow_api.client import routes
-
-    return ProtectionResult(changed=client.call(routes.get_pool, pool=pool).slots.protected, missing=0)
-
-
-def _changed(verb: str, view: ProtectionResult) -> str:
-    missing = f"; not in the pool: {counted(view.missing, 'key')}" if view.missing else ""
-    return f"{verb} {counted(view.changed, 'block')}{missing}"

@@ -182,15 +182,14 @@ class Effect(NamedTuple):
 
     words: str
     lost_blocks: int | None = 0
-    lost_protections: int | None = 0
     fails_readyz: bool = False
     ends_engine: bool = False
 
     @property
     def is_destructive(self) -> bool:
-        """The rule: a command is destructive if it loses what no other command brings back (blocks, or the record of
-        which blocks are protected), if it makes /readyz fail, or if it takes the cache from an engine."""
-        return self.lost_blocks != 0 or self.lost_protections != 0 or self.fails_readyz or self.ends_engine
+        """The rule: a command is destructive if it loses blocks, if it makes /readyz fail, or if it takes the cache
+        from an engine."""
+        return self.lost_blocks != 0 or self.fails_readyz or self.ends_engine
 
 
 def evicted(plan: PlanView | RemovedView) -> str:

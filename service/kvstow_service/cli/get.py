@@ -17,6 +17,7 @@ from kvstow.stats import EngineStats, Histogram
 from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
+from kvstow_service.cli.blocks import context_id_of
 from kvstow_service.cli.connection import TIME, Connection, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, format_option, pairs, styled, table, text_of
@@ -53,6 +54,13 @@ _NOUNS = (
     _Noun("namespaces", "namespace", "Namespaces: model, weights, and which engines share blocks."),
     _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE), in_pool=True),
+    _Noun(
+        "contexts",
+        "context",
+        "Contexts that hints have named, those with the most blocks first.",
+        (_LIMIT, _POOL),
+        in_pool=True,
+    ),
     _Noun(
         "sources",
         "source",
@@ -125,7 +133,7 @@ class _AliasGroup(click.Group):
 
 @click.group(cls=_AliasGroup)
 def get() -> None:
-    """List pools, sessions, ranks, blocks, transfers, operations, ...
+    """List pools, sessions, ranks, blocks, contexts, transfers, operations, ...
 
     `kvstow describe` shows one of them in full.
     """
@@ -359,6 +367,19 @@ def block(connection: Connection, style: Format, key: str, pool: str | None) -> 
     with connection.client() as client:
         pool = chosen_pool(client, pool)
     _show(connection, style, block=_asking(routes.get_block, pool=pool, key=key))
+
+
+@_noun("context")
+@click.argument("context", metavar="CONTEXT")
+@pool_flag
+def context(connection: Connection, style: Format, context: str, pool: str | None) -> None:
+    """A context that hints have named, by its id or its name."""
+    from kvstow_api.client import routes
+
+    with connection.client() as client:
+        pool = chosen_pool(client, pool)
+        found = client.call(routes.get_context, context=context_id_of(context), pool=pool)
+    emit(found, style, lambda view: "\n\n".join(map(details, view.items)))
 
 
 @_noun("operation")

@@ -74,8 +74,8 @@ def events(
 ) -> None:
     """Print events as they happen, until Ctrl-C.
 
-    Types: state, session, rank, tier, policy, operation, change, lost. Events of blocks, stored and removed, come only
-    if --type names them, and only of one pool: --pool where there are several.
+    Types: state, session, rank, tier, policy, hints, operation, change, lost. Events of blocks, stored and removed,
+    come only if --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
     stream = _stream(connection, types, recent, pool)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvstow.control.fleettier import FleetTier
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, ConflictError, NotFoundError
 from kvstow.tier.store import TierStore
 from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
 from kvstow_api.directory import TierLabels, TierMeasurements
@@ -114,12 +114,13 @@ class HostedTiers:
         namespace: str,
         model: str = "",
         clients: Callable[[], Sequence[TierClient]] = tuple,
+        prefetch: Callable[[bytes], int | None] = lambda context: None,
     ) -> None:
         """Show this tier. `clients`: those of this tier and of its ranks, at this moment; called on any thread, and
         waits for nothing. One that several namespaces of a pool use has the same purpose with each of them, and is
-        shown with the first. O(1) for the caller."""
+        shown with the first. `prefetch`: see `NamespaceTier.prefetch`. O(1) for the caller."""
         with self._lock:
-            self._tiers.append(_Tier(tier, pool, namespace, model, clients))
+            self._tiers.append(_Tier(tier, pool, namespace, model, clients, prefetch))
 
     def remove(self, tier: FleetTier) -> None:
         """It is not shown any more, but what it has counted stays in `totals`. Idempotent."""
@@ -154,6 +155,16 @@ class HostedTiers:
         shown = {one.labels for one in known}
         return _summed({labels: one for labels, one in ended.items() if labels in shown}, known)
 
+    def prefetch(self, pool: str, context: bytes) -> int:
+        with self._lock:
+            known = [one for one in self._tiers if one.pool == pool]
+        counts = [count for one in known if (count := one.prefetch(context)) is not None]
+        if counts:
+            return sum(counts)
+        if not any(one.tier.may_fetch for one in known):
+            raise ConflictError(f"pool {pool} does not use the store now: `kvstow get tier` says why")
+        raise NotFoundError(f"no request of context {context.hex()} is known")
+
     def measure(self) -> TierMeasurements:
         """See `measure_store`."""
         return measure_store(self._given_url)
@@ -182,6 +193,7 @@ class _Tier(NamedTuple):
     namespace: str
     model: str
     clients: Callable[[], Sequence[TierClient]]
+    prefetch: Callable[[bytes], int | None]
 
     @property
     def labels(self) -> TierLabels:

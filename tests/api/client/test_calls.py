@@ -13,9 +13,10 @@ from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineStats
-from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
+from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, RankStatus
 from kvstow_api.answers import (
     BlocksView,
+    ContextsView,
     DoctorView,
     InfoView,
     LogLevelsView,
@@ -84,13 +85,12 @@ CALLS: list[tuple[Route[Any], Any, Given, type]] = [
     (routes.evict, {"bytes": 1, "dry_run": True}, {"pool": "host", "wait": 20}, RemovedView),
     (routes.purge, {"all": True}, {"pool": "host", "wait": 20}, RemovedView),
     (routes.purge, {"keys": [KEY]}, {"pool": "host", "wait": 20}, RemovedView),
-    (routes.protect, {"keys": [KEY], "ttl_seconds": 5}, {"pool": "host"}, ProtectionResult),
-    (routes.unprotect, {"all": True}, {"pool": "host"}, ProtectionResult),
     (routes.retry, None, {"pool": "host"}, PinningView),
     (routes.list_blocks, None, {"pool": "host", "page_size": 2, "page_token": None}, BlocksView),
     (routes.get_block, None, {"pool": "host", "key": KEY}, BlockStatus),
     (routes.remove_block, None, {"pool": "host", "key": KEY}, type(None)),
     (routes.lookup, {"keys": [KEY, "00ff"]}, {}, LookupResult),
+    (routes.list_contexts, None, {"page_size": 2, "page_token": None}, ContextsView),
     (routes.list_ranks, None, {}, RanksView),
     (routes.get_rank, None, {"rank": 1}, RankStatus),
     (routes.list_transfers, None, {"direction": "load", "state": "running", "slowest": 3}, TransfersView),

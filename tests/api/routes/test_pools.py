@@ -66,6 +66,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "usable_bytes": 16 * 4096,
         "granted_bytes": 2 * 16 * 4096,
         "policy": "auto",
+        "claims": None,
         "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,
@@ -118,8 +119,6 @@ async def test_all_pools_are_the_host_pool(client: httpx.AsyncClient) -> None:
         ("PATCH", "", {"policy": "lru"}),
         ("POST", "/evict", {"slots": 1}),
         ("POST", "/purge", {"all": True}),
-        ("POST", "/protect", {"keys": ["aa"]}),
-        ("POST", "/unprotect", {"all": True}),
         ("POST", "/retry", None),
         ("GET", "/blocks", None),
         ("GET", "/blocks/aa", None),
@@ -267,44 +266,7 @@ async def test_a_bad_purge_changes_nothing(client: httpx.AsyncClient, ranks: Any
     assert ranks.engine.lookup(keys[:4]) == 4
 
 
-# -- protections -----------------------------------------------------------------------------------------------------
-
-
-async def test_blocks_are_protected_for_a_time_and_unprotected(
-    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
-) -> None:
-    ranks.store(keys[:3])
-    body = {"keys": [*texts(keys[:2]), "0000ffff"], "ttl_seconds": 10}
-    assert (await client.post(f"{HOST}/protect", json=body)).json() == {"changed": 2, "missing": 1}
-    assert states((await client.get(HOST)).json())["protected"] == 2
-    one = {"keys": texts(keys[:1])}
-    assert (await client.post(f"{HOST}/unprotect", json=one)).json() == {"changed": 1, "missing": 0}
-    assert (await client.post(f"{HOST}/unprotect", json={"all": True})).json() == {"changed": 1, "missing": 0}
-    await client.post(f"{HOST}/protect", json={"keys": texts(keys[:1]), "ttl_seconds": None})
-    await client.post(f"{HOST}/protect", json={"keys": texts(keys[1:2]), "ttl_seconds": 0.5})
-    clock.advance(1.0)
-    engine.tick()
-    assert states((await client.get(HOST)).json())["protected"] == 1
-
-
-@pytest.mark.parametrize(
-    ("verb", "body"),
-    [
-        ("protect", {}),
-        ("protect", {"keys": []}),
-        ("protect", {"keys": ["aa"], "ttl_seconds": 0}),
-        ("protect", {"keys": ["aa"], "ttl_seconds": -1}),
-        ("protect", {"keys": ["aa"], "ttl_seconds": "1"}),
-        ("protect", {"keys": ["xx"]}),
-        ("protect", {"all": True}),
-        ("unprotect", {}),
-        ("unprotect", {"all": False}),
-        ("unprotect", {"all": True, "keys": ["aa"]}),
-        ("unprotect", {"keys": ["a"]}),
-    ],
-)
-async def test_bad_protections_are_refused(client: httpx.AsyncClient, verb: str, body: Any) -> None:
-    assert (await client.post(f"{HOST}/{verb}", json=body)).status_code == 422
+# -- pinning ---------------------------------------------------------------------------------------------------------
 
 
 async def test_retry_asks_the_ranks_to_pin_again(client: httpx.AsyncClient, engine: OffloadEngine) -> None:

@@ -19,7 +19,8 @@ PATHS = sorted(
     for route in router.routes
     if "GET" in route.methods and route.path not in ("/v1/events", "/page/live")  # type: ignore[attr-defined]
 )
-NOT_FOUND = ("/livez/loop", "/startupz/loop")
+UNKNOWN_CONTEXT = "00" * 16
+NOT_FOUND = ("/livez/loop", "/startupz/loop", f"/v1/contexts/{UNKNOWN_CONTEXT}")
 
 
 async def test_reading_changes_nothing(
@@ -32,6 +33,7 @@ async def test_reading_changes_nothing(
         "{rank}": "0",
         "{key}": keys[0].hex(),
         "{operation_id}": "none",
+        "{context}": UNKNOWN_CONTEXT,
         "{check}": "loop",
         "{rest:path}": "none",
     }

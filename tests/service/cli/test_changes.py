@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.service.cli.terminal import Terminal
 
+from kvstow.hints import context_id
+
 KEYS = [bytes([0, 0, number]) for number in range(6)]
 HEX = [key.hex() for key in KEYS]
 
@@ -77,8 +79,9 @@ def test_the_removed_amount_is_printed(kvstow: Any) -> None:
         ["resize"],
         ["resize", "1GiB", "--slots", "4"],
         ["resize", "--slots", "9999"],
-        ["unprotect"],
-        ["unprotect", "00", "--all"],
+        ["evict", "--slots", "1", "--context", "trip"],
+        ["purge", "--all", "--context", "trip"],
+        ["release"],
         ["bypass"],
         ["bypass", "--off", "--load"],
         ["bypass", "--off", "--ttl", "1s"],
@@ -123,30 +126,23 @@ def test_one_resize_runs_at_a_time_and_can_be_cancelled(kvstow: Any, host: Any) 
     host.engine.release_lease(lease)
 
 
-def test_many_keys_are_looked_up_in_batches(kvstow: Any) -> None:
-    keys = [HEX[0], *(f"{number:064x}" for number in range(5000)), HEX[1]]
-    for command in ("protect", "unprotect"):
-        answer = kvstow(command, "-", "--dry-run", stdin="\n".join(keys)).stdout
-        assert answer.endswith("2 blocks; not in the pool: 5,000 keys\n"), answer
+def test_a_context_is_released_by_its_id_or_its_name(kvstow: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bytes] = []
+
+    def release(context: bytes) -> int:
+        released.append(context)
+        return 3
+
+    monkeypatch.setattr(type(host.engine.admin), "release_context", staticmethod(release))
+    by_salt = context_id("trip", "alice")
+    for arguments in (["trip"], [context_id("trip").hex().upper()], ["trip", "--salt", "alice"]):
+        assert kvstow("release", *arguments).stdout == "released 3 blocks\n"
+    assert released == [context_id("trip"), context_id("trip"), by_salt]
 
 
-def test_protections_come_and_go(kvstow: Any, host: Any) -> None:
-    assert kvstow("protect", *HEX[:2], "00ff", "--dry-run").stdout == "would protect 2 blocks; not in the pool: 1 key\n"
-    assert host.engine.stats().pool.slots.protected == 0
-    assert kvstow("protect", "-", "--ttl", "1h", stdin=f"{HEX[0]}\n{HEX[1]}\n").exit_code == 0
-    assert host.engine.stats().pool.slots.protected == 2
-    assert "protected" in kvstow("describe", "block", HEX[0]).stdout
-    assert kvstow("unprotect", HEX[0], "--dry-run").exit_code == 0
-    assert kvstow("unprotect", HEX[0]).exit_code == 0
-    assert host.engine.stats().pool.slots.protected == 1
-    assert kvstow("unprotect", "--all").exit_code == 2
-    assert kvstow("unprotect", "--all", "--dry-run").stdout == "would unprotect 1 block\n"
-    assert kvstow("unprotect", "--all", "--yes").exit_code == 0
-    assert host.engine.stats().pool.slots.protected == 0
-
-
-def test_protecting_absent_blocks_is_exit_code_4(kvstow: Any) -> None:
-    assert kvstow("protect", "00ff").exit_code == 4
+def test_an_unknown_context_is_exit_code_4(kvstow: Any) -> None:
+    assert kvstow("release", "nobody").exit_code == 4
+    assert kvstow("describe", "context", "nobody").exit_code == 4
 
 
 def test_a_dry_run_is_listed_as_one(kvstow: Any) -> None:

@@ -23,7 +23,6 @@ PURGE = Effect("remove 2 blocks", lost_blocks=2)
         (Effect("remove 0 blocks", lost_blocks=0), False),
         (PURGE, True),
         (Effect("remove blocks", lost_blocks=None), True),
-        (Effect("unprotect 2 blocks", lost_protections=2), True),
         (Effect("drain", fails_readyz=True), True),
     ],
 )
@@ -72,7 +71,7 @@ def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Com
 
 def test_these_commands_can_be_destructive() -> None:
     found = dict(pair for name in COMMANDS for pair in with_yes(name, load(name)))
-    pools = {"evict", "purge", "unprotect", "resize", "config set", "drain", "detach", "delete pool"}
+    pools = {"evict", "purge", "resize", "config set", "drain", "detach", "delete pool"}
     assert set(found) == pools
     for command in found.values():
         assert any("--dry-run" in parameter.opts for parameter in command.params), "it can be tried first"
@@ -83,7 +82,6 @@ def test_these_commands_can_be_destructive() -> None:
     [
         ["evict", "--slots", "1"],
         ["purge", "--all"],
-        ["unprotect", "--all"],
         ["resize", "--slots", "1"],
         ["config", "set", "capacity_slots=1"],
         ["drain"],
@@ -93,7 +91,6 @@ def test_these_commands_can_be_destructive() -> None:
 def test_each_names_its_server(run: Any, host: Any, arguments: list[str]) -> None:
     keys = [b"\x00\x01", b"\x00\x02"]
     host.store(*keys)
-    host.engine.admin.protect(keys[1:] if arguments[0] == "unprotect" else [], None)
     given = (*arguments, "--server", host.url)
     assert f" on {host.url}, and there is no terminal" in run(*given).stderr
     outcome = run(*given, "--yes")

@@ -47,8 +47,7 @@ def ask(node: FakeNode, run: Any, tmp_path: Path) -> Iterator[OneOf]:
 OF_ONE_POOL = [
     ["get", "blocks"],
     ["describe", "block", KEYS[0].hex()],
-    ["protect", KEYS[0].hex()],
-    ["unprotect", "--all", "--yes"],
+    ["get", "contexts"],
     ["config", "set", "policy=lru", "--yes"],
     ["pinning", "pause"],
     ["pinning", "resume"],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from msgspec.structs import replace
 from tests.service.conftest import Eventually
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 
-from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
+from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone, Use
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
-from kvstow.errors import TierUnavailableError
+from kvstow.errors import NotFoundError, TierUnavailableError
+from kvstow.hints import Hints, context_id
 from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits
 from kvstow.prefill import PrefillCost
@@ -28,7 +30,7 @@ from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange
 from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.node.tier.namespacetier import NamespaceTier
+from kvstow_service.node.tier.namespacetier import ContextKeys, NamespaceTier
 from kvstow_service.node.tier.nodetier import NodeTier
 from kvstow_service.node.tier.pooltier import MappedRank, PoolTier
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
@@ -632,3 +634,120 @@ def test_what_is_stored_before_the_tier_has_begun_is_put_too(
     assert tier_of(node).fleet is None
     may_go.set()
     engine.wait_for(lambda: store.num_objects == 8)
+
+
+# -- prefetches --------------------------------------------------------------------------------------------------------
+
+TRIP = context_id("trip")
+
+
+def use(engine: RawEngine, keys: list[bytes], hints: Hints) -> None:
+    """A request has used these keys; in two parts, the end first."""
+    for start, some in ((4, keys[4:]), (0, keys[:4])):
+        engine.scheduler.send(Use(some, start, (0, len(keys)), hints))
+    engine.lookup(keys[:1], Hold.NOTHING)  # the service has read them by then
+
+
+def found(node: Node) -> int:
+    """How many of the first ten keys are in the pool, which may have evicted others."""
+    return int(only_pool(node).facade.admin.lookup(keys_of(0, 10)).present.count(True))
+
+
+def test_a_context_is_fetched_when_somebody_asks_for_it(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    keys = keys_of(0, 10)
+    put_elsewhere(make_node, engines, store, keys)
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(100, 1))
+    use(engine, keys, Hints(TRIP))
+    pool = only_pool(node).name
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    assert found(node) == 0
+    engine.wait_for(lambda: shown(node).prefetch(pool, TRIP) == 10 and found(node) == 10)  # memory comes by and by
+    (totals,) = shown(node).totals().values()
+    assert totals.prefetched_blocks >= 10
+    assert totals.saved_seconds == 0.0
+    assert engine.load(keys) == 10
+    with pytest.raises(NotFoundError):
+        shown(node).prefetch(pool, context_id("walk"))
+    use(engine, keys, Hints(TRIP, release=True))
+    with pytest.raises(NotFoundError):
+        shown(node).prefetch(pool, TRIP)
+
+
+def test_a_context_is_fetched_shortly_before_it_is_expected(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(0, 10)
+    put_elsewhere(make_node, engines, store, keys)
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(100, 1))
+    engine.wait_for(lambda: tier_of(node).may_have_more)
+    seconds = [3600.0]
+    namespace = tier_of(node).control.namespace.name
+
+    def context(context: bytes) -> list[Any]:
+        return [SimpleNamespace(namespace=namespace, blocks=10, resume_in_seconds=seconds[0])]
+
+    monkeypatch.setattr(only_pool(node).facade, "context", context)
+    use(engine, keys, Hints(TRIP, 3600.0))
+    for _ in range(100):  # each request says it anew
+        use(engine, keys, Hints(TRIP, 3600.0))
+    tier = tier_of(node)
+    engine.wait_for(lambda: bool(tier._due_at))
+    assert (len(tier._due_at), len(tier._due) <= 67, found(node)) == (1, True, 0)
+    seconds[0] = 0.5
+
+    def is_fetched() -> bool:
+        use(engine, keys, Hints(TRIP, 0.5))
+        return found(node) == 10
+
+    engine.wait_for(is_fetched)
+
+
+def test_no_prefetch_begins_while_a_request_waits_for_the_store(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    put_elsewhere(make_node, engines, store, keys_of(0, 10))
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(100, 1))
+    use(engine, keys_of(4, 6), Hints(TRIP))
+    call = begin_fetch(engine, store, keys_of(0, 4))
+    tier = tier_of(node)
+    assert tier.prefetch(TRIP) == 6
+    engine.wait_for(lambda: bool(tier._prefetches))
+    assert (tier._prefetch, found(node)) == (None, 0)
+    store.gets.open()
+    engine.wait_for(lambda: call.done and tier.prefetch(TRIP) and found(node) == 10)
+
+
+def test_of_each_context_the_last_chain_is_known() -> None:
+    known = ContextKeys()
+    chain = keys_of(0, 6)
+    assert not known.note(TRIP, chain[4:], 4, release=False)
+    assert not known.note(TRIP, chain[2:4], 2, release=False)
+    assert known.of(TRIP) == []
+    assert known.note(TRIP, chain[:2], 0, release=False)
+    assert known.of(TRIP) == chain
+    assert known.note(TRIP, chain[:1], 0, release=False)
+    assert known.of(TRIP) == chain[:1]
+    assert not known.note(TRIP, chain, 0, release=True)
+    assert known.of(TRIP) == []
+
+
+def test_the_keys_that_are_known_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow_service.node.tier.namespacetier.MOST_KEPT_BYTES", 10 * len(key_of(0)))
+    known = ContextKeys()
+    names = [context_id(str(number)) for number in range(200)]
+    for name in names[:3]:
+        known.note(name, keys_of(0, 5), 0, release=False)
+    assert [len(known.of(name)) for name in names[:3]] == [0, 5, 5]
+    for name in names:  # whose beginnings never come
+        known.note(name, keys_of(0, 5), 5, release=False)
+    assert len(known._parts) <= 64
+    known.note(names[0], keys_of(0, 11), 0, release=False)
+    assert known.of(names[0]) == []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
 from math import lcm
+from threading import Lock
 from typing import NamedTuple
 
 from kvstow.attach.identity import GroupIdentity, PoolIdentity
 from kvstow.control.attachedsession import TierSession
-from kvstow.control.fleettier import FleetTier, TierWait
+from kvstow.control.fleettier import FleetTier, Prefetch, TierWait
 from kvstow.keys import group_of
 from kvstow.prefill import PrefillCost
 from kvstow.tier.fingerprint import TIER_FAILED
@@ -79,11 +81,66 @@ class _Request(NamedTuple):
     then: Callable[[], object]
 
 
+MOST_KEPT_BYTES, MOST_KEPT_CONTEXTS = 32 << 20, 8192
+"""Of the keys of the latest contexts of a namespace."""
+_MOST_KEYS = 1 << 20  # of a chain whose beginning is still to come
+MOST_PREFETCHES = 64
+"""That wait."""
+LEAST_LEAD_SECONDS = 2.0
+"""A prefetch begins so long before the next request is expected, or twice as long as it takes."""
+
+
+class ContextKeys:
+    """What the last request of each context has used, so that it can be fetched again. Bounded. Thread-safe.
+
+    The keys of a chain come in parts, the end first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
+        """By context: the keys in one piece, and their width."""
+        self._num_bytes = 0
+        self._parts: dict[bytes, list[Sequence[bytes]]] = {}
+        """Of chains whose beginning is still to come."""
+
+    def note(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> bool:
+        """A request of the context has used these keys. Whether its whole chain is known now."""
+        with self._lock:
+            parts = self._parts.setdefault(context, [])
+            if sum(map(len, parts)) + len(keys) > _MOST_KEYS or len(self._parts) > MOST_PREFETCHES:
+                self._parts.pop(next(iter(self._parts)))
+                return False
+            parts.append(keys)
+            if start:
+                return False
+            chain = [key for part in reversed(self._parts.pop(context)) for key in part]
+            self._forget(context)
+            width = len(chain[0]) if chain else 0
+            if release or not chain or any(len(key) != width for key in chain):
+                return False
+            self._kept[context] = b"".join(chain), width
+            self._num_bytes += len(chain) * width
+            while self._num_bytes > MOST_KEPT_BYTES or len(self._kept) > MOST_KEPT_CONTEXTS:
+                self._forget(next(iter(self._kept)))
+            return True
+
+    def of(self, context: bytes) -> list[bytes]:
+        """Root first; empty if nothing is known."""
+        with self._lock:
+            data, width = self._kept.get(context, (b"", 1))
+        return [data[at : at + width] for at in range(0, len(data), width)]
+
+    def _forget(self, context: bytes) -> None:
+        data, _ = self._kept.pop(context, (b"", 1))
+        self._num_bytes -= len(data)
+
+
 class NamespaceTier:
     """The transfers belong to the node, in a session of its own, so they go on whether engines are attached or not.
 
-    `may_have_more`, `ask`, `ask_prompt`, `note_prefill` and `note_stored` may be called from any thread, and do not
-    wait. The rest is for the tier's thread, which alone uses the `FleetTier`.
+    `may_have_more`, `ask`, `ask_prompt`, `note_prefill`, `note_use`, `prefetch` and `note_stored` may be called from
+    any thread, and do not wait. The rest is for the tier's thread, which alone uses the `FleetTier`.
     """
 
     def __init__(
@@ -108,6 +165,13 @@ class NamespaceTier:
         self._early: deque[Sequence[bytes]] | None = deque(maxlen=1024)
         """Keys that were stored before `fleet` was made; None from then on. Used with the pool's lock held."""
         self._requests: list[_Request] = []
+        self._contexts = ContextKeys()
+        self._due_at: dict[bytes, float] = {}
+        """By context: when to look again whether its next request is near."""
+        self._due: list[tuple[float, bytes]] = []
+        """The same as a heap, with entries that are outdated."""
+        self._prefetches: deque[bytes] = deque(maxlen=MOST_PREFETCHES)
+        self._prefetch: Prefetch | None = None
 
     # -- for any thread -------------------------------------------------------------------------------------
 
@@ -133,6 +197,20 @@ class NamespaceTier:
     def note_prefill(self, cost: PrefillCost) -> None:
         """So much it costs an engine to compute prompts."""
         self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(cost))
+
+    def note_use(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> None:
+        """A request of this context has used these keys, a part of its chain."""
+        if self._contexts.note(context, keys, start, release=release):
+            self._do(lambda: self._schedule(context))
+
+    def prefetch(self, context: bytes) -> int | None:
+        """Begin to bring what the store has of the context into the pool. How many blocks its last request had used;
+        None if none is known, or the store is not used."""
+        count = len(self._contexts.of(context))
+        if not count or not self.may_have_more:
+            return None
+        self._do(lambda: self._prefetches.append(context))
+        return count
 
     def note_stored(self, keys: Sequence[bytes]) -> None:
         """An engine has stored these blocks. Called with the pool's lock held."""
@@ -172,6 +250,7 @@ class NamespaceTier:
         if fleet is None:
             return
         fleet.step()
+        self._go_on_prefetching(fleet)
         over = [one for one in self._requests if fleet.is_over(one.wait)]
         if over:
             self._requests = [one for one in self._requests if one.wait.state != "over"]
@@ -179,14 +258,54 @@ class NamespaceTier:
                 self._post(one.then)
         self.pool_tier.submit(self.control, fleet.take_plans())
 
+    # -- prefetches: the tier's thread ----------------------------------------------------------------------
+
+    def _schedule(self, context: bytes) -> None:
+        """Look again when the next request of the context is near; fetch now if it is."""
+        self._due_at.pop(context, None)
+        fleet, pool = self.fleet, self.pool_tier.pool
+        name = self.control.namespace.name
+        expected = [one for one in pool.facade.context(context) if one.namespace == name]
+        if fleet is None or not expected or (seconds := expected[0].resume_in_seconds) is None or seconds < 0:
+            return
+        per_second = fleet.break_even.rate.per_second
+        num_bytes = expected[0].blocks * pool.config.slot_bytes
+        lead = max(LEAST_LEAD_SECONDS, 2 * num_bytes / per_second if per_second else 0.0)
+        if seconds <= lead:
+            self._prefetches.append(context)
+        elif len(self._due_at) < MOST_KEPT_CONTEXTS:
+            self._due_at[context] = at = pool.clock() + seconds - lead
+            heappush(self._due, (at, context))
+            if len(self._due) > 2 * len(self._due_at) + 64:
+                self._due = sorted((at, one) for one, at in self._due_at.items())
+
+    def _go_on_prefetching(self, fleet: FleetTier) -> None:
+        """One at a time, and none while a request waits for the store."""
+        now = self.control.pool.clock()
+        while self._due and self._due[0][0] <= now:
+            at, context = heappop(self._due)
+            if self._due_at.get(context) == at:
+                self._schedule(context)
+        if self._requests:
+            return
+        if self._prefetch is None and self._prefetches:
+            keys = self._contexts.of(self._prefetches.popleft())
+            needs = None if self._groups is None or self._groups.is_plain else needs_of(self._groups, keys)
+            if keys and (needs is not None or (self._groups is not None and self._groups.is_plain)):
+                most = len(keys) if needs is not None else self.pool_tier.pool.slots.limit // 2
+                self._prefetch = fleet.prefetch(keys[:most], needs)
+        if self._prefetch is not None and fleet.is_prefetched(self._prefetch):
+            self._prefetch = None
+
     @property
     def next_deadline(self) -> float | None:
-        """The time at which the first wait ends at the latest."""
-        return min((one.wait.until for one in self._requests), default=None)
+        """The time at which the first wait ends at the latest, or a prefetch is due."""
+        waits = [one.wait.until for one in self._requests]
+        return min([*waits, *(at for at, _ in self._due[:1])], default=None)
 
     @property
     def is_idle(self) -> bool:
-        return self.fleet is None or self.fleet.is_idle
+        return self.fleet is None or (self.fleet.is_idle and self._prefetch is None and not self._prefetches)
 
     @property
     def is_obsolete(self) -> bool:

@@ -207,6 +207,7 @@ class NodeTier:
             namespace=tier.namespace.name,
             model=identity.model,
             clients=partial(self._clients, pool_tier=tier.pool_tier),
+            prefetch=tier.prefetch,
         )
         tier.begin(fleet)
 

@@ -174,6 +174,18 @@ def test_a_request_without_hints_has_none(monkeypatch: pytest.MonkeyPatch) -> No
     assert spy.hints == [(0, None)]
 
 
+def test_hints_without_a_context_come_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = VllmHost()
+    for number, hints in enumerate([{"context": "trip"}, {"store": False}, {"resume_in": 1}, {"context": "trip"}]):
+        request = request_with(hints, name=str(number))
+        host.run(request)
+        host.finish(request)
+        host.step()
+    for _ in range(4):
+        host.step()
+    assert [one.requests for one in host.engine.contexts().contexts] == [2]
+
+
 # -- store: false ------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,77 @@
+"""Contexts: what the hints of clients name. An operator may look at them, and do what a client may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import Path, Query, Request
+
+from kvstow.control.engine import PoolFacade
+from kvstow.errors import ConflictError, NotFoundError
+from kvstow.status import ContextStatus
+from kvstow_api.answers import ContextsView, ContextView, PrefetchView, ReleasedView
+from kvstow_api.appstate import App
+from kvstow_api.auth import ACTOR, is_admin
+from kvstow_api.bodies import ContextId, ContextPatch
+from kvstow_api.openapi import changing, reading
+from kvstow_api.queries import ContextsQuery, PoolQuery, StrictRouter, choose_pool, token_of
+
+router = StrictRouter(prefix="/v1/contexts", tags=["contexts"])
+
+Id = Annotated[ContextId, Path(description="As in the list")]
+Of = Annotated[PoolQuery, Query()]
+
+
+@router.get("", responses=reading(404, 409))
+def list_contexts(app: App, request: Request, query: Annotated[ContextsQuery, Query()]) -> ContextsView:
+    """Contexts of a pool, those with the most blocks first. Only admins see what clients call them."""
+    pool = choose_pool(app.directory, query.pool)
+    page = pool.facade.contexts(query.position, query.page_size)
+    return ContextsView(
+        items=_shown(request, page.contexts), total=page.total, next_page_token=token_of(page.next_rank)
+    )
+
+
+@router.get("/{context}", responses=reading(404, 409))
+def get_context(app: App, request: Request, context: Id, query: Of) -> ContextView:
+    """One context: what each namespace has of it."""
+    return _view(request, choose_pool(app.directory, query.pool).facade, context)
+
+
+@router.patch("/{context}", responses=changing(404, 409))
+def change_context(app: App, request: Request, context: Id, body: ContextPatch, query: Of) -> ContextView:
+    """Say when its next request is expected."""
+    facade = choose_pool(app.directory, query.pool).facade
+    facade.admin.set_context(context, body.resume_in_seconds)
+    return _view(request, facade, context)
+
+
+@router.delete("/{context}", responses=changing(404, 409, body=False))
+def release_context(app: App, context: Id, query: Of) -> ReleasedView:
+    """No further request is expected: what nothing else uses is evicted first."""
+    pool = choose_pool(app.directory, query.pool)
+    return ReleasedView(blocks=pool.facade.admin.release_context(context))
+
+
+@router.post("/{context}/prefetch", status_code=202, responses=changing(404, 409, body=False))
+def prefetch_context(app: App, context: Id, query: Of) -> PrefetchView:
+    """Bring what the fleet tier has of it into the pool, as long as nothing else needs the store or the room."""
+    pool, tier = choose_pool(app.directory, query.pool), app.directory.tier
+    if tier is None:
+        raise ConflictError("there is no fleet tier to fetch from: `kvstow serve --tier URL` has one")
+    return PrefetchView(blocks=tier.prefetch(pool.name, context))
+
+
+def _view(request: Request, facade: PoolFacade, context: bytes) -> ContextView:
+    found = facade.context(context)
+    if not found:
+        raise NotFoundError(f"there is no context {context.hex()}")
+    return ContextView(items=_shown(request, found))
+
+
+def _shown(request: Request, contexts: Sequence[ContextStatus]) -> list[ContextStatus]:
+    if is_admin(request.scope.get(ACTOR, "")):
+        return list(contexts)
+    return [replace(one, name=None) for one in contexts]

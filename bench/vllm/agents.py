@@ -1,0 +1,413 @@
+"""Agents that pause and come back, with hints and without.
+
+    python3 -m bench.vllm agents [--shape 8b] [--agents 64] [--turns 12] [--gap 8] [--seconds 150] [--rounds 1]
+        [--modes off exact] [--one-shot 0.5] [--graphs none] [--attention FLASH_ATTN] [--out DIR]
+
+Each agent has a conversation that grows turn by turn; between two turns it pauses for a time with a heavy tail, and
+after its last turn it begins another one. Beside them come prompts that never repeat. The pool has room for half of the
+conversations, the GPU for an eighth. Modes: "off": without hints; "names": the context alone; "exact": also when the
+next turn comes, and the release after the last one; "rough": the same with a log-error of sigma 1. Each mode runs in an
+engine of its own, by turns; a round has the same agents in all modes. Counted are turns that are not the first of a
+conversation, after a quarter of the time: the share that had to compute more than half of its prefix again, the share
+of prefix tokens that were found, the time to the first token, and the seconds that the engine's steps took. Writes
+`agents.jsonl` and `agents.md`.
+
+With --tiny there are ten agents, and time is virtual: it passes when nothing runs. So what is found depends on the
+machine as little as possible, and the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+
+from bench.report import Table
+from bench.vllm.engines import ATTENTION, Setup, block_tokens, start_llm, wait_until_usable
+from bench.vllm.model import SHAPES, Shape, write_model
+from bench.vllm.process import run
+from bench.vllm.results import Results, add_engine, make_parser, open_results
+
+_PINNING, _PATIENCE = 90.0, 300.0
+_STEP_SECONDS = 0.02  # of a step, where time is virtual
+MODES = ("off", "names", "exact", "rough")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Sizes in tokens, times in seconds. `turns` and `gap`: medians. `one_shot`: so many prompts that never repeat for
+    each turn, of `one_shot_tokens`."""
+
+    agents: int = 64
+    turns: int = 12
+    gap: float = 8.0
+    spread: float = 1.5
+    longest_gap: float = 120.0
+    system: int = 512
+    first: int = 1500
+    grows: int = 400
+    answer: int = 8
+    one_shot: float = 0.5
+    one_shot_tokens: int = 3000
+    seconds: float = 150.0
+    seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        """A conversation ends with the turn that makes it longer than so many tokens."""
+        return self.system + self.first + 2 * self.turns * self.grows
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.longest + 2 * self.grows + self.answer, self.one_shot_tokens) + self.answer + 1
+
+    def working_set(self) -> int:
+        """Tokens of all conversations at one time, on the average of the agents' turns."""
+        agents = [_Agent(self, number, 1000) for number in range(self.agents)]
+        sizes = [
+            len(agent.prompt()) for agent in agents for _ in range(2 * self.turns) if agent.answered([0] * self.answer)
+        ]
+        return int(statistics.mean(sizes)) * self.agents
+
+
+class _Agent:
+    """Draws all its numbers from its own source, so that they do not depend on what others do."""
+
+    def __init__(self, traffic: Traffic, number: int, vocabulary: int) -> None:
+        self._traffic, self._number, self._vocabulary = traffic, number, vocabulary
+        self._chance = random.Random(f"{traffic.seed} {number}")
+        self._system = [random.Random(traffic.seed).randrange(10, vocabulary) for _ in range(traffic.system)]
+        self._conversations = count()
+        self._begin()
+        for _ in range(self._chance.randrange(self._turns)):  # it is in the middle of a conversation
+            if not self.is_last:
+                self.answered(self._tokens(traffic.answer))
+        self.known = 0
+
+    def _begin(self) -> None:
+        traffic, chance = self._traffic, self._chance
+        self.name = f"agent {self._number}, conversation {next(self._conversations)}"
+        self.turn = 0
+        self._turns = max(3, round(chance.lognormvariate(log(traffic.turns), 0.5)))
+        self.known = 0
+        """Tokens of the last turn: they may be cached."""
+        self._history = self._system + self._tokens(traffic.first)
+        self._draw()
+
+    def _draw(self) -> None:
+        self.gap = min(
+            self._chance.lognormvariate(log(self._traffic.gap), self._traffic.spread), self._traffic.longest_gap
+        )
+        self._error = self._chance.gauss(0.0, 1.0)
+
+    @property
+    def is_last(self) -> bool:
+        return self.turn == self._turns - 1 or len(self._history) > self._traffic.longest
+
+    def prompt(self) -> list[int]:
+        return self._history
+
+    def hints(self, mode: str) -> dict[str, Any] | None:
+        if mode == "off":
+            return None
+        if mode == "names":
+            return {"context": self.name}
+        if self.is_last:
+            return {"context": self.name, "release": True}
+        return {"context": self.name, "resume_in": self.gap * (exp(self._error) if mode == "rough" else 1.0)}
+
+    def answered(self, tokens: Sequence[int]) -> float:
+        """The turn is over. Returns the pause before the next one."""
+        gap = self.gap
+        if self.is_last:
+            self._begin()
+            return gap
+        self.known = len(self._history) + len(tokens)
+        self._history = [*self._history, *tokens, *self._tokens(self._chance.randint(1, 2 * self._traffic.grows))]
+        self.turn += 1
+        self._draw()
+        return gap
+
+    def _tokens(self, number: int) -> list[int]:
+        return [self._chance.randrange(10, self._vocabulary) for _ in range(number)]
+
+
+class _Clock:
+    """Time that passes. `drain`: see `_VirtualClock`."""
+
+    def __call__(self) -> float:
+        return time.monotonic()
+
+    def stepped(self) -> None:
+        """The engine has made a step."""
+
+    def wait_until(self, at: float) -> None:
+        time.sleep(max(0.0, min(at - time.monotonic(), 0.01)))
+
+
+class _VirtualClock(_Clock):
+    """A step takes a fixed time, and pauses take none."""
+
+    def __init__(self) -> None:
+        self._now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self._now
+
+    def stepped(self) -> None:
+        self._now += _STEP_SECONDS
+
+    def wait_until(self, at: float) -> None:
+        self._now = max(self._now, at)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of the turns that came back. `recomputed`: the share that computed more than half of its prefix; `found`: the
+    share of prefix tokens that were not computed. Times in ms, `busy` in seconds; `claims`: what the pool says of
+    hints."""
+
+    mode: str
+    seed: int
+    turns: int
+    recomputed: float
+    found: float
+    ttft: list[float] = field(repr=False)
+    busy: float
+    asked: int
+    one_shots: int
+    claims: Mapping[str, Any] | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.mode}, round {self.seed + 1}"
+
+
+@dataclass(slots=True)
+class _Asked:
+    agent: _Agent | None
+    at: float
+    known: int
+    first_token: float | None = None
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+class _Run:
+    """One engine in this process, and what is asked of it."""
+
+    def __init__(self, setup: Setup, traffic: Traffic, mode: str, vocabulary: int, *, is_virtual: bool) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        started = start_llm(setup)
+        wait_until_usable(started, setup, _PINNING)
+        self._core = started.engine.llm_engine
+        self._side = self._core.engine_core.engine_core.scheduler.connector._host.side
+        self._pool_engine = self._side.control._engine
+        self.clock = _VirtualClock() if is_virtual else _Clock()
+        if is_virtual:
+            self._pool_engine.pool.clock = self._side._ended._clock = self.clock
+        self._is_virtual = is_virtual
+        self._traffic, self._mode, self._vocabulary = traffic, mode, vocabulary
+        self._names = count()
+        self._asked: dict[str, _Asked] = {}
+        self._due: list[tuple[float, int, _Agent | None]] = []
+        self._order = count()
+        self.turns: list[tuple[int, int, float]] = []
+        """Prefix, cached tokens and the time to the first token."""
+        self.busy = 0.0
+        self.one_shots = 0
+
+    def go(self) -> Found:
+        traffic, clock = self._traffic, self.clock
+        chance = random.Random(f"arrivals {traffic.seed}")
+        began = clock()
+        for number in range(traffic.agents):
+            self._push(
+                began + chance.random() * min(10.0, traffic.seconds / 8), _Agent(traffic, number, self._vocabulary)
+            )
+        while (now := clock()) < began + traffic.seconds:
+            while self._due and self._due[0][0] <= now:
+                at, _, agent = heappop(self._due)
+                self._ask(at, agent)
+            if self._core.has_unfinished_requests():
+                self._step(chance, counted=now >= began + traffic.seconds / 4)
+            elif self._is_virtual and self._side.has_pending_stores:
+                self._core.step()
+            else:
+                clock.wait_until(self._due[0][0] if self._due else now + 1.0)
+        claims = self._pool_engine.claims()
+        return Found(
+            mode=self._mode,
+            seed=traffic.seed,
+            turns=len(self.turns),
+            recomputed=statistics.mean(2 * (known - cached) > known for known, cached, _ in self.turns),
+            found=sum(cached for _, cached, _ in self.turns) / sum(known for known, _, _ in self.turns),
+            ttft=[1e3 * seconds for *_, seconds in self.turns],
+            busy=self.busy,
+            asked=next(self._names),
+            one_shots=self.one_shots,
+            claims=None if claims is None else {name: getattr(claims, name) for name in type(claims).__slots__},
+        )
+
+    def _push(self, at: float, agent: _Agent | None) -> None:
+        heappush(self._due, (at, next(self._order), agent))
+
+    def _ask(self, at: float, agent: _Agent | None) -> None:
+        if agent is None:
+            chance = random.Random(f"one shot {self._traffic.seed} {self.one_shots}")
+            self.one_shots += 1
+            prompt = [chance.randrange(10, self._vocabulary) for _ in range(self._traffic.one_shot_tokens)]
+        else:
+            prompt = agent.prompt()
+        hints = None if agent is None else agent.hints(self._mode)
+        params = SamplingParams(
+            max_tokens=self._traffic.answer,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=None if hints is None else {"kv_transfer_params": {"kvstow": hints}},
+        )
+        name = f"agents-{next(self._names)}"
+        self._asked[name] = _Asked(agent, at, 0 if agent is None else agent.known)
+        self._core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def _step(self, chance: random.Random, *, counted: bool) -> None:
+        began = time.perf_counter()
+        outputs = self._core.step()
+        self.busy += time.perf_counter() - began
+        self.clock.stepped()
+        now = self.clock()
+        for output in outputs:
+            asked = self._asked[output.request_id]
+            if asked.first_token is None and output.outputs[0].token_ids:
+                asked.first_token, asked.cached = now, output.num_cached_tokens or 0
+            asked.tokens = list(output.outputs[0].token_ids)
+            if output.finished:
+                del self._asked[output.request_id]
+                self._ended(asked, now, chance, counted=counted)
+
+    def _ended(self, asked: _Asked, now: float, chance: random.Random, *, counted: bool) -> None:
+        agent = asked.agent
+        if agent is None:
+            return
+        if counted and asked.known:
+            self.turns.append((asked.known, min(asked.cached, asked.known), (asked.first_token or now) - asked.at))
+        self._push(now + agent.answered(asked.tokens), agent)
+        for _ in range(int(self._traffic.one_shot) + (chance.random() < self._traffic.one_shot % 1)):
+            self._push(now + chance.random() * self._traffic.gap, None)
+
+
+def measure(setup: Setup, traffic: Traffic, mode: str, vocabulary: int, is_virtual: bool) -> Found:
+    return _Run(setup, traffic, mode, vocabulary, is_virtual=is_virtual).go()
+
+
+def _at(figures: Sequence[float], share: float) -> float:
+    ordered = sorted(figures)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def table(title: str, found: Sequence[Found]) -> Table:
+    head = [
+        *("hints", "turns that came back", "recomputed more than half", "prefix tokens found"),
+        *("first token: p50, ms", "p90, ms", "seconds in steps", "blocks used again / never"),
+    ]
+    return Table(title, head, [*_rows(found)])
+
+
+def _rows(found: Sequence[Found]) -> Iterator[list[str]]:
+    for one in found:
+        claims = one.claims
+        yield [
+            one.label,
+            f"{one.turns:,}",
+            f"{one.recomputed:.1%}",
+            f"{one.found:.1%}",
+            f"{_at(one.ttft, 0.5):.1f}",
+            f"{_at(one.ttft, 0.9):.1f}",
+            f"{one.busy:.1f}",
+            "-" if claims is None else f"{claims['used_again']:,} / {claims['never_used']:,}",
+        ]
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    results = open_results("agents", options)
+    with tempfile.TemporaryDirectory() as folder:
+        _measure(options, Path(folder) / "model", results)
+    return 0
+
+
+def _traffic(options: argparse.Namespace, seed: int) -> Traffic:
+    if options.tiny:
+        sizes = {"system": 64, "first": 128, "grows": 48, "answer": 4, "one_shot_tokens": 256}
+        return Traffic(10, turns=8, gap=8.0, seconds=options.seconds, one_shot=options.one_shot, seed=seed, **sizes)
+    return Traffic(
+        options.agents,
+        turns=options.turns,
+        gap=options.gap,
+        one_shot=options.one_shot,
+        seconds=options.seconds,
+        seed=seed,
+    )
+
+
+def _pool_bytes(traffic: Traffic, shape: Shape, tiny: bool) -> int:
+    return traffic.working_set() // 2 * shape.token_bytes(4 if tiny else 2)
+
+
+def _measure(options: argparse.Namespace, model: Path, results: Results) -> None:
+    shape = SHAPES["tiny" if options.tiny else options.shape]
+    rounds = [_traffic(options, number) for number in range(options.rounds)]
+    longest = max(traffic.max_tokens for traffic in rounds)
+    write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
+    found: list[Found] = []
+    for traffic in rounds:
+        working_set = traffic.working_set()
+        setup = Setup(
+            model,
+            "kvstow",
+            pool_bytes=_pool_bytes(traffic, shape, options.tiny),
+            max_tokens=longest,
+            gpu_blocks=max(working_set // 8, longest) // block_tokens() + 16,
+            batch_tokens=2048 if options.tiny else 16384,
+            graphs=options.graphs,
+            attention=options.attention,
+            extra=options.extra,
+        )
+        results.add("traffic", seed=traffic.seed, working_set_tokens=working_set, pool_bytes=setup.pool_bytes)
+        for mode in options.modes:
+            timeout = _PATIENCE + 2 * traffic.seconds
+            args = (setup, traffic, mode, shape.vocabulary, options.tiny)
+            one = results.attempt("agents", partial(run, timeout, measure, *args))
+            if one is not None:
+                found.append(one)
+    if found:
+        agents = f"{rounds[0].agents} agents, a pool of half of their conversations"
+        results.show(table(f"{'tiny' if options.tiny else options.shape}, {agents}", found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("agents", __doc__, shape=True)
+    parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=12, help="of a conversation, the median")
+    parser.add_argument("--gap", type=float, default=8.0, help="seconds between two turns, the median")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of each run")
+    parser.add_argument("--rounds", type=int, default=1, help="of all modes, each with other agents")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "exact"])
+    parser.add_argument("--one-shot", type=float, default=0.5, help="prompts that never repeat, for each turn")
+    parser.add_argument("--attention", default=ATTENTION, help="vLLM's attention backend; default: %(default)s")
+    add_engine(parser, graphs="none")
+    return parser
