@@ -19,7 +19,7 @@ PAGE = Path(__file__).with_name("README.md")
 SECTIONS = {
     "Inside vLLM on a GPU": (
         *("vllm-peers", "vllm-layers", "vllm-hits", "vllm-pinning", "vllm-restart", "vllm-rotation", "vllm-verify"),
-        *("vllm-throughput", "vllm-decode", "vllm-start"),
+        *("vllm-throughput", "vllm-decode", "vllm-start", "vllm-worth"),
     ),
     "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
     "Control plane": ("control", "trace", "policy", "curve", "retention", "vllm-agents", "steps"),
