@@ -234,6 +234,17 @@ def test_memory_prefers_the_node_or_says_why_it_cannot(window: Window) -> None:
     nowhere.close()
 
 
+def test_extents_of_two_nodes_in_turns_do_not_fill_the_log(window: Window, caplog: pytest.LogCaptureFixture) -> None:
+    extents = [Extent.create(4 * MIB, numa_node=node) for node in (1022, 1023)]
+    for start in (0, 2 * MIB):
+        for extent in extents:
+            window.populate(extent, start, start + 2 * MIB, never)
+    refusals = [line for line in caplog.messages if "NUMA node" in line]
+    assert ["1022" in line for line in refusals] == [True, False], "each reason once"
+    for extent in extents:
+        extent.close()
+
+
 def test_an_adopted_extent_is_usable_up_to_its_first_gap_in_whole_steps(window: Window) -> None:
     extent = Extent.create(3 * STEP_BYTES)
     window.populate(extent, 0, STEP_BYTES, never)
