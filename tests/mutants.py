@@ -218,12 +218,39 @@ MUTANTS = [
         f"{CLAIM_TESTS}::test_nothing_is_unevictable",
     ),
     Mutant(
+        "a_store_finds_no_slot_while_ended_claims_are_settled",
+        "engine/kvstow/control/index.py",
+        "                    claims.settle(_SLICE)\n                    continue\n",
+        "                    claims.settle(_SLICE)\n                    break\n",
+        f"{CLAIM_TESTS}::test_a_store_finds_the_slots_of_claims_that_have_all_ended",
+    ),
+    Mutant(
+        "the_tiers_thread_waits_for_prefetches_that_nobody_begins",
+        "service/kvstow_service/node/tier/namespacetier.py",
+        "        self._due_at, self._due, self._prefetch = {}, [], None  # or",
+        "        self._prefetch = None  # or",
+        "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
+    ),
+    Mutant(
+        "a_shared_block_is_evicted_for_each_claim",
+        CLAIMS,
+        "                    seen.add(slot)\n",
+        "",
+        f"{CLAIM_TESTS}::test_where_slots_are_out_of_reach_a_shared_block_is_evicted_once",
+    ),
+    Mutant(
+        "parts_of_another_chain_are_claimed",
+        "engine/kvstow/control/session.py",
+        "if self._claim_behind != (hints.context, start + len(keys)):",
+        "if False:",
+        f"{CLAIM_TESTS}::test_a_chain_whose_beginning_never_came_is_in_no_other_claim",
+    ),
+    Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "context.chain[-count:], context.number, context.ended_at)\n"
-        "        self._set_chain(context, context.chain[:-count])",
-        "context.chain[:count], context.number, context.ended_at)\n"
-        "        self._set_chain(context, context.chain[count:])",
+        "slots = self._cut(context, max(0, len(context.chain) - count))",
+        "context.chain.reverse()\n        slots = self._cut(context, max(0, len(context.chain) - count))\n"
+        "        context.chain.reverse()",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(

@@ -249,7 +249,7 @@ def _check_hints(hints: Hints) -> None:
         raise ValueError(f"a request is to resume in {resume_in} seconds; allowed: 0 to {LONGEST_PAUSE:.0f}")
     if not is_plain(hints.name, MOST_NAME_CHARS):
         raise ValueError(f"a context is named {hints.name[:100]!a}; allowed: {MOST_NAME_CHARS} printable characters")
-    if not set(hints.ignored) <= set(HINTS_IGNORED):
+    if len(hints.ignored) > len(HINTS_IGNORED) or not set(hints.ignored) <= set(HINTS_IGNORED):
         raise ValueError(f"hints were ignored for {ascii(hints.ignored)[:100]}; allowed: {', '.join(HINTS_IGNORED)}")
 
 

@@ -304,7 +304,9 @@ class Claims:
         self._pass_time()
         context = self._find_or_add(namespace, hints.context)
         if self._lost and context.chain:  # from here on, all of the chain is its own
-            self._set_chain(context, self._own(context.chain, context.number))
+            own = self._own(context.chain, context.number)
+            self._cut(context, len(own))
+            context.chain = own
         if context.requests:
             self._learn(context, keys, now)
         self._renumber(context)
@@ -451,13 +453,18 @@ class Claims:
 
     # -- ends of claims -------------------------------------------------------------------------------------
 
-    def _set_chain(self, context: Context, chain: list[int]) -> None:
-        """Its chain is shorter now."""
-        self._entries -= len(context.chain) - len(chain)
-        context.chain = chain
-        if context.kept > len(chain):
-            self._fade(context, context.kept - len(chain))
-            self._keep(context, len(chain))
+    def _cut(self, context: Context, length: int) -> list[int]:
+        """Its chain is so long from now on. Returns what was cut off; O(that), however long the chain is."""
+        if not length:
+            end, context.chain = context.chain, []
+        else:
+            end = context.chain[length:]
+            del context.chain[length:]
+        self._entries -= len(end)
+        if context.kept > length:
+            self._fade(context, context.kept - length)
+            self._keep(context, length)
+        return end
 
     def _keep(self, context: Context, count: int) -> None:
         """It keeps so many blocks longer than the policy would."""
@@ -475,10 +482,9 @@ class Claims:
         self._split(context, start, self._cold)
 
     def _split(self, context: Context, start: int, parts: deque[Part]) -> None:
-        slots = context.chain[start:]
+        slots = self._cut(context, start)
         if slots:
             parts.append(Part(context.namespace, slots, context.number, context.ended_at))
-            self._set_chain(context, context.chain[:start])
             self._entries += len(slots)
 
     def _own(self, slots: list[int], number: int) -> list[int]:
@@ -498,15 +504,19 @@ class Claims:
         self._entries -= len(part.slots)
         return part
 
-    def settle(self, count: int) -> bool:
-        """Return up to so many slots of claims that have ended to the policy. False if there is none left."""
+    @property
+    def is_leaving(self) -> bool:
+        """Whether `settle` has something to do."""
+        return bool(self._leaving)
+
+    def settle(self, count: int) -> None:
+        """Return up to so many slots of claims that have ended to the policy."""
         while self._leaving and count > 0:
             part = self._take_from(self._leaving, count)
             count -= len(part.slots)
             free = self.claimed.decrement(self._own(part.slots, part.number))
             if free:
                 self._attach(part.namespace, free)
-        return bool(self._leaving)
 
     # -- time -----------------------------------------------------------------------------------------------
 
@@ -582,9 +592,8 @@ class Claims:
         context = self._next()[1]
         if context is None:
             return None, []
-        part = Part(context.namespace, context.chain[-count:], context.number, context.ended_at)
-        self._set_chain(context, context.chain[:-count])
-        return context.namespace, self._unclaim(part)
+        slots = self._cut(context, max(0, len(context.chain) - count))
+        return context.namespace, self._unclaim(Part(context.namespace, slots, context.number, context.ended_at))
 
     def _unclaim(self, part: Part) -> list[int]:
         free = self.claimed.decrement(self._own(part.slots, part.number))
@@ -604,13 +613,17 @@ class Claims:
             slots = [slot for slot in slots if claimed.count(slot) == 1 and used_at[slot] <= context.ended_at]
         return slots
 
-    def __iter__(self) -> Iterator[int]:
-        """The claimed slots, about in the order of eviction, some of them repeatedly. Nothing must change meanwhile."""
+    def next_slots(self) -> Iterator[int]:
+        """The claimed slots, about in the order of eviction. Nothing must change meanwhile."""
+        seen = set[int]()
         contexts = [context for context in self.contexts() if context.chain]
         contexts.sort(key=lambda context: -(context.expected or 0.0))
         parts = (Part(context.namespace, context.chain, context.number, 0.0) for context in contexts)
         for part in chain(self._cold, self._leaving, parts):
-            yield from reversed(self._own(part.slots, part.number))
+            for slot in reversed(self._own(part.slots, part.number)):
+                if slot not in seen:  # several contexts may claim it
+                    seen.add(slot)
+                    yield slot
 
     # -- what happens to slots ------------------------------------------------------------------------------
 

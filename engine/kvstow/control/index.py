@@ -279,9 +279,10 @@ class Index:
             if (namespace is None or most > 0) and claims.go_first(idle):
                 namespace, slots = claims.take(missing)
                 if namespace is None:
-                    if claims.settle(_SLICE):
-                        continue
-                    break
+                    if not claims.is_leaving:
+                        break
+                    claims.settle(_SLICE)
+                    continue
                 most -= missing
                 slots = self.unused(slots)
                 claims.num_evictable -= len(slots)
@@ -317,7 +318,7 @@ class Index:
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
         order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
         if self.claims is not None:
-            order = chain(order, (one for one in self.claims if self.unused([one])))
+            order = chain(order, (one for one in self.claims.next_slots() if self.unused([one])))
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
         for namespace, some in self.namespaces.grouped(found):
             keys = [key for one in some if (key := self.slot_keys.key_of[one]) is not None]

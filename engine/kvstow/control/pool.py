@@ -348,7 +348,8 @@ class Pool:
         if now - self.hinted_at > _HINTS_REMEMBERED:
             self.trial = None
             claims.set_on(False)
-            if not claims.settle(self.slice_slots):
+            claims.settle(self.slice_slots)
+            if not claims.is_leaving:
                 self.index.claims = None
 
     def follow(self, trial: Trial, switch: Switch | None) -> None:

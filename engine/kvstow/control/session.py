@@ -83,8 +83,13 @@ class Session:
         """How many keys that are."""
         self._tried_behind: deque[Sample] = deque()
         """The same for the trial of hints."""
+        self._tried_keys_behind = 0
         self._claimed_behind: deque[Sequence[bytes]] = deque()
-        """Parts of a chain with hints whose beginning is still to come, the end first."""
+        """Parts of a chain with hints whose beginning is still to come, the end first. They are of one context, and
+        adjoin: the beginning of another chain may never have come, as when its hints were too many."""
+        self._claim_behind: tuple[bytes | None, int] = (None, 0)
+        """Their context, and how many keys come before them."""
+        self._claimed_keys_behind = 0
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -313,7 +318,7 @@ class Session:
         looked_up: tuple[int, int] | None = None,
         source: Source = NO_SOURCE,
         hints: Hints | None = None,
-    ) -> None:
+    ) -> Sequence[bytes] | None:
         """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
         for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
         where it is not called, blocks are evicted in the order of their last use alone.
@@ -323,7 +328,10 @@ class Session:
         many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
         blocks up, given with the first part; None: in all of that part. `source`: see `source_of`. `hints`: the
         request's, with each part; times in them count from this call.
+
+        Returns the whole chain of a request with a context when its beginning is given; None otherwise.
         """
+        whole: Sequence[bytes] | None = None
         pool = self.pool
         with pool.lock:
             if hints is not None and not start:
@@ -337,14 +345,16 @@ class Session:
             pool.sources.count_use(self.model, source, used.runs, used.new)
             recording = pool.recording
         if hints is not None:
-            self._claim(keys, start, hints, now)
+            whole = self._claim(keys, start, hints, now)
+        elif self._claimed_behind:
+            self._forget_behind()
         trial = pool.trial if num_slots else None
         if recording is not None:
             recording.add(id(self), keys, self.namespace.tag, start, looked_up, now)
         if trial is not None:
             self._try(trial, keys, start, looked_up, hints, now)
         if comparison is None or not num_slots:
-            return
+            return whole
         part = comparison.choose(keys, self.namespace.tag, start, num_slots)
         if part.names:
             self._parts_behind.append(part)
@@ -359,6 +369,7 @@ class Session:
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
                 pool.apply_change(comparison, change)
+        return whole
 
     def note_prefill(self, news: PrefillNews) -> None:
         """Count what loads have saved, by what it costs this engine to compute prompts."""
@@ -376,28 +387,41 @@ class Session:
         now: float,
     ) -> None:
         pool = self.pool
-        self._tried_behind.append(trial.sample(keys, self.namespace.tag, start))
+        sample = trial.sample(keys, self.namespace.tag, start)
+        if sample.keys:
+            self._tried_behind.append(sample)
+            self._tried_keys_behind += len(sample.keys)
         if start:
-            while sum(len(part.keys) for part in self._tried_behind) > MOST_FOLLOWED:
-                self._tried_behind.popleft()
+            while self._tried_keys_behind > MOST_FOLLOWED:
+                self._tried_keys_behind -= len(self._tried_behind.popleft().keys)
             return
         parts = list(reversed(self._tried_behind))
         self._tried_behind.clear()
+        self._tried_keys_behind = 0
         k, tag = pool.index.uses.k, self.namespace.tag
         switch = trial.use(parts, range(*(looked_up or (0, len(keys)))), hints, tag, k, now)
         pool.follow(trial, switch)
 
-    def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> None:
-        """Claim the blocks of a chain once its beginning is there."""
-        if start:
-            self._claimed_behind.append(keys)
-            while sum(map(len, self._claimed_behind)) > MOST_CLAIMED:
-                self._claimed_behind.popleft()
-            return
-        chain_keys = [*keys, *chain.from_iterable(reversed(self._claimed_behind))]
+    def _forget_behind(self) -> None:
         self._claimed_behind.clear()
+        self._claimed_keys_behind = 0
+
+    def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> Sequence[bytes] | None:
+        """Claim the blocks of a chain once its beginning is there, and return it then."""
+        if self._claim_behind != (hints.context, start + len(keys)):
+            self._forget_behind()
+        self._claim_behind = (hints.context, start)
+        if start:
+            if keys:
+                self._claimed_behind.append(keys)
+                self._claimed_keys_behind += len(keys)
+            while self._claimed_keys_behind > MOST_CLAIMED:
+                self._claimed_keys_behind -= len(self._claimed_behind.popleft())
+            return None
+        chain_keys = [*keys, *chain.from_iterable(reversed(self._claimed_behind))]
+        self._forget_behind()
         if len(set(chain_keys)) < len(chain_keys):  # no chain repeats a block
-            return
+            return None
         pool, step = self.pool, self.pool.slice_slots
         with pool.lock:
             claims = pool.use_claims()
@@ -408,6 +432,7 @@ class Session:
                     break
         with pool.lock:
             claims.finish(renewal)
+        return chain_keys
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -249,6 +249,7 @@ def test_values_out_of_range_are_malformed() -> None:
         Hints(bytes(16), name="x" * (MOST_NAME_CHARS + 1)),
         Hints(bytes(16), name="two\nlines"),
         Hints(ignored=("boredom",)),
+        Hints(ignored=("unknown",) * 100),
     ],
 )
 def test_hints_have_limits(hints: Hints) -> None:

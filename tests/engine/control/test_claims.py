@@ -92,6 +92,24 @@ def test_nothing_is_unevictable(make: Callable[[int], Host]) -> None:
     assert host.engine.stats().pool.slots.cached == 8
 
 
+def test_a_store_finds_the_slots_of_claims_that_have_all_ended(make: Callable[[int], Host]) -> None:
+    host, chain = make(40), make_keys(40)
+    for context in (A, B):
+        host.serve(chain, Hints(context, 1.0))
+    host.claims.set_on(False)
+    new = make_keys(4, "new")
+    host.serve(new)
+    assert host.there(new) == 4
+
+
+def test_where_slots_are_out_of_reach_a_shared_block_is_evicted_once(make: Callable[[int], Host]) -> None:
+    host, shared = make(8), make_keys(4, "shared")
+    host.serve([*shared, *make_keys(4, "end")], Hints(A, 1.0))
+    host.serve(shared, Hints(B, 2.0))
+    host.serve(shared, Hints(C, 3.0))
+    assert len(host.engine.pool.index.evict_below(8, 8, 32).keys) == 8
+
+
 def test_a_released_branch_goes_first_but_not_what_others_have_used(
     make: Callable[[int], Host], clock: FakeClock
 ) -> None:
@@ -150,6 +168,35 @@ def test_a_chain_that_comes_in_parts_is_claimed_as_a_whole(make: Callable[[int],
 
 
 # -- trust -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hints_of_its_beginning", [Hints(ignored=("rate",)), None])
+def test_a_chain_whose_beginning_never_came_is_in_no_other_claim(
+    make: Callable[[int], Host], hints_of_its_beginning: Hints | None
+) -> None:
+    host, chain, other = make(16), make_keys(6), make_keys(4, "other")
+    store_keys(host.engine, host.ranks, [*chain, *other])
+    host.engine.use(chain[4:], start=4, hints=Hints(A, resume_in=5.0))
+    host.engine.use(chain[:4], hints=hints_of_its_beginning)
+    host.engine.use(other, hints=Hints(B, resume_in=5.0))
+    assert host.engine.context(B)[0].blocks == 4
+    host.engine.use(chain[4:], start=4, hints=Hints(A, resume_in=5.0))
+    host.engine.use(other, hints=Hints(B, resume_in=5.0))
+    assert host.engine.context(B)[0].blocks == 4
+    host.engine.check_integrity()
+
+
+def test_parts_whose_beginning_never_comes_are_not_kept(make: Callable[[int], Host]) -> None:
+    host, hints = make(8), Hints(A, resume_in=5.0)
+    host.serve(make_keys(2), hints)
+    for _ in range(100):
+        host.engine.use([], start=1, hints=hints)
+        host.engine.use(make_keys(1), start=9, hints=hints)
+    assert len(host.engine._claimed_behind) == 1
+    for _ in range(100):
+        host.engine.use([], start=1, hints=hints)
+    assert len(host.engine._claimed_behind) == 0
+    assert all(part.keys for part in host.engine._tried_behind)
 
 
 def kept(host: Host, clock: FakeClock, hints: Hints, count: int, name: str) -> int:

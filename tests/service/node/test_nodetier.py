@@ -706,6 +706,12 @@ def test_a_context_is_fetched_shortly_before_it_is_expected(
         return found(node) == 10
 
     engine.wait_for(is_fetched)
+    seconds[0] = 3600.0
+    use(engine, keys, Hints(TRIP, 3600.0))
+    engine.wait_for(lambda: bool(tier._due_at))
+    tier._do(lambda: tier.fail(ValueError("a defect")))
+    engine.wait_for(lambda: tier.failed is not None)
+    assert tier.next_deadline is None, "the thread waits for no prefetch that nobody begins"
 
 
 def test_no_prefetch_begins_while_a_request_waits_for_the_store(
@@ -728,26 +734,20 @@ def test_no_prefetch_begins_while_a_request_waits_for_the_store(
 def test_of_each_context_the_last_chain_is_known() -> None:
     known = ContextKeys()
     chain = keys_of(0, 6)
-    assert not known.note(TRIP, chain[4:], 4, release=False)
-    assert not known.note(TRIP, chain[2:4], 2, release=False)
-    assert known.of(TRIP) == []
-    assert known.note(TRIP, chain[:2], 0, release=False)
+    assert known.note(TRIP, chain, release=False)
     assert known.of(TRIP) == chain
-    assert known.note(TRIP, chain[:1], 0, release=False)
+    assert known.note(TRIP, chain[:1], release=False)
     assert known.of(TRIP) == chain[:1]
-    assert not known.note(TRIP, chain, 0, release=True)
+    assert not known.note(TRIP, chain, release=True)
     assert known.of(TRIP) == []
 
 
 def test_the_keys_that_are_known_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_service.node.tier.namespacetier.MOST_KEPT_BYTES", 10 * len(key_of(0)))
     known = ContextKeys()
-    names = [context_id(str(number)) for number in range(200)]
-    for name in names[:3]:
-        known.note(name, keys_of(0, 5), 0, release=False)
-    assert [len(known.of(name)) for name in names[:3]] == [0, 5, 5]
-    for name in names:  # whose beginnings never come
-        known.note(name, keys_of(0, 5), 5, release=False)
-    assert len(known._parts) <= 64
-    known.note(names[0], keys_of(0, 11), 0, release=False)
+    names = [context_id(str(number)) for number in range(3)]
+    for name in names:
+        known.note(name, keys_of(0, 5), release=False)
+    assert [len(known.of(name)) for name in names] == [0, 5, 5]
+    known.note(names[0], keys_of(0, 11), release=False)
     assert known.of(names[0]) == []

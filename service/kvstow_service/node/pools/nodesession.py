@@ -299,9 +299,9 @@ class NodeSession(MemoryHolder):
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
         source = Source(*call.source)
-        self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints, source=source)
-        if self.tier is not None and hints is not None and hints.context is not None:
-            self.tier.note_use(hints.context, call.keys, call.start, release=hints.release)
+        chain = self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints, source=source)
+        if self.tier is not None and chain is not None and hints is not None and hints.context is not None:
+            self.tier.note_use(hints.context, chain, release=hints.release)
 
     def count_lookup(self, call: CountLookup) -> None:
         self.control.count_lookup(call.queried, call.hits, Source(*call.source))

@@ -83,7 +83,6 @@ class _Request(NamedTuple):
 
 MOST_KEPT_BYTES, MOST_KEPT_CONTEXTS = 32 << 20, 8192
 """Of the keys of the latest contexts of a namespace."""
-_MOST_KEYS = 1 << 20  # of a chain whose beginning is still to come
 MOST_PREFETCHES = 64
 """That wait."""
 LEAST_LEAD_SECONDS = 2.0
@@ -91,30 +90,17 @@ LEAST_LEAD_SECONDS = 2.0
 
 
 class ContextKeys:
-    """What the last request of each context has used, so that it can be fetched again. Bounded. Thread-safe.
-
-    The keys of a chain come in parts, the end first.
-    """
+    """What the last request of each context has used, so that it can be fetched again. Bounded. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         """By context: the keys in one piece, and their width."""
         self._num_bytes = 0
-        self._parts: dict[bytes, list[Sequence[bytes]]] = {}
-        """Of chains whose beginning is still to come."""
 
-    def note(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> bool:
-        """A request of the context has used these keys. Whether its whole chain is known now."""
+    def note(self, context: bytes, chain: Sequence[bytes], *, release: bool) -> bool:
+        """A request of the context has used this chain of keys. Whether it is kept."""
         with self._lock:
-            parts = self._parts.setdefault(context, [])
-            if sum(map(len, parts)) + len(keys) > _MOST_KEYS or len(self._parts) > MOST_PREFETCHES:
-                self._parts.pop(next(iter(self._parts)))
-                return False
-            parts.append(keys)
-            if start:
-                return False
-            chain = [key for part in reversed(self._parts.pop(context)) for key in part]
             self._forget(context)
             width = len(chain[0]) if chain else 0
             if release or not chain or any(len(key) != width for key in chain):
@@ -198,9 +184,9 @@ class NamespaceTier:
         """So much it costs an engine to compute prompts."""
         self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(cost))
 
-    def note_use(self, context: bytes, keys: Sequence[bytes], start: int, *, release: bool) -> None:
-        """A request of this context has used these keys, a part of its chain."""
-        if self._contexts.note(context, keys, start, release=release):
+    def note_use(self, context: bytes, chain: Sequence[bytes], *, release: bool) -> None:
+        """A request of this context has used this chain of keys."""
+        if self._contexts.note(context, chain, release=release):
             self._do(lambda: self._schedule(context))
 
     def prefetch(self, context: bytes) -> int | None:
@@ -328,6 +314,8 @@ class NamespaceTier:
         """Log a defect, and turn the tier off for this namespace. Its status gives the reason."""
         logger.error("the tier of namespace %s has failed and is off", self.namespace.name, exc_info=error)
         self.control.on_stored = None
+        self._due_at, self._due, self._prefetch = {}, [], None  # or the thread would never wait any more
+        self._prefetches.clear()
         if self.fleet is not None:
             self.failed, self.fleet = self.fleet, None
             with suppress(Exception):  # its state may be broken
