@@ -82,9 +82,12 @@ class Session:
         self._keys_behind = 0
         """How many keys that are."""
         self._tried_behind: deque[Sample] = deque()
+        self._num_tried = 0
         """The same for the trial of hints."""
         self._claimed_behind: deque[Sequence[bytes]] = deque()
         """Parts of a chain with hints whose beginning is still to come, the end first."""
+        self._num_claimed = 0
+        """How many keys that are."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -376,13 +379,17 @@ class Session:
         now: float,
     ) -> None:
         pool = self.pool
-        self._tried_behind.append(trial.sample(keys, self.namespace.tag, start))
+        sample = trial.sample(keys, self.namespace.tag, start)
+        if sample.keys:
+            self._tried_behind.append(sample)
+            self._num_tried += len(sample.keys)
         if start:
-            while sum(len(part.keys) for part in self._tried_behind) > MOST_FOLLOWED:
-                self._tried_behind.popleft()
+            while self._num_tried > MOST_FOLLOWED:
+                self._num_tried -= len(self._tried_behind.popleft().keys)
             return
         parts = list(reversed(self._tried_behind))
         self._tried_behind.clear()
+        self._num_tried = 0
         k, tag = pool.index.uses.k, self.namespace.tag
         switch = trial.use(parts, range(*(looked_up or (0, len(keys)))), hints, tag, k, now)
         pool.follow(trial, switch)
@@ -390,12 +397,15 @@ class Session:
     def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> None:
         """Claim the blocks of a chain once its beginning is there."""
         if start:
-            self._claimed_behind.append(keys)
-            while sum(map(len, self._claimed_behind)) > MOST_CLAIMED:
-                self._claimed_behind.popleft()
+            if keys:
+                self._claimed_behind.append(keys)
+                self._num_claimed += len(keys)
+            while self._num_claimed > MOST_CLAIMED:
+                self._num_claimed -= len(self._claimed_behind.popleft())
             return
         chain_keys = [*keys, *chain.from_iterable(reversed(self._claimed_behind))]
         self._claimed_behind.clear()
+        self._num_claimed = 0
         if len(set(chain_keys)) < len(chain_keys):  # no chain repeats a block
             return
         pool, step = self.pool, self.pool.slice_slots
