@@ -369,6 +369,13 @@ MUTANTS = [
         "tests/api/routes/test_trace.py::test_it_ends_with_its_connection",
     ),
     Mutant(
+        "recordings_of_stalled_readers_pile_up",
+        "engine/kvstow/control/engine.py",
+        "                pool.recording.stop()\n",
+        "                pass\n",
+        f"{CONTROL}/test_recording.py::test_stalled_readers_hold_no_more_than_one_recording",
+    ),
+    Mutant(
         "look_ups_count_as_uses",
         "engine/kvstow/control/session.py",
         "        self.pool.index.hold(slots)\n",
@@ -444,6 +451,20 @@ MUTANTS = [
         "while self._keys_behind > MOST_FOLLOWED:",
         "while False:",
         f"{CONTROL}/test_shadows.py::test_chains_that_never_begin_take_a_bounded_amount_of_memory",
+    ),
+    Mutant(
+        "parts_of_hints_that_never_begin_pile_up",
+        "engine/kvstow/control/session.py",
+        "            if keys:\n                self._claimed_behind.append(keys)\n",
+        "            if True:\n                self._claimed_behind.append(keys)\n",
+        f"{CONTROL}/test_shadows.py::test_parts_with_hints_that_never_begin_take_a_bounded_amount_of_memory",
+    ),
+    Mutant(
+        "a_sample_of_nothing_is_divided_by",
+        "engine/kvstow/control/shadows.py",
+        "_NEVER / max(1, threshold + 1)",
+        "_NEVER / (threshold + 1)",
+        f"{CONTROL}/test_shadows.py::test_keys_that_a_client_has_made_to_be_followed_all_end_nothing",
     ),
     # -- what the person on call sees -----------------------------------------------------------------------
     Mutant(

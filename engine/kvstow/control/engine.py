@@ -114,6 +114,8 @@ class PoolFacade:
         with pool.lock:
             if pool.recording is not None and not pool.recording.is_over:
                 raise ConflictError(f"pool {pool.name} is being recorded already; it ends with its reader")
+            if pool.recording is not None:  # readers that have stalled hold no more than one of them does
+                pool.recording.stop()
             tokens = pool.config.block_tokens
             recording = Recording(pool.clock(), seconds=seconds, max_bytes=max_bytes, block_tokens=tokens)
             pool.recording = recording

@@ -86,7 +86,8 @@ class Recording:
     @property
     def is_over(self) -> bool:
         """Nothing is added any more."""
-        return self._end is not None
+        with self._lock:
+            return self._has_ended()
 
     def add(
         self, session: int, keys: Sequence[bytes], tag: int, start: int, looked_up: tuple[int, int] | None, now: float
@@ -131,8 +132,10 @@ class Recording:
             return Taken(b"".join(lines), None if self._waiting else self._end)
 
     def stop(self) -> None:
-        """Its reader has gone. Idempotent."""
+        """Its reader has gone, or reads what is left too late. Idempotent."""
         with self._lock:
+            if self._end is not None and self._waiting:
+                self._end = "slow"
             self._finish("stopped")
             self._waiting.clear()
 

@@ -566,7 +566,7 @@ class Seen:
         """A request has used these keys, and has looked some positions up. How many blocks it looked up, as the sample
         says, and how many of these in the beginning were seen before."""
         threshold, level_of = self._threshold, self._level_of
-        weight = _NEVER / (threshold + 1)
+        weight = _NEVER / max(1, threshold + 1)
         first, stop = looked_up.start, looked_up.stop
         blocks, hits, is_leading = 0.0, 0.0, True
         for part in parts:
@@ -584,7 +584,7 @@ class Seen:
                     if is_leading:
                         hits += own or weight
         while len(level_of) > self._most:
-            self.limit(self._threshold // 2)
+            self.limit((self._threshold - 1) // 2)  # below 0 in the end: a client can make keys whose level is 0
             level_of = self._level_of
         return blocks, hits
 

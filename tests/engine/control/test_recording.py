@@ -208,3 +208,21 @@ def test_a_pool_has_one_recording_at_a_time(make_engine: Callable[..., OffloadEn
             assert len(lines(second)) == 1
         assert engine.pool.recording is None
     assert engine.pool.recording is None
+
+
+def test_stalled_readers_hold_no_more_than_one_recording(
+    make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "MOST_WAITING", 3)
+    engine = make_engine()
+    with engine.record(**LIMITS) as stalled:
+        engine.use(keys(1))
+        engine.use(keys(2, 3))
+        assert stalled.is_over
+        with engine.record(**LIMITS):
+            assert stalled.take() == (b"", "slow")
+
+
+def test_a_recording_without_requests_ends_by_time(made: Recording, clock: FakeClock) -> None:
+    clock.advance(60.0)
+    assert made.is_over

@@ -16,6 +16,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Window
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.shadows import Hits, HotKeys, Request, Seen, Shadows, level_of, spread
+from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 
@@ -364,6 +365,34 @@ def test_chains_that_never_begin_take_a_bounded_amount_of_memory(
     assert engine.pool.comparison is not None
     assert len(engine._parts_behind) == engine._keys_behind == 0
     assert len(engine.pool.comparison._shadows) == 2
+
+
+def test_parts_with_hints_that_never_begin_take_a_bounded_amount_of_memory(
+    make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.control.session.MOST_FOLLOWED", 100)
+    monkeypatch.setattr("kvstow.control.session.MOST_CLAIMED", 50)
+    engine = make_engine(policy="auto")
+    make_ranks(engine)
+    engine.use([key(0)], hints=Hints(context_id("a")))
+    for number in range(1, 300):
+        engine.use([key(number)], start=300 - number, hints=Hints(context_id("a")))
+        engine.use([], start=300 - number, hints=Hints(context_id("a")))
+    assert (len(engine._tried_behind), len(engine._claimed_behind)) == (100, 50)
+    engine.use([key(1000)], hints=Hints(context_id("a")))
+    assert (len(engine._tried_behind), engine._tried_keys_behind) == (0, 0)
+    assert (len(engine._claimed_behind), engine._claimed_keys_behind) == (0, 0)
+
+
+def test_keys_that_a_client_has_made_to_be_followed_all_end_nothing() -> None:
+    """Their level is the least there is, so no threshold leaves some of them out."""
+    keys = [bytes(8) + number.to_bytes(16, "big") + bytes(8) for number in range(65)]
+    assert {level_of(one) for one in keys} == {0}
+    shadows = Shadows([(0.0, 1.0)], 20, most=256)
+    for turn in range(2):
+        request = shadows.use([shadows.choose(keys)], range(65), float(turn))
+        assert request.blocks == 65
+    assert len(shadows._seen._level_of) <= 64
 
 
 # -- the curve ---------------------------------------------------------------------------------------------------------
