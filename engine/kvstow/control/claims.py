@@ -537,6 +537,8 @@ class Claims:
             shared = max(0, self.allowed - self._unproved)
             left = int(LARGEST_SHARE * self._num_slots) - self.kept
             count = max(0, min(context.credit + shared, left, len(context.chain)))
+            if context.overdue > MOST_OVERDUE:
+                count = 0
             self._cool(context, count)
             self._keep(context, count)
         if now >= context.step_at:
@@ -550,8 +552,7 @@ class Claims:
             if context.overdue > MOST_OVERDUE:
                 if context.kept:
                     self._cool(context)
-                context.due_at = inf
-                return
+                context.step_at = inf  # what is left becomes cold when the policy would evict it
         self._see_later(context)
 
     # -- eviction -------------------------------------------------------------------------------------------

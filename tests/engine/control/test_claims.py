@@ -221,6 +221,22 @@ def test_claims_that_have_proved_nothing_share_a_twentieth(make: Callable[[int],
     assert sum(blocks) == UNPROVED_SHARE * 100
 
 
+def test_a_claim_that_is_over_is_kept_no_longer_than_the_policy_would(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(100)
+    host.serve(make_keys(50), Hints(A, 1.0))
+    host.claims.policy_age = 100.0
+    for _ in range(30):
+        clock.advance(1.0)
+        host.engine.tick()
+    assert host.engine.context(A)[0].blocks == 50
+    clock.advance(70.0)
+    host.engine.tick()
+    host.engine.check_integrity()
+    assert host.engine.context(A)[0].blocks == 0
+
+
 def test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it(
     make: Callable[[int], Host], clock: FakeClock
 ) -> None:
