@@ -232,6 +232,13 @@ MUTANTS = [
         "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
     ),
     Mutant(
+        "blocks_whose_claim_is_made_during_an_eviction_stay_for_ever",
+        CLAIMS,
+        "if not context.chain:  # an",
+        "if False:  # an",
+        f"{CLAIM_TESTS}::test_blocks_can_be_evicted_while_their_claim_is_made",
+    ),
+    Mutant(
         "claims_that_are_over_have_no_bound",
         CLAIMS,
         "context.step_at = inf  # what",
