@@ -232,6 +232,20 @@ MUTANTS = [
         "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
     ),
     Mutant(
+        "blocks_whose_claim_is_made_during_an_eviction_stay_for_ever",
+        CLAIMS,
+        "if not context.chain:  # an",
+        "if False:  # an",
+        f"{CLAIM_TESTS}::test_blocks_can_be_evicted_while_their_claim_is_made",
+    ),
+    Mutant(
+        "claims_that_are_over_have_no_bound",
+        CLAIMS,
+        "context.step_at = inf  # what",
+        "return  # what",
+        f"{CLAIM_TESTS}::test_a_claim_that_is_over_is_kept_no_longer_than_the_policy_would",
+    ),
+    Mutant(
         "a_shared_block_is_evicted_for_each_claim",
         CLAIMS,
         "                    seen.add(slot)\n",

@@ -379,11 +379,20 @@ class Claims:
         """Its claim has this place from now on."""
         context.expected = expected
         context.step_at = inf if expected is None else expected
-        if not self.is_on or context.step_at == inf:
+        if not self.is_on or expected is None:
             context.due_at = inf
             return
-        self._latest = _pushed(self._latest, (-context.step_at, context.number, context), len(self), _is_expected)
+        self._list(context)
         self._see_later(context)
+
+    def _list(self, context: Context) -> None:
+        """Its blocks can be evicted."""
+        if context.overdue:
+            entry = (context.ended_at, context.number, context)
+            self._overdue = _pushed(self._overdue, entry, len(self), _is_overdue)
+        elif context.expected is not None:
+            entry = (-context.expected, context.number, context)
+            self._latest = _pushed(self._latest, entry, len(self), _is_expected)
 
     def _see_later(self, context: Context) -> None:
         context.due_at = context.step_at
@@ -445,6 +454,8 @@ class Claims:
 
     def _add(self, context: Context, slots: list[int]) -> None:
         if slots:
+            if not context.chain:  # an eviction meanwhile has left it out
+                self._list(context)
             context.chain += slots
             self._entries += len(slots)
             first = self.claimed.increment(slots)
@@ -537,21 +548,21 @@ class Claims:
             shared = max(0, self.allowed - self._unproved)
             left = int(LARGEST_SHARE * self._num_slots) - self.kept
             count = max(0, min(context.credit + shared, left, len(context.chain)))
+            if context.overdue > MOST_OVERDUE:
+                count = 0
             self._cool(context, count)
             self._keep(context, count)
         if now >= context.step_at:
             if context.overdue:
                 self._overdue_returns.count(used=False)
-            else:
-                entry = (context.ended_at, context.number, context)
-                self._overdue = _pushed(self._overdue, entry, len(self), _is_overdue)
             context.overdue += 1
+            if context.overdue == 1:
+                self._list(context)
             context.step_at = now + max(idle, 1e-3)
             if context.overdue > MOST_OVERDUE:
                 if context.kept:
                     self._cool(context)
-                context.due_at = inf
-                return
+                context.step_at = inf  # what is left becomes cold when the policy would evict it
         self._see_later(context)
 
     # -- eviction -------------------------------------------------------------------------------------------

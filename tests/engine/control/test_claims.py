@@ -102,6 +102,22 @@ def test_a_store_finds_the_slots_of_claims_that_have_all_ended(make: Callable[[i
     assert host.there(new) == 4
 
 
+@pytest.mark.parametrize("hints", [Hints(A, 1e5), Hints(A, release=True)])
+def test_blocks_can_be_evicted_while_their_claim_is_made(make: Callable[[int], Host], hints: Hints) -> None:
+    host, chain = make(8), make_keys(4)
+    host.serve(make_keys(1, "other"), Hints(B, 1.0))
+    store_keys(host.engine, host.ranks, chain)
+    claims, namespace = host.claims, host.engine.namespace
+    renewal = claims.begin(namespace, hints, chain, 0.0)
+    claims.go_first(0.0)  # another thread evicts
+    claims.extend(renewal, namespace.keys.slots_of(chain))
+    host.engine.check_integrity()
+    claims.finish(renewal)
+    new = make_keys(8, "new")
+    host.serve(new)
+    assert host.there(new) == 8
+
+
 def test_where_slots_are_out_of_reach_a_shared_block_is_evicted_once(make: Callable[[int], Host]) -> None:
     host, shared = make(8), make_keys(4, "shared")
     host.serve([*shared, *make_keys(4, "end")], Hints(A, 1.0))
@@ -219,6 +235,22 @@ def test_claims_that_have_proved_nothing_share_a_twentieth(make: Callable[[int],
     host.engine.use([], hints=Hints(A))
     blocks = [kept(host, clock, Hints(context_id(name), 1e6), 4, name) for name in names]
     assert sum(blocks) == UNPROVED_SHARE * 100
+
+
+def test_a_claim_that_is_over_is_kept_no_longer_than_the_policy_would(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(100)
+    host.serve(make_keys(50), Hints(A, 1.0))
+    host.claims.policy_age = 100.0
+    for _ in range(30):
+        clock.advance(1.0)
+        host.engine.tick()
+    assert host.engine.context(A)[0].blocks == 50
+    clock.advance(70.0)
+    host.engine.tick()
+    host.engine.check_integrity()
+    assert host.engine.context(A)[0].blocks == 0
 
 
 def test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it(
