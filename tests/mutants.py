@@ -124,7 +124,7 @@ MUTANTS = [
         "api/kvstow_api/routes/contexts.py",
         'if is_admin(request.scope.get(ACTOR, "")):',
         "if True:",
-        "tests/api/routes/test_contexts.py::test_contexts_come_in_pages_with_names_for_admins_alone",
+        "tests/api/routes/test_contexts.py::test_contexts_come_in_pages_with_ids_and_names_for_admins_alone",
     ),
     Mutant(
         "prefetches_take_the_store_from_requests",

@@ -253,8 +253,9 @@ class SourceStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStatus:
     """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
-    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it; null for readers
-    who are no admins. `blocks`: those that it claims now; null tokens if the host does not know how many a block has.
+    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it. Both are null for
+    readers who are no admins: the id is a hash of the name and the cache salt, which could be guessed by it. `blocks`:
+    those that it claims now; null tokens if the host does not know how many a block has.
 
     `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
     `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
@@ -262,7 +263,7 @@ class ContextStatus:
     it is what the pool has learned.
     """
 
-    context: str
+    context: str | None
     name: str | None
     namespace: str
     blocks: int

@@ -26,7 +26,8 @@ Of = Annotated[PoolQuery, Query()]
 
 @router.get("", responses=reading(404, 409))
 def list_contexts(app: App, request: Request, query: Annotated[ContextsQuery, Query()]) -> ContextsView:
-    """Contexts of a pool, those with the most blocks first. Only admins see what clients call them."""
+    """Contexts of a pool, those with the most blocks first. Only admins see their ids and what clients call
+    them."""
     pool = choose_pool(app.directory, query.pool)
     page = pool.facade.contexts(query.position, query.page_size)
     return ContextsView(
@@ -74,4 +75,4 @@ def _view(request: Request, facade: PoolFacade, context: bytes) -> ContextView:
 def _shown(request: Request, contexts: Sequence[ContextStatus]) -> list[ContextStatus]:
     if is_admin(request.scope.get(ACTOR, "")):
         return list(contexts)
-    return [replace(one, name=None) for one in contexts]
+    return [replace(one, context=None, name=None) for one in contexts]

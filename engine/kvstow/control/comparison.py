@@ -87,11 +87,16 @@ class Window:
         self._next = _Piece(self.num_slots)
         return True
 
+    @property
+    def sampled(self) -> float:
+        """The blocks that the sample stands for. There are none if no key of the clients is ever chosen, as where all
+        keys end with the same byte."""
+        return sum(piece.sampled for piece in self._pieces)
+
     def ratios(self, num_shadows: int) -> Floats:
         """The share of blocks that each shadow has hit. Only where the window `is_meaningful`."""
-        sampled = sum(piece.sampled for piece in self._pieces)
         hits: Floats = np.sum([spread(piece.hits, num_shadows) for piece in self._pieces], axis=0)
-        return hits / max(1.0, sampled)
+        return hits / max(1.0, self.sampled)
 
     def seen_ratio(self) -> float:
         """The share of blocks that any request has used before. Only where the window `is_meaningful`."""
@@ -208,7 +213,7 @@ class Comparison:
     def curve(self) -> Curve | None:
         """None without one, and before there is evidence for it."""
         with self._lock:
-            if not self._lru_rows or not self._window.is_meaningful:
+            if not self._lru_rows or not self._window.is_meaningful or not self._window.sampled:
                 return None
             window, slots = self._window, self._shadows.num_slots
             ratios = window.ratios(self._num_shadows)

@@ -182,7 +182,8 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
     if note and not watched:
         click.echo(note, err=True)
     if style == "name":
-        return "".join(f"{getattr(item, kind.name)}\n" for item in view.items)
+        names = [getattr(item, kind.name) for item in view.items]
+        return "".join(f"{name}\n" for name in names if name is not None)
     text = text_of(view, style, lambda view: _shown(view, kind, wide=style == "wide"), one_line=watched)
     return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.config import EngineConfig
-from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Window
+from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Comparison, Window
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.shadows import Hits, HotKeys, Request, Seen, Shadows, level_of, spread
 from kvstow.hints import Hints, context_id
@@ -419,6 +419,17 @@ def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[byte
         again += len(seen.intersection(chain))
         seen.update(chain)
     assert curve.everything == pytest.approx(again / sum(map(len, requests)))
+
+
+def test_nothing_is_said_of_keys_that_are_never_in_the_sample() -> None:
+    comparison = Comparison(100_000, 0.0, has_curve=True)
+    last = max(range(256), key=lambda byte: level_of(bytes(33) + bytes([byte])))
+    for end, said in ((bytes([last]), False), (b"", True)):
+        for number in range(320):
+            chain = [hash_of(b"%d %d" % (number, at)) for at in range(50)]
+            part = comparison.choose([one[: 34 - len(end)] + end for one in chain], 0, 0, 100_000)
+            comparison.use([part], range(5000), float(number))
+        assert (comparison.curve() is not None) == said
 
 
 def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:
