@@ -236,7 +236,7 @@ def test_a_session_is_not_asked_for_memory_that_its_pool_still_uses(make_bench: 
     lease = old.find(last_number(old), hold=Hold.PRESENT)
     bench.attach(ONE_RANK_OTHER).join()
     bench.run()
-    assert bench.memory.figures.waits == (), "its workers have not been asked to release anything"
+    assert not bench.memory.figures.waits, "its workers have not been asked to release anything"
     old.session.release_leases([lease.lease_id])
     bench.run()
     assert [wait.session for wait in bench.memory.figures.waits] == [old.session_id]
