@@ -79,7 +79,7 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     tiered[0].close()
 
 
-@pytest.mark.parametrize("noun", LISTS)
+@pytest.mark.parametrize("noun", sorted(LISTS.keys() - {"curve"}))  # its rows are sizes, after hundreds of requests
 def test_ids_can_be_copied_from_a_narrow_terminal(
     crowded: Any, run: Any, child_environ: dict[str, str], noun: str
 ) -> None:
