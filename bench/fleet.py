@@ -275,7 +275,7 @@ def _node(
 def _check_slots(engine: OffloadEngine) -> None:
     engine.check_integrity()
     counts = engine.stats().pool.slots
-    if counts != replace(counts, filling=0, leased=0, protected=0, quarantined=0):
+    if counts != replace(counts, filling=0, leased=0, quarantined=0):
         raise RuntimeError(f"slots have leaked: {counts}")
 
 

@@ -567,11 +567,11 @@ MUTANTS = [
         "tests/service/node/pools/test_recalledmemory.py::test_who_waits_for_memory_that_which_session_holds_is_shown",
     ),
     Mutant(
-        "sessions_are_blamed_for_what_operators_protect",
+        "sessions_are_asked_for_what_their_pool_still_uses",
         "service/kvstow_service/node/pools/memorythread.py",
         "if found.holder not in clients:",
         "if True:",
-        "tests/service/node/pools/test_recalledmemory.py::test_protected_blocks_keep_memory_and_the_reason_is_shown",
+        "tests/service/node/pools/test_recalledmemory.py::test_a_session_is_not_asked_for_memory_that_its_pool_still_uses",
     ),
     Mutant(
         "one_refusal_is_told_twice",

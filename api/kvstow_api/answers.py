@@ -169,7 +169,7 @@ class EventView:
 
 
 POOL_NAME = HOST_NAME
-BlockState = Literal["cached", "leased", "protected"]
+BlockState = Literal["cached", "leased"]
 """States of slots whose blocks can be loaded."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES
-from kvstow.status import BlockStatus, ContextStatus, RankStatus, SessionStatus, TransferStatus
+from kvstow.status import ContextStatus, RankStatus, SessionStatus, TransferStatus
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.answers import OperationView, PoolView
 from kvstow_api.texts import ABSENT, duration, field_text, percent
@@ -304,12 +304,6 @@ TRANSFERS = Columns(
 )
 
 
-def _protection_left(block: BlockStatus) -> str:
-    if block.state != "protected":
-        return ABSENT
-    return "until unprotected" if block.protection_ttl_seconds is None else duration(block.protection_ttl_seconds)
-
-
 BLOCKS = Columns(
     (
         _field("key", "key"),
@@ -319,7 +313,6 @@ BLOCKS = Columns(
         _field("age", "age_seconds"),
         _field("idle", "idle_seconds"),
         _field("leases", "leases"),
-        Column("protected for", _protection_left),
     ),
     "key",
 )

@@ -98,7 +98,7 @@ class EmbeddedDirectory:
                 pool=POOL_NAME,
                 model=self._model,
                 sessions=1,
-                blocks=slots.cached + slots.leased + slots.protected,
+                blocks=slots.cached + slots.leased,
                 dropped=False,
                 sharing_off=(_ALONE,),
             ),

@@ -24,7 +24,7 @@ NOT_PINNED = "not pinned"
 
 _GOOD_STATES = ("ready", "pinning", "starting")
 _SHORTEST_WAIT = 1.0  # seconds
-_SLOT_ORDER: tuple[SlotState, ...] = ("protected", "leased", "cached", "filling", "quarantined", "free")
+_SLOT_ORDER: tuple[SlotState, ...] = ("leased", "cached", "filling", "quarantined", "free")
 assert set(_SLOT_ORDER) == set(SLOT_STATES)
 
 

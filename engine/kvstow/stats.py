@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from kvstow.messages import Direction
 
 EngineState = Literal["starting", "pinning", "ready", "degraded", "draining", "stopped"]
-SlotState = Literal["free", "filling", "cached", "leased", "protected", "quarantined"]
+SlotState = Literal["free", "filling", "cached", "leased", "quarantined"]
 
 SLOT_STATES: tuple[SlotState, ...] = get_args(SlotState)
 
@@ -99,21 +99,17 @@ class Exposed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Slots by state. They add up to `usable`.
-
-    `leased`: held by a lease or a load and not protected; `protected`: protected by an operator, leased or not.
-    """
+    """Slots by state. They add up to `usable`. `leased`: held by a lease or a load."""
 
     free: int
     filling: int
     cached: int
     leased: int
-    protected: int
     quarantined: int
 
     @property
     def usable(self) -> int:
-        return self.free + self.filling + self.cached + self.leased + self.protected + self.quarantined
+        return self.free + self.filling + self.cached + self.leased + self.quarantined
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,7 @@ class MemoryStatus:
 
 @dataclass(frozen=True, slots=True)
 class BlockStatus:
-    """One block that can be loaded. `key` is in hex, and means something in `namespace` alone.
-    `protection_ttl_seconds` is null for a block that is not protected, or has no end."""
+    """One block that can be loaded. `key` is in hex, and means something in `namespace` alone."""
 
     key: str
     namespace: str
@@ -199,7 +198,6 @@ class BlockStatus:
     age_seconds: float
     idle_seconds: float
     leases: int
-    protection_ttl_seconds: float | None
 
 
 class BlockPage(NamedTuple):
@@ -217,15 +215,6 @@ class LookupResult:
     leading: int
     present: list[bool]
     refusal: Refusal | None
-
-
-@dataclass(frozen=True, slots=True)
-class ProtectionResult:
-    """`changed`: blocks that were protected or unprotected; `missing`: keys that were not in the
-    pool (or not protected)."""
-
-    changed: int
-    missing: int
 
 
 SourceKind = Literal["model", "lora", "salt", "session"]

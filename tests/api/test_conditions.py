@@ -82,7 +82,7 @@ def sample(minutes: float, *, evicted: int = 0, hit: int = 0, slots: SlotCounts 
 
 def lately(**stores: int) -> list[Sample]:
     """What was stored within the last seconds, while six slots were leased and two were being filled."""
-    return [sample(0), sample(0.1, slots=SlotCounts(0, 2, 0, 6, 0, 0), **stores)]
+    return [sample(0), sample(0.1, slots=SlotCounts(0, 2, 0, 6, 0), **stores)]
 
 
 def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:

@@ -135,11 +135,10 @@ def test_the_bar_has_the_colours_of_its_legend(browser: Browser, serve: Any, ran
     ranks.store([b"\x00\x01", b"\x00\x02", b"\x00\x03"])
     ranks.begin_store([b"\x00\x04"])
     ranks.lease([b"\x00\x01"])
-    ranks.engine.admin.protect([b"\x00\x02"], None)
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     colours = browser.evaluate(_BAR)
-    assert set(colours) == {"cached", "filling", "free", "leased", "not-pinned", "protected"}
+    assert set(colours) == {"cached", "filling", "free", "leased", "not-pinned"}
     assert all(bar == legend for bar, legend in colours.values()), colours
     assert len({bar for bar, _ in colours.values()}) == len(colours)
 

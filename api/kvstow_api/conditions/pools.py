@@ -156,7 +156,6 @@ _DROPS: Mapping[str, tuple[str, str]] = {
 }
 """Why stores were dropped although no operator asked for it: the reason in words, and the remedy."""
 _BUSY: Mapping[str, tuple[str, str]] = {
-    "protected": ("protected by an operator", "`kvstow unprotect` lets them be evicted"),
     "quarantined": ("in quarantine", "`kvstow get sessions` shows whose processes may still write them; detach those"),
     "leased": ("leased by requests that wait for their loads", "`kvstow get transfers` shows the loads"),
     "filling": ("being filled", "`kvstow get transfers` shows the stores: the link is too slow for them"),

@@ -164,8 +164,6 @@ def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
     evicted = 0
     while slot is not None:
         page = pool.facade.blocks(slot, _PLANNED)
-        if any(block.state == "protected" for block in page.blocks):
-            raise ConflictError(f"protected blocks are above slot {patch.capacity_slots}; unprotect them first")
         evicted += len(page.blocks)
         slot = page.next_slot
     return PlanView(
@@ -375,7 +373,7 @@ async def get_block(app: App, pool: Pool, key: BlockKey) -> BlockStatus:
 
 @router.delete("/pools/{pool}/blocks/{key}", status_code=204, responses=changing(404, 409, body=False))
 async def remove_block(app: App, pool: Pool, key: BlockKey) -> Response:
-    """Remove one block that nothing uses; 409 while a transfer, a lease or a protection holds it."""
+    """Remove one block that nothing uses; 409 while a transfer or a lease holds it."""
     pool.facade.admin.remove_block(key)
     return Response(status_code=204)
 

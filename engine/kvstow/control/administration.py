@@ -17,7 +17,7 @@ from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
-from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult, ProtectionResult
+from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult
 
 
 class Sweep:
@@ -124,7 +124,7 @@ def _scan(sweep: Sweep, pool: Pool, reason: str, dry_run: bool, wanted: Wanted) 
 
 
 def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
-    """Remove the visible blocks whose keys match, including held and protected ones, and disown those being stored."""
+    """Remove the visible blocks whose keys match, including held ones, and disown those being stored."""
     index = pool.index
 
     def wanted(low: int, high: int) -> list[int]:
@@ -182,7 +182,7 @@ logger = logging.getLogger("kvstow.admin")
 
 
 class Administrator:
-    """Eviction, size, protections, drain and bypass of a running engine. Every call is safe from any thread.
+    """Eviction, size, contexts, drain and bypass of a running engine. Every call is safe from any thread.
 
     Bulk work is returned as a `Sweep`: nothing happens until it is stepped or run, and it releases the engine's lock
     between slices. A dry run counts what the same call would remove now. Bytes are of one rank, times in seconds.
@@ -204,8 +204,8 @@ class Administrator:
         dry_run: bool = False,
     ) -> Sweep:
         """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, all that
-        were last used `idle_seconds` ago or earlier, or those that only this context has claimed. Blocks in use or
-        protected stay."""
+        were last used `idle_seconds` ago or earlier, or those that only this context has claimed. Blocks in use
+        stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, context=context)
         if context is not None:
             return self._sweep_context("evict", "operator", context, dry_run, alone=True)
@@ -230,7 +230,7 @@ class Administrator:
         """Remove blocks: all, by exact keys, key prefixes, idle time or age, those of a context, or the next ones by
         count.
 
-        By all, keys, prefixes and context, protected and leased blocks go too, and stores in flight do not become
+        By all, keys, prefixes and context, leased blocks go too, and stores in flight do not become
         visible; a leased slot is reused only when its lease or load ends. The others remove evictable blocks only. The
         blocks of a context are those that its claim covers, also where others share them.
         """
@@ -264,16 +264,14 @@ class Administrator:
         return evict_next(self._pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove_block(self, key: bytes) -> None:
-        """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
+        """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased or being loaded."""
         pool = self._pool
         with pool.lock:
             slots = pool.index.namespaces.find_all((key,))
             if not slots:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
-            for slot in slots:
-                if pool.index.is_protected(slot) or pool.index.holds(slot):
-                    why = "protected; unprotect it first" if pool.index.is_protected(slot) else "leased or being loaded"
-                    raise ConflictError(f"block {format_key(key)} is {why}")
+            if any(map(pool.index.holds, slots)):
+                raise ConflictError(f"block {format_key(key)} is leased or being loaded")
             pool.remove_blocks(slots, "operator")
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
@@ -310,7 +308,7 @@ class Administrator:
         """Give every rank `capacity_slots` slots. Growing ends immediately (the ranks then pin). Shrinking first
         removes the blocks above, and waits until no slot there is leased or in flight.
 
-        Raises `ConflictError` while another resize is under way, or when protected blocks are above.
+        Raises `ConflictError` while another resize is under way.
         """
         self._pool.check_size(capacity_slots)
         return self.start_resize(capacity_slots)
@@ -321,10 +319,6 @@ class Administrator:
         with pool.lock:
             if pool.resizing:
                 raise ConflictError("another resize is under way; wait for its operation, or cancel it")
-            protected = pool.index.num_protected_from(capacity_slots)
-            if protected:
-                where = f"above slot {capacity_slots}"
-                raise ConflictError(f"{protected} protected blocks are {where}; unprotect them first")
             top = max(pool.slots.limit, pool.slots.top)
             pool.resizing = True
             pool.settings_revision += capacity_slots != pool.ceiling
@@ -440,43 +434,6 @@ class Administrator:
 
         return Sweep(kind, total, pool.config.slot_bytes, work)
 
-    # -- protections ----------------------------------------------------------------------------------------
-
-    def protect(self, keys: Sequence[bytes], ttl_seconds: float | None) -> ProtectionResult:
-        """Keep these blocks from eviction, for `ttl_seconds` or until `unprotect`. Replaces any earlier protection.
-        Blocks above the size that a resize is bringing about count as missing."""
-        check_ttl(ttl_seconds)
-        pool = self._pool
-        expires = _moment(pool.clock, ttl_seconds)
-
-        def protect(slots: list[int]) -> int:
-            below = [slot for slot in slots if slot < pool.slots.limit]
-            pool.index.protect(below, expires)
-            return len(below)
-
-        return self._each_slice(keys, protect)
-
-    def unprotect(self, keys: Sequence[bytes] | None) -> ProtectionResult:
-        """End the protections of these blocks, or of all (None)."""
-        pool = self._pool
-        if keys is not None:
-            return self._each_slice(keys, pool.index.unprotect)
-        changed = 0
-        for start in range(0, pool.index.slot_keys.num_slots, pool.slice_slots):
-            with pool.lock:
-                changed += pool.index.unprotect_between(start, start + pool.slice_slots)
-        return ProtectionResult(changed, 0)
-
-    def _each_slice(self, keys: Sequence[bytes], change: Callable[[list[int]], int]) -> ProtectionResult:
-        """Call `change` with the slots of the keys that are present; it returns how many it changed."""
-        pool = self._pool
-        unique = list(dict.fromkeys(keys))
-        changed = 0
-        for start in range(0, len(unique), pool.slice_slots):
-            with pool.lock:
-                changed += change(pool.index.namespaces.find_all(unique[start : start + pool.slice_slots]))
-        return ProtectionResult(changed, max(0, len(unique) - changed))
-
     # -- memory ---------------------------------------------------------------------------------------------
 
     def retry_pinning(self) -> None:
@@ -541,7 +498,7 @@ def check_deadline(seconds: float | None) -> None:
 
 
 def check_ttl(seconds: float | None) -> None:
-    """Raises `InvalidRequestError` for a time that a bypass or a protection cannot have."""
+    """Raises `InvalidRequestError` for a time that a bypass cannot have."""
     if seconds is not None and not 0 < seconds < inf:
         raise InvalidRequestError(f"ttl_seconds is {seconds}; allowed: more than 0, or null")
 

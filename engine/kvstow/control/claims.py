@@ -215,7 +215,7 @@ class Claims:
     ) -> None:
         self.claimed = RefCounts()
         self.num_evictable = 0
-        """Claimed slots that are neither held nor protected. Kept by the index."""
+        """Claimed slots that are not held. Kept by the index."""
         self.is_on = True
         self.now = 0.0
         self.policy_age = inf

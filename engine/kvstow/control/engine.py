@@ -26,7 +26,7 @@ from kvstow.errors import ConflictError, IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
 from kvstow.source import Source
-from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
+from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts
 from kvstow.status import (
     HOST_NAME,
     BlockPage,
@@ -348,7 +348,6 @@ def _slot_counts(pool: Pool) -> SlotCounts:
         filling=index.num_filling,
         cached=index.num_cached,
         leased=index.num_leased,
-        protected=index.num_protected,
         quarantined=index.num_quarantined,
     )
 
@@ -472,16 +471,13 @@ def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
 
 def _block(pool: Pool, slot: int, key: bytes, now: float) -> BlockStatus:
     index = pool.index
-    expiry = index.protection_end(slot)
     holds = index.holds(slot)
-    name: SlotState = "protected" if expiry is not None else "leased" if holds else "cached"
     return BlockStatus(
         key=format_key(key),
         namespace=index.namespaces.of_slot(slot).name,
         slot=slot,
-        state=name,
+        state="leased" if holds else "cached",
         age_seconds=now - index.times.stored_at(slot),
         idle_seconds=now - index.times.used_at(slot),
         leases=holds,
-        protection_ttl_seconds=None if expiry is None or expiry == inf else max(0.0, expiry - now),
     )

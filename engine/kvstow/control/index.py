@@ -5,7 +5,6 @@ Every used slot is in exactly one of these sets:
     filling      a store is writing it; its key is invisible
     cached       visible and evictable; exactly these are in an order of eviction
     held         leased (by `hold`); visible, or an orphan whose key was removed meanwhile
-    protected    visible and protected by an operator (may be held too)
     quarantined  a store was given up while some rank may still write it
 """
 
@@ -20,7 +19,7 @@ from typing import Literal, NamedTuple
 from kvstow.control.claims import Claims, Context
 from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
 from kvstow.control.policy import EvictionOrder, Links
-from kvstow.control.slots import Protections, RefCounts, SlotTimes
+from kvstow.control.slots import RefCounts, SlotTimes
 from kvstow.control.uses import Uses
 
 _VISITS_PER_SLOT, _SLICE = 4, 1024
@@ -72,8 +71,6 @@ class Index:
         self.namespaces = Namespaces(self.slot_keys, lambda: EvictionOrder(links, uses))
         self._held = RefCounts()
         self._orphans: set[int] = set()
-        self._protections = Protections()
-        self._held_and_protected = 0
         self._num_slots = 0
         self._quarantined: set[int] = set()
         self.claims: Claims | None = None
@@ -98,25 +95,13 @@ class Index:
 
     @property
     def num_leased(self) -> int:
-        """Held slots that are not protected."""
-        return len(self._held) - self._held_and_protected
-
-    @property
-    def num_protected(self) -> int:
-        return len(self._protections)
+        return len(self._held)
 
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
     # -- lookup --------------------------------------------------------------------------------------------
-
-    def is_protected(self, slot: int) -> bool:
-        return slot in self._protections
-
-    def protection_end(self, slot: int) -> float | None:
-        """When the protection ends (`inf`: never); None where there is no protection."""
-        return self._protections.end_of(slot)
 
     def holds(self, slot: int) -> int:
         """The number of holds on the slot."""
@@ -127,10 +112,8 @@ class Index:
     def hold(self, slots: list[int]) -> None:
         """Keep visible slots of one namespace from eviction until `unhold` with the same slots."""
         slots = self._held.increment(slots)
-        unprotected = self._protections.unprotected(slots)
-        self._held_and_protected += len(slots) - len(unprotected)
-        if unprotected:
-            self._detach(self.namespaces.of_slot(unprotected[0]), unprotected)
+        if slots:
+            self._detach(self.namespaces.of_slot(slots[0]), slots)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
@@ -140,10 +123,8 @@ class Index:
             freed = [slot for slot in slots if slot in self._orphans]
             self._orphans.difference_update(freed)
             slots = [slot for slot in slots if self.slot_keys.key_of[slot] is not None]
-        unprotected = self._protections.unprotected(slots)
-        self._held_and_protected -= len(slots) - len(unprotected)
-        if unprotected:
-            self._attach(self.namespaces.of_slot(unprotected[0]), unprotected)
+        if slots:
+            self._attach(self.namespaces.of_slot(slots[0]), slots)
         return freed
 
     def _detach(self, namespace: Namespace, slots: list[int]) -> None:
@@ -163,8 +144,8 @@ class Index:
         namespace.order.attach(slots)
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Mark these visible slots of one namespace as just used. Held and protected ones return to the order as just
-        used anyway."""
+        """Mark these visible slots of one namespace as just used. Held ones return to the order as just used
+        anyway."""
         self.times.mark_used(runs, now)
         slots = self._ordered(runs)
         if slots:
@@ -201,8 +182,8 @@ class Index:
         return self.unused(slots)
 
     def unused(self, slots: list[int]) -> list[int]:
-        """Those of the slots that are neither held nor protected, in the order given."""
-        return self._protections.unprotected(self._held.free_of(slots))
+        """Those of the slots that are not held, in the order given."""
+        return self._held.free_of(slots)
 
     # -- stores ---------------------------------------------------------------------------------------------
 
@@ -326,22 +307,14 @@ class Index:
         return self.remove(found)
 
     def remove(self, slots: Iterable[int]) -> Removal:
-        """Remove visible blocks, also held and protected ones. A held slot stays in use until its last `unhold`."""
+        """Remove visible blocks, also held ones. A held slot stays in use until its last `unhold`."""
         key_of = self.slot_keys.key_of
         visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
         freed: list[int] = []
-        cached: list[int] = []
         orphans: list[int] = []
         for slot in visible:
-            protected = self._protections.discard(slot)
-            if slot in self._held:
-                orphans.append(slot)
-                self._held_and_protected -= protected
-            else:
-                freed.append(slot)
-                if not protected:
-                    cached.append(slot)
-        for namespace, some in self.namespaces.grouped(cached):
+            (orphans if slot in self._held else freed).append(slot)
+        for namespace, some in self.namespaces.grouped(freed):
             self._detach(namespace, some)
         if self.claims is not None:
             self.claims.forget(visible)
@@ -352,44 +325,6 @@ class Index:
             counts.append((namespace, len(some)))
         self._orphans.update(orphans)
         return Removal(tuple(keys), freed, orphans, counts)
-
-    # -- protections ----------------------------------------------------------------------------------------
-
-    def protect(self, slots: list[int], end: float) -> None:
-        """Keep visible slots from eviction until `end` (`inf`: until `unprotect`). Replaces any earlier protection."""
-        unprotected = self._protections.unprotected(slots)
-        unheld = self._held.free_of(unprotected)
-        self._held_and_protected += len(unprotected) - len(unheld)
-        for namespace, some in self.namespaces.grouped(unheld):
-            self._detach(namespace, some)
-        for slot in slots:
-            self._protections.add(slot, end)
-
-    def end_protections(self, now: float, limit: int) -> int:
-        """End up to `limit` of the protections that are over at `now`; returns how many it ended. O(limit)."""
-        due = self._protections.due(now, limit)
-        return self._unprotect(due) if due else 0
-
-    def unprotect(self, slots: list[int]) -> int:
-        """End the protections of these slots; returns how many there were."""
-        return self._unprotect([slot for slot in slots if slot in self._protections])
-
-    def unprotect_between(self, low: int, high: int) -> int:
-        """End all protections of the slots from `low` to below `high`; returns how many there were."""
-        return self._unprotect(self._protections.between(low, high))
-
-    def _unprotect(self, slots: list[int]) -> int:
-        for slot in slots:
-            self._protections.discard(slot)
-        unheld = self._held.free_of(slots)
-        self._held_and_protected -= len(slots) - len(unheld)
-        for namespace, some in self.namespaces.grouped(unheld):
-            self._attach(namespace, some)
-        return len(slots)
-
-    def num_protected_from(self, slot: int) -> int:
-        """How many slots from `slot` on are protected. O(pool / 1,024)."""
-        return self._protections.count_from(slot)
 
     # -- slices of the pool ---------------------------------------------------------------------------------
 
@@ -456,13 +391,11 @@ class Index:
         return slots if self.claims is None else [*slots, *self.unused(list(self.claims.claimed.slots()))]
 
     def slots_in_use(self) -> dict[str, set[int]]:
-        """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
-        protected = self._protections.slots()
+        """The used slots by state. O(pool): for integrity checks."""
         return {
             "filling": set().union(*(namespace.pending_stores.slots() for namespace in self.namespaces)),
             "cached": set(self._cached()),
-            "leased": self._held.slots() - protected,
-            "protected": protected,
+            "leased": self._held.slots(),
             "quarantined": set(self._quarantined),
         }
 
@@ -472,24 +405,18 @@ class Index:
         visible = self.visible_slots()
         if visible != {slot for slot, key in enumerate(self.slot_keys.key_of) if key is not None}:
             found.append("a visible slot is of no namespace")
-        held, protected = self._held.slots(), self._protections.slots()
+        held = self._held.slots()
         cached = self._cached()
         if len(cached) != self.num_cached or len(set(cached)) != len(cached):
             found.append("the eviction order repeats or loses slots")
-        if set(cached) != visible - held - protected:
+        if set(cached) != visible - held:
             found.append("the evictable slots are not those that are visible and unused")
         if self._orphans != held - visible:
             found.append("orphans are not the held slots without a key")
-        if not protected <= visible:
-            found.append("a protected slot is not visible")
-        if self._held_and_protected != len(held & protected):
-            found.append("the count of held and protected slots is wrong")
         if self.claims is not None:
             found += self.claims.defects(visible)
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the count of filling slots is wrong")
         if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")
-        if not self._protections.is_consistent():
-            found.append("the protections by slot and by end time differ")
         return found

@@ -172,7 +172,6 @@ def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
     index, slots = pool.index, list[int]()
     if pool.earlier is not None:
         return slots
-    index.end_protections(now, count)
     budget = _EVICTIONS_PER_SLOT * count
     while len(slots) < count and budget > 0:
         if below is None:

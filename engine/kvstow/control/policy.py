@@ -157,8 +157,8 @@ _IS_CLASS = tuple(
 class EvictionOrder:
     """Holds exactly the evictable slots of a namespace. Used under the pool's lock; each call is O(slots given).
 
-    Sequences of slots are in prefix order (root first) without repeats. A leased or protected slot is detached, and
-    returns by `attach`. `reclassify` follows each change of the uses of attached slots.
+    Sequences of slots are in prefix order (root first) without repeats. A leased slot is detached, and returns
+    by `attach`. `reclassify` follows each change of the uses of attached slots.
     """
 
     __slots__ = ("_lists", "_size", "_uses")

@@ -393,7 +393,7 @@ class Pool:
             self.events.append("removed", keys, reason, namespace.tag)
 
     def remove_blocks(self, slots: Iterable[int], reason: str) -> int:
-        """Remove the visible blocks in these slots, including held and protected ones. Returns their number."""
+        """Remove the visible blocks in these slots, including held ones. Returns their number."""
         removal = self.index.remove(slots)
         self.note_removal(removal, reason)
         return len(removal.keys)
@@ -518,20 +518,15 @@ class Pool:
         return end
 
     def tick(self) -> None:
-        """Let time pass: protections end, transfers become stuck. Call it about once a second, without the lock.
-        O(what changes), with the lock held for no more than 1,024 protections, or one transfer, at a time."""
+        """Let time pass: transfers become stuck, expected uses are missed. Call it about once a second, without the
+        lock. O(what changes), with the lock held for no more than one transfer, or 1,024 claims, at a time."""
         now = self.clock()
-        while self._end_protections(now) or self._mark_stuck(now):
+        while self._mark_stuck(now):
             pass
         with self.lock:
             if self.index.claims is not None:
                 self._tick_claims(self.index.claims, now)
         self.write_log()
-
-    def _end_protections(self, now: float) -> bool:
-        """One slice; True if more protections may have ended."""
-        with self.lock:
-            return self.index.end_protections(now, self.slice_slots) == self.slice_slots
 
     def _mark_stuck(self, now: float) -> bool:
         """Mark the oldest transfer of a session that has become stuck; False if there is none."""

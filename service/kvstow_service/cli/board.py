@@ -20,7 +20,6 @@ from kvstow_service.cli.output import STATE_STYLES
 
 # The characters distinguish the states on terminals without colours.
 _SLOTS: dict[str, tuple[str, str]] = {
-    "protected": ("█", "magenta"),
     "leased": ("▓", "blue"),
     "cached": ("▒", "green"),
     "filling": ("▚", "yellow"),

@@ -449,4 +449,4 @@ def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: For
 
 
 def _blocks(pool: PoolView) -> str:
-    return counted(pool.slots.cached + pool.slots.leased + pool.slots.protected, "block")
+    return counted(pool.slots.cached + pool.slots.leased, "block")

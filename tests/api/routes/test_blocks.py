@@ -48,20 +48,17 @@ async def test_a_block_is_shown_with_its_state(
     ranks.store(keys[:3])
     clock.advance(2.0)
     ranks.lease(keys[:1])
-    engine.admin.protect(keys[1:2], 60.0)
-    leased, protected, cached = [(await client.get(f"{BLOCKS}/{key.hex().upper()}")).json() for key in keys[:3]]
+    leased, cached = [(await client.get(f"{BLOCKS}/{key.hex().upper()}")).json() for key in keys[:2]]
     assert (leased["state"], leased["leases"], leased["idle_seconds"]) == ("leased", 1, 0.0)
-    assert (protected["state"], protected["protection_ttl_seconds"]) == ("protected", 60.0)
     slot = cached.pop("slot")
     assert 0 <= slot < 16
     assert cached == {
-        "key": keys[2].hex(),
+        "key": keys[1].hex(),
         "namespace": "host",
         "state": "cached",
         "age_seconds": 2.0,
         "idle_seconds": 2.0,
         "leases": 0,
-        "protection_ttl_seconds": None,
     }
 
 
@@ -74,9 +71,8 @@ async def test_blocks_of_one_state_are_listed(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:10])
-    engine.admin.protect([keys[1], keys[4], keys[7]], None)
-    ranks.lease(keys[8:9])
-    wanted = {"protected": [keys[1], keys[4], keys[7]], "leased": [keys[8]]}
+    ranks.lease(keys[1:8:3])
+    wanted = {"leased": keys[1:8:3], "cached": [key for key in keys[:10] if key not in keys[1:8:3]]}
     for state, chosen in wanted.items():
         found: list[str] = []
         token: str | None = ""
@@ -95,12 +91,12 @@ async def test_a_state_that_is_rare_costs_a_bounded_look(launch: Any, ranks: Any
     wide.report()
     many = [number.to_bytes(4, "big") for number in range(9000)]
     wide.store(many)
-    engine.admin.protect(many[-1:], None)
+    wide.lease(many[-1:])
     client = await launch(directory=EmbeddedDirectory(engine, 9000))
     sizes: list[int] = []
     token: str | None = ""
     while token is not None:
-        body = (await client.get(BLOCKS, params={"state": "protected", "page_token": token})).json()
+        body = (await client.get(BLOCKS, params={"state": "leased", "page_token": token})).json()
         sizes.append(len(body["items"]))
         token = body["next_page_token"]
     assert sizes == [0, 0, 1]
@@ -137,20 +133,17 @@ async def test_one_block_is_removed(client: httpx.AsyncClient, ranks: Any, keys:
     ranks.engine.check_integrity()
 
 
-@pytest.mark.parametrize(("hold", "word"), [("lease", "leased"), ("load", "leased"), ("protect", "unprotect")])
+@pytest.mark.parametrize("hold", ["lease", "load"])
 async def test_a_block_in_use_stays(
-    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], hold: str, word: str
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], hold: str
 ) -> None:
     ranks.store(keys[:1])
-    if hold == "protect":
-        engine.admin.protect(keys[:1], None)
-    else:
-        lease = ranks.lease(keys[:1])
-        if hold == "load":
-            engine.begin_load(lease, [3])
+    lease = ranks.lease(keys[:1])
+    if hold == "load":
+        engine.begin_load(lease, [3])
     answer = await client.delete(f"{BLOCKS}/{keys[0].hex()}")
     assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
-    assert word in answer.json()["detail"]
+    assert "leased" in answer.json()["detail"]
     assert engine.contains(keys[:1]) == [True]
 
 

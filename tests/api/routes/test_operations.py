@@ -40,7 +40,7 @@ async def test_an_unknown_operation_is_not_found(client: httpx.AsyncClient) -> N
     assert (await client.post("/v1/operations/evict-0/cancel")).status_code == 404
 
 
-@pytest.mark.parametrize("query", ["kind=protect", "state=done", "kid=evict"])
+@pytest.mark.parametrize("query", ["kind=lookup", "state=done", "kid=evict"])
 async def test_a_bad_choice_is_refused(client: httpx.AsyncClient, query: str) -> None:
     assert (await client.get(f"/v1/operations?{query}")).status_code == 422
 

@@ -41,9 +41,8 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     ranks.store(keys[:6])
     ranks.begin_store(keys[6:8])
     ranks.lease(keys[:2])
-    engine.admin.protect(keys[2:3], None)
     body = (await client.get(HOST)).json()
-    assert states(body) == {"free": 8, "filling": 2, "cached": 3, "leased": 2, "protected": 1, "quarantined": 0}
+    assert states(body) == {"free": 8, "filling": 2, "cached": 4, "leased": 2, "quarantined": 0}
     del body["slots"], body["now"]
     assert body.pop("etag")
     pending = body.pop("pending")
@@ -160,14 +159,13 @@ async def test_a_dry_run_counts_and_changes_nothing(
     assert done["evicted_slots"] >= 1
 
 
-async def test_evict_spares_leased_and_protected_blocks(
+async def test_evict_spares_leased_blocks(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:4])
     ranks.lease(keys[:1])
-    engine.admin.protect(keys[1:2], None)
-    assert (await client.post(f"{HOST}/evict", json={"slots": 16})).json()["evicted_slots"] == 2
-    assert engine.contains(keys[:4]) == [True, True, False, False]
+    assert (await client.post(f"{HOST}/evict", json={"slots": 16})).json()["evicted_slots"] == 3
+    assert engine.contains(keys[:4]) == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +225,7 @@ async def test_purge_takes_its_selector(
     left: list[bool],
 ) -> None:
     ranks.store(keys[:3])
-    engine.admin.protect(keys[:1], None)
+    ranks.lease(keys[:1])
     clock.advance(5.0)
     ranks.report()
     ranks.store(keys[3:4])
@@ -351,20 +349,6 @@ async def test_growing_beyond_the_host_names_its_maximum(client: httpx.AsyncClie
     assert slots["errors"][0]["allowed"] == "1 to 32, the maximum of this host"
     size = (await client.patch(HOST, json={"capacity_bytes": 33 * SLOT_BYTES})).json()
     assert size["errors"][0]["allowed"] == f"4096 (one slot) to {32 * SLOT_BYTES}, the maximum of this host"
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-async def test_protected_blocks_keep_the_pool_from_shrinking(
-    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], dry_run: bool
-) -> None:
-    ranks.store(keys)
-    engine.admin.protect(keys, None)
-    body = {"capacity_slots": 6, "policy": "lru", "dry_run": dry_run}
-    answer = await client.patch(HOST, json=body)
-    assert answer.status_code == 409
-    assert "unprotect" in answer.json()["detail"]
-    after = (await client.get(HOST)).json()
-    assert (after["capacity_slots"], after["policy"]) == (16, "auto")
 
 
 async def test_an_etag_guards_against_a_lost_change(client: httpx.AsyncClient, ranks: Any) -> None:

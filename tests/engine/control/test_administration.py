@@ -8,7 +8,7 @@ import pytest
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
-from kvstow.status import BypassStatus, ProtectionResult
+from kvstow.status import BypassStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys, write_blocks
 
@@ -156,54 +156,6 @@ def test_bulk_work_is_done_in_slices_that_release_the_lock(make_host: MakeEngine
     engine.check_integrity()
 
 
-def test_protected_blocks_stay_until_their_protection_ends(make_host: MakeEngine, clock: FakeClock) -> None:
-    engine = make_host(slots=2)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B])
-    assert engine.admin.protect([A, B, C], ttl_seconds=10.0) == ProtectionResult(2, 1)
-    assert engine.begin_store([D], [0]).outcomes == {"dropped_cpu_full": 1}
-    assert engine.admin.evict(slots=5).run().evicted_slots == 0
-    assert engine.stats().pool.slots.protected == 2
-    clock.advance(10.0)
-    engine.tick()
-    assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.cached) == (0, 2)
-    assert engine.begin_store([D], [0]).op is not None
-
-
-def test_a_new_protection_replaces_the_old_one(make_host: MakeEngine, clock: FakeClock) -> None:
-    engine = make_host()
-    store_keys(engine, make_ranks(engine), [A])
-    engine.admin.protect([A], ttl_seconds=10.0)
-    engine.admin.protect([A], ttl_seconds=None)
-    clock.advance(11.0)
-    engine.tick()
-    assert engine.stats().pool.slots.protected == 1
-    assert engine.admin.unprotect([A, B]) == ProtectionResult(1, 1)
-    assert engine.admin.unprotect([A]) == ProtectionResult(0, 1)
-    assert engine.stats().pool.slots.cached == 1
-
-
-def test_protections_and_leases_overlap(make_host: MakeEngine) -> None:
-    engine = make_host()
-    store_keys(engine, make_ranks(engine), [A, B])
-    engine.admin.protect([A], None)
-    lease = engine.acquire([A, B])
-    engine.admin.protect([B], None)
-    assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.leased) == (2, 0)
-    engine.check_integrity()
-    assert engine.admin.unprotect(None) == ProtectionResult(2, 0)
-    assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.leased) == (0, 2)
-    engine.release_lease(lease)
-    assert engine.stats().pool.slots.cached == 2
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_protection_needs_a_sensible_time_to_live(make_host: MakeEngine, ttl: float) -> None:
-    with pytest.raises(InvalidRequestError, match="ttl_seconds"):
-        make_host().admin.protect([A], ttl_seconds=ttl)
-
-
 def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     (rank,) = make_ranks(engine)
@@ -284,20 +236,9 @@ def test_a_resize_can_be_cancelled_before_it_is_run(make_host: MakeEngine) -> No
     assert engine.admin.resize(2).run().finished
 
 
-def test_a_shrink_over_protected_blocks_is_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
-    store_keys(engine, make_ranks(engine), [A, B])
-    engine.admin.protect([B], None)
-    with pytest.raises(ConflictError, match="1 protected blocks are above slot 1; unprotect them first"):
-        engine.admin.resize(1)
+def test_a_shrink_to_nothing_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequestError, match="capacity_slots is 0"):
-        engine.admin.resize(0)
-    engine.admin.unprotect(None)
-    sweep = engine.admin.resize(1)
-    assert engine.admin.protect([A, B], None) == ProtectionResult(1, 1), (
-        "what a resize removes cannot be protected meanwhile"
-    )
-    assert sweep.run().finished
+        make_engine(slots=4).admin.resize(0)
 
 
 def test_the_policy_changes_under_traffic_without_losing_a_block(make_host: MakeEngine) -> None:
@@ -412,15 +353,4 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_host: MakeEngine, monke
     assert sweep.finished
     assert engine.stats().pool.usable_slots == 4
     assert engine.admin.resize(2).run().finished
-    engine.check_integrity()
-
-
-def test_a_block_above_the_new_size_cannot_be_protected(make_host: MakeEngine) -> None:
-    engine = make_host(slice_slots=1)
-    store_keys(engine, make_ranks(engine), [A, B, C, D])
-    sweep = engine.admin.resize(2)
-    assert engine.lookup([A, B, C, D]) == 2
-    assert engine.contains([D]) == [True], "the resize has not come to it yet"
-    assert engine.admin.protect([A, D], None) == ProtectionResult(1, 1)
-    assert sweep.run().finished
     engine.check_integrity()

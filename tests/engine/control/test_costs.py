@@ -14,7 +14,6 @@ from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.control.index import Index
 from kvstow.control.namespaces import KeyMap, PendingStores
 from kvstow.control.pool import SLICE_SLOTS
-from kvstow.control.slots import Protections
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow.testing.tier import ControlledStore
@@ -158,12 +157,11 @@ def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_host:
     keys = make_keys(4)
     fill(engine, keys)
     lease = engine.acquire(keys[:1])
-    engine.admin.protect(keys[1:2], None)
     engine.begin_store(keys, range(4))
     engine.use(keys)
     engine.check_integrity()
     counts = engine.stats().pool.slots
-    assert (counts.leased, counts.protected, counts.cached) == (1, 1, 2)
+    assert (counts.leased, counts.cached) == (1, 3)
     engine.release_lease(lease)
 
 
@@ -175,56 +173,6 @@ def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_host: MakeEngine) 
     engine.check_integrity()
     store_keys(engine, ranks, make_keys(2, "new"))
     assert engine.contains(keys) == [True, False, True]
-
-
-def test_expired_protections_end_slice_by_slice(
-    make_host: MakeEngine,
-    clock: FakeClock,
-    monkeypatch: pytest.MonkeyPatch,
-    count_by_holding: Callable[[OffloadEngine], Holding],
-) -> None:
-    engine = make_host(slots=3000)
-    keys = make_keys(3000)
-    fill(engine, keys)
-    engine.admin.protect(keys[:1500], 10.0)
-    engine.admin.protect(keys[1500:], 20.0)
-    clock.advance(30.0)
-    holding = count_by_holding(engine)
-    count_calls(monkeypatch, Protections, "discard", lambda slot: holding.add(1))
-    engine.begin_store(make_keys(16, "new"), range(16))
-    assert holding.counts == [16], "a store ends no more protections than it needs slots"
-    engine.tick()
-    assert sum(holding.counts) == 3000
-    assert max(holding.counts) <= SLICE_SLOTS
-    assert engine.stats().pool.slots.protected == 0
-    engine.check_integrity()
-
-
-def test_unprotecting_all_is_done_slice_by_slice(
-    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
-) -> None:
-    engine = make_host(slots=3000)
-    keys = make_keys(3000)
-    fill(engine, keys)
-    engine.admin.protect(keys, None)
-    holding = count_by_holding(engine)
-    count_calls(monkeypatch, Protections, "discard", lambda slot: holding.add(1))
-    assert engine.admin.unprotect(None).changed == 3000
-    assert max(holding.counts) <= SLICE_SLOTS
-    engine.check_integrity()
-
-
-def test_a_resize_counts_protections_above_it_without_visiting_each(
-    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_host(slots=8192)
-    fill(engine, make_keys(8192))
-    engine.admin.protect(make_keys(8192), None)
-    looked: list[int] = []
-    count_calls(monkeypatch, Protections, "between", lambda low, high: looked.append(high - low))
-    with pytest.raises(Exception, match="8182 protected blocks are above slot 10"):
-        engine.admin.resize(10)
-    assert sum(looked) <= SLICE_SLOTS
 
 
 def test_stuck_transfers_are_marked_one_by_one(

@@ -517,14 +517,12 @@ def test_blocks_are_listed_in_pages(make_host: MakeEngine, clock: FakeClock) -> 
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
-    engine.admin.protect([B], ttl_seconds=60.0)
     clock.advance(5.0)
     first = engine.blocks(limit=2)
     assert [(view.key, view.state, view.leases) for view in first.blocks] == [
         (A.hex(), "leased", 1),
-        (B.hex(), "protected", 0),
+        (B.hex(), "cached", 0),
     ]
-    assert first.blocks[1].protection_ttl_seconds == 55.0
     assert first.next_slot is not None
     rest = engine.blocks(first.next_slot)
     assert [view.key for view in rest.blocks] == [C.hex()]

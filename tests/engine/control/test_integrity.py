@@ -36,18 +36,6 @@ def forget_an_orphan(pool: Pool) -> None:
     pool.index._orphans.clear()
 
 
-def protect_an_invisible_slot(pool: Pool) -> None:
-    pool.index._protections.add(6, 1.0)
-
-
-def lose_the_end_of_a_protection(pool: Pool) -> None:
-    pool.index._protections._ends.append(1.0)
-
-
-def miscount_held_protections(pool: Pool) -> None:
-    pool.index._held_and_protected += 1
-
-
 def miscount_filling_slots(pool: Pool) -> None:
     pool.sessions[0].namespace.pending_stores._num_slots += 1
 
@@ -112,9 +100,6 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (lose_an_evictable_slot, "the evictable slots are not those"),
         (miscount_the_order, "the eviction order repeats or loses slots"),
         (forget_an_orphan, "orphans are not the held slots without a key"),
-        (protect_an_invisible_slot, "a protected slot is not visible"),
-        (lose_the_end_of_a_protection, "the protections by slot and by end time differ"),
-        (miscount_held_protections, "the count of held and protected slots is wrong"),
         (miscount_filling_slots, "the count of filling slots is wrong"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
         (take_a_slot_from_its_namespace, "keys by slot and slots by key differ"),

@@ -181,25 +181,12 @@ def test_operators_reach_the_blocks_of_all_namespaces(host: Host) -> None:
     second.store([A, C])
     admin = host.pool.admin
     assert admin.lookup([A, B, C, D]).present == [True, True, True, False]
-    assert admin.protect([A], None).changed == 2
-    assert admin.unprotect([A]).changed == 2
     assert admin.purge(keys=[A]).run().evicted_slots == 2
     admin.set_policy("4")
     admin.remove_block(B)
     assert PoolFacade(host.pool).block(C) is not None
     assert admin.purge(everything=True).run().evicted_slots == 1
     assert host.counts["free"] == 8
-
-
-def test_protected_blocks_return_to_their_own_namespace(host: Host) -> None:
-    first, second = host.attach(namespace="a"), host.attach(namespace="b")
-    first.store([A, B])
-    second.store([A, C])
-    host.pool.admin.protect([A, B, C], 5.0)
-    host.clock.advance(6.0)
-    host.pool.tick()
-    assert host.counts["cached"] == 4
-    assert (first.load([A, B]), second.load([A, C])) == ([A, B], [A, C])
 
 
 def test_namespaces_without_sessions_and_blocks_are_forgotten(host: Host) -> None:

@@ -90,7 +90,6 @@ def test_a_restarted_rank_loses_everything_on_all_ranks(make_engine: MakeEngine)
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
-    engine.admin.protect([B], None)
     ranks[1].restart(pinned=4)
     assert engine.lookup([A]) == 0
     stats = engine.stats()

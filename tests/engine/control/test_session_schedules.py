@@ -23,7 +23,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.namespaces import KeyMap, Namespaces
 from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.sharedpool import SharedPool
-from kvstow.errors import ConflictError, LeaseError
+from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
 from kvstow.messages import Mark, Op
 from kvstow.results import Lease, Settled
@@ -42,8 +42,7 @@ ACTIONS = {  # who: what, as often as it is named
     + ["register"] * 4
     + ["report", "boot", "reset", "end", "end and copy", "end and copy later", "process dies"]
     + ["speak late", "speak late", "die", "die"],
-    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "protect", "unprotect", "drop"]
-    + ["go on", "populate"] * 2,
+    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "drop"] + ["go on", "populate"] * 2,
 }
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
 PICKS = 252
@@ -318,10 +317,7 @@ class Engines(RuleBasedStateMachine):
             pool.set_populated(pool.capacity)
         elif what == "drop extent":
             if len(pool.extents) > 1 and self.sweep is None:
-                try:
-                    self.sweep = pool.drop_extents()
-                except ConflictError:  # protected blocks are in the way
-                    return
+                self.sweep = pool.drop_extents()
                 self.go_on(pick)
         elif what == "swap extent":
             self.swap_extent(pick)
@@ -329,12 +325,8 @@ class Engines(RuleBasedStateMachine):
             self.go_on(pick)
         elif what == "drop":
             self.drop_namespace(pick)
-        elif what == "purge":
-            pool.admin.purge(keys=chain).run()
-        elif what == "protect":
-            pool.admin.protect(chain[:2], 5.0 if pick % 2 else None)
         else:
-            pool.admin.unprotect(chain if pick % 2 else None)
+            pool.admin.purge(keys=chain).run()
 
     def swap_extent(self, pick: int) -> None:
         """Ranks hear of the shrink and of the growth at once, and need not have let go of what is gone."""

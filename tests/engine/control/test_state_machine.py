@@ -24,7 +24,7 @@ from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
 from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import SlotMap
-from kvstow.errors import ConflictError, LeaseError
+from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
@@ -53,8 +53,7 @@ ACTIONS = {  # who: what, as often as it is named
         "receive late",
         "receive late",
     ],
-    "operate": ["evict", "idle", "purge", "protect", "unprotect", "resize", "to and fro", "policy", "gate", "context"]
-    + ["go on"] * 3,
+    "operate": ["evict", "idle", "purge", "resize", "to and fro", "policy", "gate", "context"] + ["go on"] * 3,
 }
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
 PICKS = 252
@@ -207,7 +206,6 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
 
     def operate(self, what: str, pick: int) -> None:
         admin = self.engine.admin
-        chain = CHAINS[pick % len(CHAINS)]
         if self.refusing:
             self.resume()
         elif what in ("go on", "resize", "evict", "idle") and self.sweep:
@@ -218,10 +216,6 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
             self.shrink_and_grow(pick)
         elif what == "purge":
             self.purge(pick)
-        elif what == "protect":
-            admin.protect(chain[:2], 5.0 if pick % 2 else None)
-        elif what == "unprotect":
-            admin.unprotect(chain if pick % 2 else None)
         elif what == "policy":
             admin.set_policy("lru" if pick % 2 else "4")
         elif what == "context":
@@ -249,10 +243,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         """Start bulk work and do one slice of it."""
         admin = self.engine.admin
         if what == "resize":
-            try:
-                self.sweep = admin.resize(1 + pick % MAX_SLOTS)
-            except ConflictError:  # protected blocks are in the way
-                return
+            self.sweep = admin.resize(1 + pick % MAX_SLOTS)
         elif what == "evict":
             self.sweep = admin.evict(slots=1 + pick % MAX_SLOTS)
         elif what == "idle":

@@ -75,17 +75,15 @@ def test_only_the_use_of_a_request_counts(make_host: MakeEngine) -> None:
     engine.check_integrity()
 
 
-def test_blocks_that_are_held_or_protected_are_used_as_well(make_host: MakeEngine) -> None:
+def test_blocks_that_are_held_are_used_as_well(make_host: MakeEngine) -> None:
     engine = make_host(slots=4)
     keys = make_keys(3)
     store_keys(engine, make_ranks(engine), keys)
     lease = engine.acquire(keys[:1])
-    engine.admin.protect(keys[1:2], None)
     for _ in range(3):
         engine.use(keys)
     engine.check_integrity()
     engine.release_lease(lease)
-    engine.admin.unprotect(None)
     engine.check_integrity()
     assert uses_of(engine, keys) == [3, 3, 3]
 

@@ -127,7 +127,7 @@ def test_a_watched_list_that_is_cut_says_so_below(host: Any, child_environ: dict
     host.store(*KEYS)
     watch = ("get", "blocks", "--limit", "5", "--watch", "--server", host.url)
     with Terminal(*watch, environ=child_environ) as terminal:
-        terminal.until("PROTECTED FOR")
+        terminal.until("LEASES")
         terminal.until("there are more than 5; --limit shows them")
         terminal.type("\x03")
         assert terminal.end() == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from random import Random
 
 from tests.vllm.harness.core import EngineCore
@@ -11,7 +10,6 @@ from tests.vllm.harness.host import Host
 from tests.vllm.harness.setup import Setup
 
 from kvstow.control.administration import Sweep
-from kvstow.errors import ConflictError
 
 
 class Operator:
@@ -25,10 +23,9 @@ class Operator:
         self._reopen_in = self._restart_in = 0
         self.is_changing_weights = False
         """No request may come until it is done."""
-        gentle: list[Callable[[], None]] = [self.evict, self.purge, self.protect, self.resize, self.set_policy]
+        gentle: list[Callable[[], None]] = [self.evict, self.purge, self.resize, self.set_policy]
         closing = [self.drain, self.bypass]
         drastic = [
-            self.unprotect,
             self.purge_everything,
             self.reset_prefix_cache,
             self.preempt_and_reset,
@@ -63,9 +60,8 @@ class Operator:
             action()
 
     def finish(self) -> None:
-        """Leave things as they were found: open, nothing protected, all ranks alive."""
+        """Leave things as they were found: open, all ranks alive."""
         self.reopen()
-        self.unprotect()
         if self._broken is not None:
             self.restart_rank()
 
@@ -79,17 +75,10 @@ class Operator:
     def purge_everything(self) -> None:
         self._engine.admin.purge(everything=True).run()
 
-    def protect(self) -> None:
-        self._engine.admin.protect(self._some_keys(), None)
-
-    def unprotect(self) -> None:
-        self._engine.admin.unprotect(None)
-
     def resize(self) -> None:
         most = self._setup.slots
         if self._resize is None:
-            with suppress(ConflictError):  # protected blocks are in the way
-                self._resize = self._engine.admin.resize(self._random.randint(most // 3, most))
+            self._resize = self._engine.admin.resize(self._random.randint(most // 3, most))
 
     def drain(self) -> None:
         self._engine.admin.drain(self._random.choice(("all", "stop_stores")), None)

@@ -55,8 +55,8 @@ class Kept(NamedTuple):
 
 class MemoryFigures(NamedTuple):
     """`waits`: which sessions hold memory that pools should get. `kept`: which ones may still have memory that they
-    have given back. `notices` say why else memory that pools should get or give back must wait, and `failures` why
-    workers lack memory of their pools; both are sentences."""
+    have given back. `notices` say why else memory that pools should get must wait, and `failures` why workers lack
+    memory of their pools; both are sentences."""
 
     waits: tuple[PoolWait, ...] = ()
     kept: tuple[Kept, ...] = ()

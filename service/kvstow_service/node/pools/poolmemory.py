@@ -259,10 +259,7 @@ class PoolMemory:
     def _give_back(self, active: int) -> bool:
         surplus = len(self.pool.extents) - active
         if self._sweep is None and surplus > 0:
-            try:
-                self._sweep = self.pool.drop_extents(surplus)
-            except ConflictError as error:
-                self.notice, self.waits = f"memory of pool {self.pool.name} is recalled, but {error}", True
+            self._sweep = self.pool.drop_extents(surplus)
         if self._sweep is not None:
             self._evict(self._sweep)
         left = [number for number in self._held if number >= max(active, len(self.pool.extents))]

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
 from tests.service.node.pools.test_nodepool import OTHER
-from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
 
 from kvstow.attach.calls import Hold, RevokedExtents
 from kvstow.attach.channel import close_fds
@@ -230,19 +230,13 @@ def test_memory_of_another_user_is_made_anew_once_that_has_let_go(make_bench: Ma
     assert bench.memory.figures.kept == ()
 
 
-def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBench) -> None:
+def test_a_session_is_not_asked_for_memory_that_its_pool_still_uses(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
-    old.pool.facade.admin.protect([key_of(number) for number in range(4 * ROW_SLOTS)], None)
-    new = bench.attach(ONE_RANK_OTHER)
-    new.join()
+    lease = old.find(last_number(old), hold=Hold.PRESENT)
+    bench.attach(ONE_RANK_OTHER).join()
     bench.run()
-    (notice,) = bench.memory.figures.notices
-    assert bench.memory.figures.waits == (), "no session can do anything about it"
-    assert notice.startswith(f"memory of pool {old.pool.name} is recalled, but {ROW_SLOTS} protected blocks")
-    old.pool.facade.admin.unprotect(None)
+    assert not bench.memory.figures.waits, "its workers have not been asked to release anything"
+    old.session.release_leases([lease.lease_id])
     bench.run()
-    old.release_revoked()
-    bench.run()
-    assert len(new.grants[0]) == 1
-    assert bench.memory.figures.notices == ()
+    assert [wait.session for wait in bench.memory.figures.waits] == [old.session_id]
