@@ -227,7 +227,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         admin, known = self.engine.admin, self.engine.contexts().contexts
         if not known:
             return
-        context = bytes.fromhex(known[pick % len(known)].context)
+        context = bytes.fromhex(known[pick % len(known)].context or "")
         if pick % 5 == 0:
             admin.release_context(context)
         elif pick % 5 == 1:
