@@ -225,6 +225,20 @@ MUTANTS = [
         f"{CLAIM_TESTS}::test_a_store_finds_the_slots_of_claims_that_have_all_ended",
     ),
     Mutant(
+        "contexts_that_never_came_back_are_fetched",
+        "service/kvstow_service/node/tier/namespacetier.py",
+        "one.namespace == name and one.hits]",
+        "one.namespace == name]",
+        "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
+    ),
+    Mutant(
+        "contexts_are_fetched_while_hints_are_off",
+        "service/kvstow_service/node/tier/namespacetier.py",
+        "is None or not claims.is_on:",
+        "is None:",
+        "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
+    ),
+    Mutant(
         "the_tiers_thread_waits_for_prefetches_that_nobody_begins",
         "service/kvstow_service/node/tier/namespacetier.py",
         "        self._due_at, self._due, self._prefetch = {}, [], None  # or",

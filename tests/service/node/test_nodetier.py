@@ -686,17 +686,29 @@ def test_a_context_is_fetched_shortly_before_it_is_expected(
     engine = engines(node)
     engine.store_until_found(keys_of(100, 1))
     engine.wait_for(lambda: tier_of(node).may_have_more)
-    seconds = [3600.0]
-    namespace = tier_of(node).control.namespace.name
+    seconds, hits, is_on = [3600.0], [0], [True]
+    namespace, facade, tier = tier_of(node).control.namespace.name, only_pool(node).facade, tier_of(node)
 
     def context(context: bytes) -> list[Any]:
-        return [SimpleNamespace(namespace=namespace, blocks=10, resume_in_seconds=seconds[0])]
+        return [SimpleNamespace(namespace=namespace, blocks=10, hits=hits[0], resume_in_seconds=seconds[0])]
 
-    monkeypatch.setattr(only_pool(node).facade, "context", context)
-    use(engine, keys, Hints(TRIP, 3600.0))
+    monkeypatch.setattr(facade, "context", context)
+    monkeypatch.setattr(facade, "claims", lambda: SimpleNamespace(is_on=is_on[0]))
+    looked: list[dict[bytes, float]] = []
+
+    def look() -> None:
+        tier._schedule(TRIP)
+        looked.append(dict(tier._due_at))
+
+    for hits[0], is_on[0] in ((0, True), (10, False)):  # it never came back; hints are off
+        looked.clear()
+        use(engine, keys, Hints(TRIP, 3600.0))
+        tier._do(look)
+        engine.wait_for(lambda: bool(looked))
+        assert looked == [{}]
+    hits[0], is_on[0] = 10, True
     for _ in range(100):  # each request says it anew
         use(engine, keys, Hints(TRIP, 3600.0))
-    tier = tier_of(node)
     engine.wait_for(lambda: bool(tier._due_at))
     assert (len(tier._due_at), len(tier._due) <= 67, found(node)) == (1, True, 0)
     seconds[0] = 0.5

@@ -247,11 +247,14 @@ class NamespaceTier:
     # -- prefetches: the tier's thread ----------------------------------------------------------------------
 
     def _schedule(self, context: bytes) -> None:
-        """Look again when the next request of the context is near; fetch now if it is."""
+        """Look again when the next request of the context is near; fetch now if it is. A prefetch evicts what others
+        have, so nothing is fetched for a context that never came back, or while hints are off."""
         self._due_at.pop(context, None)
         fleet, pool = self.fleet, self.pool_tier.pool
+        if (claims := pool.facade.claims()) is None or not claims.is_on:
+            return
         name = self.control.namespace.name
-        expected = [one for one in pool.facade.context(context) if one.namespace == name]
+        expected = [one for one in pool.facade.context(context) if one.namespace == name and one.hits]
         if fleet is None or not expected or (seconds := expected[0].resume_in_seconds) is None or seconds < 0:
             return
         per_second = fleet.break_even.rate.per_second
