@@ -225,6 +225,13 @@ MUTANTS = [
         f"{CLAIM_TESTS}::test_a_store_finds_the_slots_of_claims_that_have_all_ended",
     ),
     Mutant(
+        "failures_wait_for_a_step_that_may_not_come",
+        "engine/kvstow/attach/engine.py",
+        "        self._flush()\n        settled = list(",
+        "        settled = list(",
+        "tests/service/connectors/vllm/test_attachedblocks.py::test_the_failure_of_the_last_store_is_sent_though_no_step_follows",
+    ),
+    Mutant(
         "contexts_that_never_came_back_are_fetched",
         "service/kvstow_service/node/tier/namespacetier.py",
         "one.namespace == name and one.hits]",

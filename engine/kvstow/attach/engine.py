@@ -328,14 +328,15 @@ class AttachedEngine:
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
         """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent together,
-        before the next call and in the next `step`."""
+        before the next call, in the next `step`, or when results are taken."""
         for completion in completions:
             sent = self._ops.complete(rank, completion)
             if sent is not None:
                 self._unsent.setdefault((rank, boot_id), []).append(sent)
 
     def take_settled(self) -> list[Settled]:
-        """All results that became final since the last call, in order."""
+        """All results that became final since the last call, in order. Sends completions, as no step may follow."""
+        self._flush()
         settled = list(self._ops.settled)
         self._ops.settled.clear()
         return settled

@@ -143,6 +143,16 @@ def test_an_own_store_is_told_with_its_tokens_before_the_engine_rests(bench: Ben
     assert event.medium == "CPU"
 
 
+def test_the_failure_of_the_last_store_is_sent_though_no_step_follows(bench: Bench) -> None:
+    """An engine that has nothing left to wait for makes no more steps, and the store's slot would never be free."""
+    answer = bench.control.begin_store(keys_of(1), [0], request_id="r")
+    bench.step(0.0)
+    assert answer.value.op is not None
+    bench.control.complete(0, "boot", [Completion(answer.value.op.op_id, "failed", "broken")])
+    assert [one.mark for one in bench.control.take_settled()] == ["failed"]
+    assert (bench.control.awaited_transfers, list(bench.service.facade.transfers())) == (0, [])
+
+
 def test_an_eviction_is_told(bench: Bench) -> None:
     bench.store(1, 2)
     bench.settle()
