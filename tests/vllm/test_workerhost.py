@@ -227,7 +227,7 @@ def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
         assert report is not None
         assert report.pinned_slots == 5
         assert worker.news()[0] is None
-    monkeypatch.setattr(worker, "agent", SimpleNamespace(stats=SimpleNamespace(sent=1), stop=worker.agent.stop))
+    monkeypatch.setattr(worker, "agent", SimpleNamespace(sent=1, stop=worker.agent.stop))
     clock.advance(1.6)
     assert worker.news()[0] is None
     clock.advance(1.6)

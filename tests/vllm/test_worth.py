@@ -46,7 +46,7 @@ class Worth:
 
     @property
     def key(self) -> bytes:
-        return bytes(self.engine.connector._host.offload.control.source_key)
+        return bytes(self.engine.connector._host.side.control.source_key)
 
 
 @pytest.fixture(params=["embedded", "attached"])
