@@ -219,7 +219,8 @@ class Loads:
         if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
             if self._control.begins_loads_at_once:
                 return hit.end - local
-            return self._begin_early(tracked, hit, choice)
+            # Another one's load by layer waits for its slots: in the next step, its blocks are on the GPU.
+            return None if self._shared.must_wait(tracked, local, hit.end) else self._begin_early(tracked, hit, choice)
         return None if self._shared.must_wait(tracked, local, hit.end) else hit.end - local
 
     def _is_computed(self, tracked: TrackedRequest, end: int) -> bool:
@@ -241,6 +242,7 @@ class Loads:
             return 0
         tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice, len(places))
         self._policy.waits(begun.num_blocks)
+        self._shared.begun(tracked, hit.end - tracked.start)
         return self._begun_hit(tracked, begun)
 
     def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
@@ -260,6 +262,7 @@ class Loads:
         begun, tracked.begun = tracked.begun, None
         if begun is not None:
             del self._begun[tracked]
+            self._shared.ended(tracked)
             self._policy.waits_no_more(begun.num_blocks)
         return begun
 
