@@ -232,6 +232,13 @@ MUTANTS = [
         "tests/service/connectors/vllm/test_attachedblocks.py::test_the_failure_of_the_last_store_is_sent_though_no_step_follows",
     ),
     Mutant(
+        "slots_of_one_prefix_are_asked_for_by_each_request",
+        "service/kvstow_service/connectors/engine_core/loads.py",
+        "            return None if self._shared.must_wait(tracked, local, hit.end) else self._begin_early(",
+        "            return self._begin_early(",
+        "tests/service/connectors/vllm/test_attached.py::test_slots_of_one_prefix_are_asked_for_once",
+    ),
+    Mutant(
         "contexts_that_never_came_back_are_fetched",
         "service/kvstow_service/node/tier/namespacetier.py",
         "one.namespace == name and one.hits]",

@@ -353,6 +353,24 @@ def test_a_load_by_layer_has_its_slots_before_vllm_is_told_of_it(groups: KVGroup
     assert (host.leases, host.control.open_transfers, choices(host)) == (0, 0, {"layer_setting": 1})
 
 
+def test_slots_of_one_prefix_are_asked_for_once() -> None:
+    """While the service has not answered, a second request would ask for the same slots, and copy all of them again."""
+    host, first, second = by_layer(delay=2), FakeRequest("first", PROMPT), FakeRequest("second", PROMPT)
+    host.expect(first)
+    host.expect(second)
+    for _ in range(10):
+        found = host.ask_now(first)
+        assert host.ask_now(second) is None
+        assert host.side._requests["second"].begun is None
+        if found is not None:
+            break
+        host.step()
+    assert (found, host.side._requests["second"].wait is not None) == (12, True)
+    host.admit(first, load=12)
+    assert len(host.step().layered.ops) == 1
+    assert host.ask_now(second, 12) == 0, "vLLM finds the blocks on the GPU"
+
+
 def test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before_a_step() -> None:
     host, request = by_layer(), FakeRequest("r", PROMPT)
     assert host.answer(request) == 12
