@@ -490,15 +490,15 @@ MUTANTS = [
     Mutant(
         "chains_that_never_begin_pile_up",
         "engine/kvstow/control/session.py",
-        "while self._keys_behind > MOST_FOLLOWED:",
+        "while self.num_keys > most:",
         "while False:",
         f"{CONTROL}/test_shadows.py::test_chains_that_never_begin_take_a_bounded_amount_of_memory",
     ),
     Mutant(
         "parts_of_hints_that_never_begin_pile_up",
         "engine/kvstow/control/session.py",
-        "            if keys:\n                self._claimed_behind.append(keys)\n",
-        "            if True:\n                self._claimed_behind.append(keys)\n",
+        "if count := self._size(part):",
+        "if (count := self._size(part)) >= 0:",
         f"{CONTROL}/test_shadows.py::test_parts_with_hints_that_never_begin_take_a_bounded_amount_of_memory",
     ),
     Mutant(

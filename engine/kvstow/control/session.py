@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Generic, TypeVar
 
 from kvstow.control.namespaces import Namespace, first_of_runs, key_runs, keys_of, runs_below
 from kvstow.control.ops import OpsInFlight
@@ -35,6 +36,43 @@ MOST_HELD_SLOTS = 4 << 20
 
 MOST_CLAIMED = 1 << 18
 """Blocks of a chain whose claim is made: 4 million tokens."""
+
+
+P = TypeVar("P")
+
+
+class _Behind(Generic[P]):
+    """Parts of a chain whose beginning is still to come, the end first. Bounded, as a client may never give a
+    beginning. `size`: how many keys a part has."""
+
+    def __init__(self, size: Callable[[P], int]) -> None:
+        self._size = size
+        self._parts: deque[P] = deque()
+        self.num_keys = 0
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._parts)
+
+    def add(self, part: P, most: int) -> None:
+        """Keep the part, and no more keys than `most`."""
+        if count := self._size(part):
+            self._parts.append(part)
+            self.num_keys += count
+        while self.num_keys > most:
+            self.num_keys -= self._size(self._parts.popleft())
+
+    def take(self) -> list[P]:
+        """All of them, the beginning first."""
+        parts = list(reversed(self._parts))
+        self.clear()
+        return parts
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self.num_keys = 0
 
 
 class Session:
@@ -76,20 +114,15 @@ class Session:
         """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind: deque[Part] = deque()
-        """What is followed of the parts of a chain whose beginning is still to come, the end first. No more keys than
-        are followed at all: a client may never give a beginning."""
-        self._keys_behind = 0
-        """How many keys that are."""
-        self._tried_behind: deque[Sample] = deque()
-        """The same for the trial of hints."""
-        self._tried_keys_behind = 0
-        self._claimed_behind: deque[Sequence[bytes]] = deque()
-        """Parts of a chain with hints whose beginning is still to come, the end first. They are of one context, and
-        adjoin: the beginning of another chain may never have come, as when its hints were too many."""
+        self._parts_behind = _Behind[Part](lambda part: len(part.names))
+        """What the comparison follows of them."""
+        self._tried_behind = _Behind[Sample](lambda sample: len(sample.keys))
+        """What the trial of hints follows."""
+        self._claimed_behind = _Behind[Sequence[bytes]](len)
+        """Those with hints. They are of one context, and adjoin: the beginning of another chain may never have come, as
+        when its hints were too many."""
         self._claim_behind: tuple[bytes | None, int] = (None, 0)
         """Their context, and how many keys come before them."""
-        self._claimed_keys_behind = 0
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -346,8 +379,8 @@ class Session:
             recording = pool.recording
         if hints is not None:
             whole = self._claim(keys, start, hints, now)
-        elif self._claimed_behind:
-            self._forget_behind()
+        else:
+            self._claimed_behind.clear()
         trial = pool.trial if num_slots else None
         if recording is not None:
             recording.add(id(self), keys, self.namespace.tag, start, looked_up, now)
@@ -356,16 +389,10 @@ class Session:
         if comparison is None or not num_slots:
             return whole
         part = comparison.choose(keys, self.namespace.tag, start, num_slots)
-        if part.names:
-            self._parts_behind.append(part)
-            self._keys_behind += len(part.names)
         if start:
-            while self._keys_behind > MOST_FOLLOWED:
-                self._keys_behind -= len(self._parts_behind.popleft().names)
+            self._parts_behind.add(part, MOST_FOLLOWED)
         else:
-            parts = list(reversed(self._parts_behind))
-            self._parts_behind.clear()
-            self._keys_behind = 0
+            parts = [part, *self._parts_behind.take()]
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
             if change is not None:
                 pool.apply_change(comparison, change)
@@ -388,38 +415,23 @@ class Session:
     ) -> None:
         pool = self.pool
         sample = trial.sample(keys, self.namespace.tag, start)
-        if sample.keys:
-            self._tried_behind.append(sample)
-            self._tried_keys_behind += len(sample.keys)
         if start:
-            while self._tried_keys_behind > MOST_FOLLOWED:
-                self._tried_keys_behind -= len(self._tried_behind.popleft().keys)
+            self._tried_behind.add(sample, MOST_FOLLOWED)
             return
-        parts = list(reversed(self._tried_behind))
-        self._tried_behind.clear()
-        self._tried_keys_behind = 0
+        parts = [sample, *self._tried_behind.take()]
         k, tag = pool.index.uses.k, self.namespace.tag
         switch = trial.use(parts, range(*(looked_up or (0, len(keys)))), hints, tag, k, now)
         pool.follow(trial, switch)
 
-    def _forget_behind(self) -> None:
-        self._claimed_behind.clear()
-        self._claimed_keys_behind = 0
-
     def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> Sequence[bytes] | None:
         """Claim the blocks of a chain once its beginning is there, and return it then."""
         if self._claim_behind != (hints.context, start + len(keys)):
-            self._forget_behind()
+            self._claimed_behind.clear()
         self._claim_behind = (hints.context, start)
         if start:
-            if keys:
-                self._claimed_behind.append(keys)
-                self._claimed_keys_behind += len(keys)
-            while self._claimed_keys_behind > MOST_CLAIMED:
-                self._claimed_keys_behind -= len(self._claimed_behind.popleft())
+            self._claimed_behind.add(keys, MOST_CLAIMED)
             return None
-        chain_keys = [*keys, *chain.from_iterable(reversed(self._claimed_behind))]
-        self._forget_behind()
+        chain_keys = [*keys, *chain.from_iterable(self._claimed_behind.take())]
         if len(set(chain_keys)) < len(chain_keys):  # no chain repeats a block
             return None
         pool, step = self.pool, self.pool.slice_slots

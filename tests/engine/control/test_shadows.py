@@ -363,7 +363,7 @@ def test_chains_that_never_begin_take_a_bounded_amount_of_memory(
     engine.use([key(2)], start=1)
     engine.use([key(1)], looked_up=(0, 2))
     assert engine.pool.comparison is not None
-    assert len(engine._parts_behind) == engine._keys_behind == 0
+    assert len(engine._parts_behind) == engine._parts_behind.num_keys == 0
     assert len(engine.pool.comparison._shadows) == 2
 
 
@@ -380,8 +380,8 @@ def test_parts_with_hints_that_never_begin_take_a_bounded_amount_of_memory(
         engine.use([], start=300 - number, hints=Hints(context_id("a")))
     assert (len(engine._tried_behind), len(engine._claimed_behind)) == (100, 50)
     engine.use([key(1000)], hints=Hints(context_id("a")))
-    assert (len(engine._tried_behind), engine._tried_keys_behind) == (0, 0)
-    assert (len(engine._claimed_behind), engine._claimed_keys_behind) == (0, 0)
+    assert (len(engine._tried_behind), engine._tried_behind.num_keys) == (0, 0)
+    assert (len(engine._claimed_behind), engine._claimed_behind.num_keys) == (0, 0)
 
 
 def test_keys_that_a_client_has_made_to_be_followed_all_end_nothing() -> None:
