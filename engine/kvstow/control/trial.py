@@ -58,7 +58,7 @@ class _SmallPool:
         index.unhold(held)
         index.use(namespace, keys, now)
         if index.claims is not None:
-            if hints is not None and hints.context is not None:
+            if hints is not None:
                 renewal = index.claims.begin(namespace, hints, keys, now)
                 index.claims.extend(renewal, namespace.keys.slots_of(keys))
                 index.claims.finish(renewal)
@@ -110,7 +110,8 @@ class Trial:
         if len(set(keys)) < len(keys):
             return None
         asked = slice(*(sum(position < end for position in positions) for end in (looked_up.start, looked_up.stop)))
-        if hints is not None and hints.context is not None:
+        if hints is not None:
+            assert hints.context is not None  # see `Session.use`
             hints = Hints(hints.context + tag.to_bytes(2, "big"), hints.resume_in, hints.release)
         with self._lock:
             self._with.index.uses.k = self._without.index.uses.k = k
