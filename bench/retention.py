@@ -54,8 +54,8 @@ class _Branch(NamedTuple):
 
 
 def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Request]:
-    """Agents with 43 turns at the median and gaps with a heavy tail, of which some turns fork branches that end. With
-    `others`, a fifth as many requests beside them that nobody repeats."""
+    """Agents that take 43 turns at the median, with heavy-tailed gaps between them; some turns start subagents, which
+    end. `others`: also a fifth as many requests that are never repeated."""
     choose = random.Random(5)
     fresh = iter(range(1, 1 << 40))
     prompts = [[next(fresh) for _ in range(20)] for _ in range(4)]

@@ -1,7 +1,7 @@
-"""Where a request comes from, in words that tell nobody what they mean.
+"""Where a request comes from, as digests that do not reveal the names behind them.
 
 Salts are secrets, and names of adapters and sessions may say whose they are. What is sent, counted and shown are
-digests of them, with a key of the pool that no other pool has and that ends with the process.
+digests with a key that each pool has for itself, and that ends with the process.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ class ContextStatus:
 
     `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
     `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
-    negative while it is overdue, null if none is, as after a `release`. `is_hinted`: the client has said so; otherwise
-    it is what the pool has learned.
+    negative while it is overdue, null if none is expected, as after a `release`. `is_hinted`: whether that time comes
+    from the client's hint; otherwise the pool has learned it.
     """
 
     context: str | None

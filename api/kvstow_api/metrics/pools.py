@@ -234,8 +234,8 @@ def curve_families(taken: Snapshots) -> Iterator[Metric]:
     )
     yield gauge(
         "kvstow_curve_useful_bytes",
-        "Size, on all ranks together, that the curve speaks for: a larger one that is worth its memory, or a smaller "
-        "one that would do, or the present one",
+        "Size that the curve recommends, on all ranks together: a larger one that is worth its memory, a smaller one "
+        "that is enough, or the present one",
         POOL,
         [(labels, (curve.next_useful or curve.enough or curve).num_bytes) for labels, curve in drawn],
     )

@@ -170,7 +170,7 @@ class Context:
         """When to see to it, and when it is overdue once more."""
         self.ended_at = -inf
         self.hint: float | None = None
-        """What its last request has said; `inf` for a release."""
+        """The `resume_in` of its last request; `inf` for a release."""
         self.hint_error = 0.0
         self.log_gap: float | None = None
         self.log_gap_error = 1.0
@@ -181,7 +181,7 @@ class Context:
 
 
 def _marks(keys: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
-    """The next request may have another end: a reply that is told again without what was thought."""
+    """The next request may end differently: clients often leave the reasoning out when they send a reply back."""
     length = len(keys)
     places = dict.fromkeys((length, length - 1, 7 * length // 8, 3 * length // 4, length // 2))
     return tuple((place, keys[place - 1]) for place in places if place > 0)

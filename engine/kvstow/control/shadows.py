@@ -557,7 +557,7 @@ class Seen:
         """By the name."""
 
     def limit(self, threshold: int) -> None:
-        """No key whose level is above that is told any more."""
+        """From now on, no key with a level above the threshold is followed."""
         if threshold < self._threshold:
             self._threshold = threshold
             self._level_of = {name: level for name, level in self._level_of.items() if level <= threshold}

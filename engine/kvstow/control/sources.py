@@ -72,8 +72,8 @@ class TopSources:
 class Sources:
     """The sources of a pool. Used with the pool's lock held. Amortized O(1) for each request and each run of its slots.
 
-    A block's key covers the model, the adapter and the salt, so it has one of each, whoever stores it. The first
-    request that uses a block counts as the one that has stored it, and the last one as its owner.
+    A block's key covers the model, the adapter and the salt, so every request that stores it has the same ones. The
+    first request that uses a block counts as the one that has stored it, and the last one as its owner.
     """
 
     def __init__(self) -> None:

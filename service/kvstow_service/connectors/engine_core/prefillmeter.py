@@ -135,7 +135,7 @@ class PrefillMeter:
         self._seen_at = now
         return now
 
-    # -- what is told ---------------------------------------------------------------------------------------
+    # -- for the control plane ------------------------------------------------------------------------------
 
     def take_news(self) -> PrefillNews | None:
         """What is new since the last call; None while it is not known what prompts cost."""

@@ -38,7 +38,7 @@ class PoolWorker:
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
         self.has_all = not session.control.is_engine
-        """Whether a message has said that it has all of the pool's memory: see `GrantedExtents`. The node's own
+        """Whether the worker has reported that it has all of the pool's memory: see `GrantedExtents`. The node's own
         transfers have nothing of an earlier service, so they need no such message."""
 
 
