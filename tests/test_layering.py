@@ -103,7 +103,7 @@ ORDER = {
     "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
-    "pools.sessionlink pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
+    "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "

@@ -19,10 +19,10 @@ from kvstow.attach.peer import Peer
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.status import NamespaceStatus, SessionStatus
+from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.pools.sessionlink import SessionLink
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodetier import NodeTier
 

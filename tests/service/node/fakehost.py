@@ -34,7 +34,8 @@ from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.node.nodehost import SessionGrant
-from kvstow_service.node.pools.sessionlink import Later, SessionLink
+from kvstow_service.node.pools.memoryholder import SessionLink
+from kvstow_service.node.pools.nodesession import Later
 
 
 @dataclass

@@ -37,7 +37,7 @@ from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar, FakeTicket
-from kvstow_service.node.pools.sessionlink import SessionLink
+from kvstow_service.node.pools.memoryholder import SessionLink
 
 MIB = 1 << 20
 SLOT = 4096

@@ -41,7 +41,7 @@ from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
 from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.pools.sessionlink import Later
+from kvstow_service.node.pools.nodesession import Later
 from kvstow_service.process.switchinterval import short_switch_interval
 
 FOLDER_MODE = 0o750

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstow.attach.calls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import InvalidRequestError
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.sessionlink import SessionLink
 from kvstow_service.node.survival.roster import WorkerRecord
 
 _MAX_TEXT = 200  # of an engine's own description, in a record
+
+
+class SessionLink(Protocol):
+    """Sends messages to a session's connections. Thread-safe. Never waits."""
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
+        order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
+        worker to which descriptors are sent holds memory from then on: see `NodeSession.end_worker`. Raises `OSError`,
+        and sends nothing, if this process can have no more descriptors."""
 
 
 @dataclass(slots=True)

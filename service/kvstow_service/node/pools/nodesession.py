@@ -37,10 +37,9 @@ from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
 from kvstow.source import Source
 from kvstow.status import SessionStatus
-from kvstow_service.node.pools.memoryholder import MemoryHolder
+from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.sessionlink import Later, SessionLink
 from kvstow_service.node.tier.namespacetier import NamespaceTier
 
 MOST_SECONDS = 1.0
@@ -124,6 +123,13 @@ _KEYS_PER_PAGE = 2048
 
 HINTS_PER_SECOND = 1000
 """Of one session, as many at once, too. No engine ends so many requests."""
+
+
+Later = Callable[[Callable[[], Found | Pending]], object]
+"""Answers a lookup that was `Pending` with what the given call returns. `Pending` means that it takes more time.
+
+Makes the call at once, or never if the client has gone. An error in the call is answered like one in the lookup itself.
+Raises nothing."""
 
 
 class Rate:

@@ -51,7 +51,7 @@ from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.clients import REASONS
-from kvstow_service.node.pools.sessionlink import SessionLink
+from kvstow_service.node.pools.memoryholder import SessionLink
 
 KEYS = [bytes([number]) * 34 for number in range(8)]
 

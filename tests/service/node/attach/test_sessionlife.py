@@ -19,7 +19,7 @@ from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.sessionlife import SessionLife
-from kvstow_service.node.pools.sessionlink import SessionLink
+from kvstow_service.node.pools.memoryholder import SessionLink
 
 GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 
