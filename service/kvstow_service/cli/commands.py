@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": _Command("serve", "Run the node service: the host memory that the engines of this machine share."),
     "keeper": _Command("keeper", "Hold the memory of the node service while that restarts."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
-    "trace": _Command("replay", "Generate request traces, or record those of a live pool."),
+    "trace": _Command("trace", "Generate request traces, record them, or show what they hit."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, contexts, transfers, operations, ..."),
     "describe": _Command("get", "Show one thing in full: the server, a pool, a rank, ..."),
     "plot": _Command("plot", "Draw the hits of a pool by its size."),
@@ -60,14 +60,18 @@ class LazyGroup(click.Group):
         name, command, rest = super().resolve_command(ctx, args)
         return name, None if command is None else load(name or ""), rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            name = ctx.invoked_subcommand or ctx.args[0]
+            needs = f"`kvstow {name}` needs the package {error.name}: pip install '.[service,cli]' in KVStow's checkout"
+            raise click.ClickException(needs) from error
+
 
 def load(name: str) -> click.Command:
     """The subcommand `name` with all its flags."""
-    try:
-        command: click.Command = getattr(import_module(f"kvstow_service.cli.{COMMANDS[name].module}"), name)
-    except ModuleNotFoundError as error:
-        needs = f"`kvstow {name}` needs the package {error.name}: pip install '.[service,cli]' in KVStow's checkout"
-        raise click.ClickException(needs) from error
+    command: click.Command = getattr(import_module(f"kvstow_service.cli.{COMMANDS[name].module}"), name)
     return command
 
 
