@@ -7,22 +7,21 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
-from kvstow.attach.connection import socket_path
-from kvstow.config import ALLOWED_POLICIES, EngineConfig, parse_policy
+from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode
 from kvstow_service.cli.trace import Bar, json_flag, progress, requests_flag, shape_flag, shape_of, slot_size_flag
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.driver import ReplayDriver, blocks_needed, check_fits
-from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
-from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.ranks import local_session
-from kvstow_service.replay.result import AttachedResult, ReplayResult, print_rows
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, Shape, TraceRequest, read_trace
+
+if TYPE_CHECKING:
+    from kvstow.config import EngineConfig
+    from kvstow_service.replay.launcher import EngineSpec
+    from kvstow_service.replay.result import AttachedResult, ReplayResult
 
 _POOL_SLOTS = 1000
 _POSITIVE = click.FloatRange(0, min_open=True)
@@ -93,6 +92,13 @@ def replay(
 
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
+    from rich.console import Console
+
+    from kvstow.config import EngineConfig
+    from kvstow_service.replay.driver import blocks_needed, check_fits
+    from kvstow_service.replay.launcher import EngineSpec
+    from kvstow_service.replay.result import print_rows
+
     result: ReplayResult | AttachedResult
     try:
         cut = shape_of(shape, slot_size)
@@ -130,6 +136,8 @@ def replay(
 
 
 def _attach_path(attach: str) -> Path:
+    from kvstow.attach.connection import socket_path
+
     try:
         return socket_path(attach)
     except ConfigError as error:
@@ -139,6 +147,10 @@ def _attach_path(attach: str) -> Path:
 def _run_here(
     config: EngineConfig, options: ReplayOptions, requests: list[TraceRequest], blocks: int, shape: Shape
 ) -> ReplayResult:
+    from kvstow_service.replay.driver import ReplayDriver
+    from kvstow_service.replay.offload import EmbeddedOffload
+    from kvstow_service.replay.ranks import local_session
+
     with StopRequests() as stops, progress() as bars:
         pinned = Bar(bars, "pinning", config.capacity_slots)
         with local_session(config, kv_blocks=blocks, shape=shape, stop=stops.requested, on_pinned=pinned) as session:
@@ -155,6 +167,8 @@ def _run_here(
 
 
 def _run_attached(specs: Sequence[EngineSpec]) -> AttachedResult:
+    from kvstow_service.replay.launcher import EngineLauncher
+
     def say(line: str) -> None:
         click.echo(f"kvstow replay: {line}", err=True)
 

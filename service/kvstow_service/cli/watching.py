@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -132,7 +130,6 @@ class _Status(NamedTuple):
 
     met: bool
     words: str
-    readiness: ReadinessView | None = None
     error: ApiError | None = None
 
 
@@ -152,18 +149,18 @@ class _Status(NamedTuple):
 def wait(connection: Connection, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
-    The server does not have to be running yet. Prints what it is waiting for; on a terminal, also the progress of
-    each rank. Exits with code 3 on timeout.
+    The server does not have to be running yet. Prints what it is waiting for. Exits with code 3 on timeout.
     """
     ends = time.monotonic() + timeout
-    with connection.client() as client, _display() as show:
+    lines = _Lines()
+    with connection.client() as client:
         while not (status := _check(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
                 raise CommandError(
                     f"not {condition} after {timeout:g} s: {status.words}", _hint(status), ExitCode.NOT_READY
                 )
-            show(status)
+            lines.show(status.words)
             time.sleep(min(_POLL_SECONDS, left))
     click.echo(status.words)
 
@@ -173,40 +170,16 @@ def _hint(status: _Status) -> str:
     return f"{hint or '`kvstow doctor` shows problems'}; --timeout waits longer"
 
 
-@contextmanager
-def _display() -> Iterator[Callable[[_Status], None]]:
-    """Shows each status on standard error: in place on a terminal, as lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield _Lines().show
-        return
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
-
-    from kvstow_api.overview import rank_rows
-    from kvstow_service.cli.board import rank_bars
-
-    console = Console(stderr=True, highlight=False)
-    with Live(console=console, transient=True, auto_refresh=False) as live:
-
-        def show(status: _Status) -> None:
-            words, (width, height) = Text(f"waiting: {status.words}"), console.size
-            ranks = () if status.readiness is None else rank_rows(status.readiness.ranks)
-            live.update(Group(words, rank_bars(ranks, width, max(4, height - 4))), refresh=True)
-
-        yield show
-
-
 class _Lines:
     """Prints the first status at once, and then a line every five seconds at most, to spare logs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._said, self._next = clock, "", clock()
 
-    def show(self, status: _Status) -> None:
-        if status.words != self._said and self._clock() >= self._next:
-            click.echo(f"waiting: {status.words}", err=True)
-            self._said, self._next = status.words, self._clock() + _LINE_SECONDS
+    def show(self, words: str) -> None:
+        if words != self._said and self._clock() >= self._next:
+            click.echo(f"waiting: {words}", err=True)
+            self._said, self._next = words, self._clock() + _LINE_SECONDS
 
 
 def _check(client: Client, condition: Condition) -> _Status:
@@ -231,10 +204,10 @@ def _ready(client: Client) -> _Status:
     probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
         # a node is ready before the first engine attaches: there is no slot then
-        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness), readiness)
+        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness))
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
     words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
-    return _Status(False, words, readiness)
+    return _Status(False, words)
 
 
 def _pinned(client: Client) -> _Status:
@@ -244,10 +217,10 @@ def _pinned(client: Client) -> _Status:
     memory = readiness.memory
     is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
     if readiness.usable_slots >= readiness.capacity_slots and is_populated:
-        return _Status(True, _state(readiness), readiness)
+        return _Status(True, _state(readiness))
     is_paused = any(pool.pinning_paused for pool in client.call(routes.list_pools).items)
     paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
-    return _Status(False, _state(readiness) + paused, readiness)
+    return _Status(False, _state(readiness) + paused)
 
 
 def _drained(client: Client) -> _Status:

@@ -19,8 +19,7 @@ from typing import Any
 import httpx
 
 from kvstow.errors import KvstowError
-from kvstow_service.replay.launcher import EngineSpec
-from kvstow_service.replay.launcher import EngineLauncher
+from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
 from kvstow_service.replay.result import AttachedResult
 
 _POLL_SECONDS = 0.02

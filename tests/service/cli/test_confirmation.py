@@ -8,7 +8,7 @@ from typing import Any
 import click
 import pytest
 
-from kvstow_service.cli.commands import COMMANDS, load
+from kvstow_service.cli import COMMANDS, load
 from kvstow_service.cli.connection import Connection, Effect, confirm
 from kvstow_service.cli.failures import CommandError
 

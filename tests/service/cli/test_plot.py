@@ -15,8 +15,7 @@ from kvstow_api.answers import PoolCurveView
 from kvstow_api.client.client import decode
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.plot import of_curve
-from kvstow_service.cli.plotting import Line, Plot, drawn, save
+from kvstow_service.cli.plotting import Line, Plot, drawn, of_curve, save
 
 VIEW = decode(PoolCurveView, EXAMPLES["PoolCurveView"])
 LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + CAPACITY // 2)]

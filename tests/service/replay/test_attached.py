@@ -212,7 +212,7 @@ def test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache(
     before, after = found.engines[0].lives
     assert (before.end, after.end) == (end, "finished")
     assert after.result.first_hit_blocks == after.result.first_blocks > 0
-    assert after.hit_blocks == after.blocks
+    assert after.result.hit_blocks == after.result.blocks
     service.wait_until_empty()
 
 

@@ -198,7 +198,7 @@ def test_what_prefills_cost_and_what_loads_have_saved_is_told_where_the_replay_h
     conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[PrefillNews] = []
-    monkeypatch.setattr(EmbeddedOffload, "note_prefill", lambda self, news: reported.append(news))
+    monkeypatch.setattr(OffloadEngine, "note_prefill", lambda self, news: reported.append(news))
     with bench(conversations[:5]) as parts:
         parts.driver.run(Event())
     assert reported == []
