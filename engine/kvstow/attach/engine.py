@@ -48,7 +48,7 @@ from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
 from kvstow.prefill import PrefillNews
-from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
@@ -57,7 +57,6 @@ PROBE_BLOCKS = 64
 _EPOCH_BITS = 61
 
 _T = TypeVar("_T")
-_NOTHING = Lease(0, (), ())
 
 
 class Hits(NamedTuple):
@@ -74,7 +73,7 @@ class Hits(NamedTuple):
         return self.runs[0].length if self.runs and self.runs[0].first == 0 else 0
 
 
-_MISS = Hits(_NOTHING, ())
+_MISS = Hits(NO_LEASE, ())
 
 
 class AttachedEngine:
@@ -226,12 +225,12 @@ class AttachedEngine:
 
         Release the lease, or use it for `begin_load`. `discard` an answer that is no longer needed.
         """
-        return self._ask(Lookup(keys, hold, count), partial(self._read_found, keys), _MISS)
+        return self._ask(Lookup(keys, hold, count), partial(self._read_found, len(keys)), _MISS)
 
     def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
         """Ask which blocks of a prompt are present, one KV group after the other. Holds nothing. Unlike `find` with
         `NOTHING`, it waits for the blocks that the fleet tier can bring, if the service has a tier."""
-        return self._ask(LookupPrompt(keys), partial(self._read_found, keys), _MISS)
+        return self._ask(LookupPrompt(keys), partial(self._read_found, len(keys)), _MISS)
 
     def discard(self, answer: Answer[Hits]) -> None:
         """Drop an answer that the host does not need. Its lease is released as soon as it arrives. Idempotent."""
@@ -444,17 +443,17 @@ class AttachedEngine:
         if answer.is_unwanted and isinstance(answer.value, Hits):
             self.release_lease(answer.value.lease)
 
-    def _read_found(self, keys: Sequence[bytes], call: Call) -> Hits:
+    def _read_found(self, num_keys: int, call: Call) -> Hits:
         found = call.answer(Found)
         runs, fetched = tuple(map(KeyRun._make, found.runs)), tuple(map(KeyRun._make, found.fetched))
         if self.ticket is None:  # the session has ended meanwhile
             return _MISS
-        if runs and sum(runs[-1]) > len(keys):
-            raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {len(keys)} keys")
-        if not found.lease_id:
-            return Hits(_NOTHING, runs, fetched)
-        held = [key for first, length in runs for key in keys[first : first + length]]
-        return Hits(Lease(unique_id(self.ticket.number, found.lease_id), tuple(held), ()), runs, fetched)
+        if runs and sum(runs[-1]) > num_keys:
+            raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {num_keys} keys")
+        lease = NO_LEASE
+        if found.lease_id:
+            lease = Lease(unique_id(self.ticket.number, found.lease_id), sum(run.length for run in runs))
+        return Hits(lease, runs, fetched)
 
     def _read_load(self, blocks: tuple[int, ...], request_id: str, call: Call) -> Op:
         begun = call.answer(LoadBegun)

@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from logging import ERROR, WARNING
 
-from kvstow.control.index import Removal
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolSession
 from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
@@ -41,7 +40,6 @@ class OpenOp:
 
     op: Op | TierOp
     namespace: Namespace
-    keys: tuple[bytes, ...]
     held: tuple[int, ...]
     request_id: str
     started: float
@@ -115,8 +113,7 @@ class OpsInFlight:
         blocks: tuple[int, ...],
         slots: tuple[int, ...],
         *,
-        keys: tuple[bytes, ...],
-        held: tuple[int, ...],
+        held: tuple[int, ...] = (),
         request_id: str,
         now: float,
     ) -> Op:
@@ -129,7 +126,7 @@ class OpsInFlight:
             pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
         else:
             pending, reading = set(self._ranks), set[int]()
-        entry = OpenOp(op, self._owner.namespace, keys, held, request_id, now, pending, reading)
+        entry = OpenOp(op, self._owner.namespace, held, request_id, now, pending, reading)
         self._open[op.op_id] = self._moving[op.op_id] = self._copies[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
@@ -154,7 +151,6 @@ class OpsInFlight:
             op=op,
             tier_op=op,
             namespace=self._owner.namespace,
-            keys=keys,
             held=slots if is_put else (),
             request_id="",
             started=now,
@@ -253,30 +249,13 @@ class OpsInFlight:
         if entry.abandoned:
             pool.end_quarantine(op.slots)
         elif entry.error:
-            entry.namespace.pending_stores.finish(entry.keys, op.slots)
+            entry.namespace.pending_stores.finish(op.slots)
             pool.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
-            published = self.publish(entry.namespace, entry.keys, op.slots)
-            outcomes["stored"] += len(published.keys)
-            outcomes["dropped_purged"] += len(published.freed)
-            if self._owner.on_stored is not None:
-                self._owner.on_stored(published.keys)
-
-    def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> Removal:
-        """Make the keys of filled slots visible. Frees the slots of those that were disowned meanwhile."""
-        pool = self.pool
-        published = pool.index.publish(namespace, keys, slots, pool.clock())
-        pool.deallocate(published.freed)
-        pool.sources.forget(slots)
-        if pool.journal is not None and published.keys:
-            freed = set(published.freed)
-            kept = [slot for slot in slots if slot not in freed] if freed else slots
-            pool.journal.publish(kept, namespace.tag, published.keys)
-        pool.events.append("stored", published.keys, "", namespace.tag)
-        if pool.slots.leaving:  # a resize has passed these slots already
-            pool.remove_blocks([slot for slot in slots if slot >= pool.slots.limit], "resize")
-        return published
+            stored = pool.publish(entry.namespace, op.slots, self._owner.on_stored)
+            outcomes["stored"] += stored
+            outcomes["dropped_purged"] += len(op.slots) - stored
 
     def _settle(self, entry: OpenOp, mark: Mark) -> None:
         op = entry.op
@@ -313,7 +292,7 @@ class OpsInFlight:
                 pool.counters.faults.errors[f"{op.direction}_failed"] += 1
                 pool.counters.stores["failed"] += 0 if entry.abandoned or op.direction == "load" else len(op.slots)
             if entry.fills_slots and not entry.abandoned:
-                pool.index.quarantine(entry.namespace, entry.keys, op.slots)
+                pool.index.quarantine(entry.namespace, op.slots)
         self.settled.clear()
         self.tier.dissolve()
         return dissolved
@@ -345,7 +324,7 @@ class OpsInFlight:
             entry.abandoned = True
             self.num_abandoned += 1
             entry.error = entry.error or reason
-            pool.index.quarantine(entry.namespace, entry.keys, op.slots)
+            pool.index.quarantine(entry.namespace, op.slots)
             if isinstance(entry, OpenTierOp):
                 self.tier.settle(entry, 0)
             else:
@@ -431,7 +410,7 @@ class TierLedger:
         elif entry.abandoned:
             pool.end_quarantine(op.slots)
         else:
-            self._fill(entry, op.keys, op.slots, moved)
+            self._fill(entry, op.slots, moved)
         stats = self.stats[op.direction]
         if entry.error:
             stats.error += 1
@@ -440,13 +419,13 @@ class TierLedger:
         if not entry.abandoned:
             self.settle(entry, moved)
 
-    def _fill(self, entry: OpenOp, keys: Sequence[bytes], slots: Sequence[int], moved: int) -> None:
+    def _fill(self, entry: OpenOp, slots: Sequence[int], moved: int) -> None:
         """The leading slots of a fetch are valid on all ranks; the others are not."""
         pool = self._ops.pool
         if moved:
-            self._ops.publish(entry.namespace, keys[:moved], slots[:moved])
+            pool.publish(entry.namespace, slots[:moved])
         if moved < len(slots):
-            entry.namespace.pending_stores.finish(keys[moved:], slots[moved:])
+            entry.namespace.pending_stores.finish(slots[moved:])
             pool.deallocate(slots[moved:])
 
     def settle(self, entry: OpenTierOp, moved: int) -> None:

@@ -131,9 +131,9 @@ class LeaseBook:
         """The lease with this id, unless it has ended."""
         return self._open.get(lease_id)
 
-    def grant(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> Lease:
+    def grant(self, slots: tuple[int, ...]) -> Lease:
         self._last_id += 1
-        lease = self._open[self._last_id] = Lease(self._last_id, keys, slots)
+        lease = self._open[self._last_id] = Lease(self._last_id, len(slots), slots)
         self.num_slots += len(slots)
         return lease
 
@@ -379,6 +379,28 @@ class Pool:
             except IndexError:  # another thread was faster
                 return
             logger.log(level, message, *values)
+
+    def publish(
+        self,
+        namespace: Namespace,
+        slots: Sequence[int],
+        on_stored: Callable[[Sequence[bytes]], None] | None = None,
+    ) -> int:
+        """Make the keys of filled slots, in ascending order, visible, and free the slots of those that were disowned
+        meanwhile. Returns how many are visible. `on_stored`: called with their keys."""
+        keys, kept = namespace.publish(slots)
+        self.index.admit(namespace, kept, self.clock())
+        if len(kept) < len(slots):
+            self.deallocate(sorted(set(slots).difference(kept)))
+        self.sources.forget(slots)
+        if self.journal is not None and keys:
+            self.journal.publish(kept, namespace.tag, keys)
+        self.events.append("stored", keys, "", namespace.tag)
+        if self.slots.leaving:  # a resize has passed these slots already
+            self.remove_blocks([slot for slot in slots if slot >= self.slots.limit], "resize")
+        if on_stored is not None:
+            on_stored(keys)
+        return len(keys)
 
     def note_removal(self, removal: Removal, reason: str) -> None:
         """Count blocks that left the index, and free their slots."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic, TypeVar
 
-from kvstow.control.namespaces import Namespace, first_of_runs, key_runs, keys_of, runs_below
+from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
@@ -20,17 +20,14 @@ from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
-from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
 from kvstow.status import LoadRefusal, RankStatus
-
-_NOTHING = Lease(0, (), ())
-"""The lease of a miss; it holds nothing."""
 
 MOST_HELD = 65_536
 """Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
 MOST_HELD_SLOTS = 4 << 20
-"""Slots of all of them, a slot once for each: 380 MiB, as each lease has keys of its own. 4,096 requests may wait for
+"""Slots of all of them, a slot once for each. 4,096 requests may wait for
 16,384 tokens of 16-token blocks."""
 
 
@@ -145,7 +142,8 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return 0
-            return sum(map(len, self._leading_runs(keys)))
+            runs, _ = self.namespace.keys.find(keys, self.watermark, leading=True)
+            return sum(map(len, runs))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
@@ -153,7 +151,7 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return [False] * len(keys)
-            return [slot is not None for slot in self.visible_slots(keys)]
+            return [slot is not None for slot in self.namespace.keys.slots_of(keys, self.watermark)]
 
     def find_runs(self, keys: Sequence[bytes]) -> list[KeyRun]:
         """Which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
@@ -161,17 +159,17 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return []
-            return self._present_keys(keys)[1]
+            return self.namespace.keys.find(keys, self.watermark)[1]
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
         release it, or use it for `begin_load`. With `count` false this does not count as a lookup: a host that asks
         repeatedly for one request reports the result with `count_lookup`."""
-        return self._acquire(keys, self._leading_keys, count=count)[0]
+        return self._acquire(keys, leading=True, count=count)[0]
 
     def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
         """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
-        return self._acquire(keys, self._present_keys, count=count)
+        return self._acquire(keys, leading=False, count=count)
 
     def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
@@ -187,34 +185,27 @@ class Session:
             now = pool.clock()
             if self._lease_refusal(now):
                 return None
-            runs = self._leading_runs(keys)
+            runs, _ = self.namespace.keys.find(keys, self.watermark, leading=True)
             slots = list(chain.from_iterable(runs))
             if len(slots) < len(keys) or len(slots) > self.leases.max_slots:
                 return None
-            return self._hold(tuple(keys), slots, runs, now)
+            return self._hold(slots, runs, now)
 
-    def _acquire(
-        self,
-        keys: Sequence[bytes],
-        find: Callable[[Sequence[bytes]], tuple[list[Sequence[int]], list[KeyRun]]],
-        *,
-        count: bool,
-    ) -> tuple[Lease, list[KeyRun]]:
-        """`find`: the slots of keys, as runs of neighbours, and the runs of these keys."""
+    def _acquire(self, keys: Sequence[bytes], *, leading: bool, count: bool) -> tuple[Lease, list[KeyRun]]:
         pool, counters = self.pool, self.pool.counters
         begun = time.perf_counter()
         with pool.lock:
             now = pool.clock()
             refusal = self._lease_refusal(now)
-            runs, found = ([], []) if refusal else find(keys)
+            runs, found = ([], []) if refusal else self.namespace.keys.find(keys, self.watermark, leading=leading)
             slots = list(chain.from_iterable(runs))
             if len(slots) > self.leases.max_slots:
                 slots = slots[: int(self.leases.max_slots)]
                 runs, found = [slots], first_of_runs(found, len(slots))
-            lease = _NOTHING
+            lease = NO_LEASE
             if slots:
                 pool.ages.sample_found(slots, now)
-                lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
+                lease = self._hold(slots, runs, now)
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
                 pool.sources.count_lookup(self.model, NO_SOURCE, len(keys), len(slots))
@@ -232,41 +223,11 @@ class Session:
         slots = self.leases.num_slots + self.ops.held_slots + self.pool.owed_slots
         return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS else None
 
-    def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
+    def _hold(self, slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""
         self.pool.index.times.mark_used(runs, now)
         self.pool.index.hold(slots)
-        return self.leases.grant(keys, tuple(slots))
-
-    def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        runs = self.namespace.keys.leading_runs(keys)
-        return runs if self.watermark is None else runs_below(runs, self.watermark)
-
-    def _leading_keys(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
-        """The slots of the leading visible keys, and the run of these keys, if there are any."""
-        runs = self._leading_runs(keys)
-        leading = sum(map(len, runs))
-        return runs, [KeyRun(0, leading)] if leading else []
-
-    def _present_keys(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
-        """The slots of all visible keys, as runs of neighbours where possible, and the runs of these keys."""
-        runs, found = self._leading_keys(keys)
-        leading = found[0].length if found else 0
-        if leading < len(keys):  # the key after the leading ones is not visible
-            slots = self.visible_slots(keys[leading:])
-            rest = key_runs(slots, leading)
-            if rest:
-                runs.append([slot for slot in slots if slot is not None])
-                found += rest
-        return runs, found
-
-    def visible_slots(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Where each key is; None for those that are absent, or above what the session can reach. The caller holds the
-        lock."""
-        slots = self.namespace.keys.slots_of(keys)
-        if self.watermark is None:
-            return slots
-        return [slot if slot is not None and slot < self.watermark else None for slot in slots]
+        return self.leases.grant(tuple(slots))
 
     def find_lease(self, lease_id: int) -> Lease:
         """The lease of this session with this id. Raises `LeaseError` if it has ended."""
@@ -316,7 +277,6 @@ class Session:
                 "load",
                 tuple(blocks),
                 lease.slots[first:end],
-                keys=lease.keys[first:end],
                 held=lease.slots,
                 request_id=request_id,
                 now=pool.clock(),
@@ -373,9 +333,12 @@ class Session:
             if hints is not None and hints.context is None:  # the others are about a context, or the host's
                 hints = None
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
-            used = pool.index.use(self.namespace, keys, now, self._uses_behind)
-            self._uses_behind = used.least if start else 0
-            pool.sources.count_use(self.model, source, used.runs, used.new)
+            runs, absent = self.namespace.keys.split(keys)
+            new, least = pool.index.use(self.namespace, runs, absent, now, self._uses_behind)
+            self._uses_behind = least if start else 0
+            if pool.index.claims is not None:
+                pool.index.claims.note_uses(keys, now)
+            pool.sources.count_use(self.model, source, runs, new)
             recording = pool.recording
         if hints is not None:
             whole = self._claim(keys, start, hints, now)

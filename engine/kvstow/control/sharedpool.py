@@ -308,8 +308,8 @@ def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int],
             keys, slots = [keys[index] for index in order], [slots[index] for index in order]
         with pool.lock:
             pool.slots.take(slots)
-            namespace.pending_stores.start(keys, slots)
-            pool.index.publish(namespace, keys, slots, pool.clock())
+            namespace.keys.put(keys, slots)
+            pool.index.admit(namespace, slots, pool.clock())
     with pool.lock:
         pool.index.namespaces.leave(namespace)
     return len(all_keys)

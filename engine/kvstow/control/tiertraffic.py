@@ -136,7 +136,7 @@ class TierTraffic:
         with pool.lock:
             if self._is_closed or session.acceptance.load_refusal(pool.clock()):
                 return []
-            slots = session.visible_slots(keys)
+            slots = session.namespace.keys.slots_of(keys, session.watermark)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
             pool.index.hold([slot for _, slot in found])
             return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])

@@ -21,8 +21,8 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
             pool: Pool = self.pool
             entry = self.ops.get(grant.op.op_id)
             assert entry is not None
-            pool.index.publish(entry.namespace, entry.keys, grant.op.slots, 0.0)
-            entry.keys, entry.op = (), replace(grant.op, slots=())
+            pool.publish(entry.namespace, grant.op.slots)
+            entry.op = replace(grant.op, slots=())
         return grant
 
     patch.setattr(OffloadEngine, "begin_store", publish_at_once)
