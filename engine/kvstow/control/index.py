@@ -215,18 +215,18 @@ class Index:
             return self._evict_with(self.claims, num_slots)
         if only := self.namespaces.only:
             keys, slots = self._evict_from(only, num_slots)
-            return Removal(tuple(keys), slots, counts=((only, len(slots)),))
-        keys = []
+            return Removal(keys, slots, counts=((only, len(slots)),))
+        evicted: list[bytes] = []
         freed: list[int] = []
         counts: list[tuple[Namespace, int]] = []
         while len(freed) < num_slots and (namespace := self._next_to_evict()):
             missing = num_slots - len(freed)
             some, slots = self._evict_from(namespace, min(missing, _SHARE) if namespace.num_sessions else missing)
-            keys += some
+            evicted += some
             freed += slots
             counts.append((namespace, len(slots)))
             self.namespaces.forget_if_empty(namespace)
-        return Removal(tuple(keys), freed, counts=counts)
+        return Removal(tuple(evicted), freed, counts=counts)
 
     def _evict_with(self, claims: Claims, num_slots: int) -> Removal:
         keys: list[bytes] = []
@@ -262,7 +262,7 @@ class Index:
             self.namespaces.forget_if_empty(namespace)
         return Removal(tuple(keys), freed, counts=counts)
 
-    def _evict_from(self, namespace: Namespace, count: int) -> tuple[list[bytes], list[int]]:
+    def _evict_from(self, namespace: Namespace, count: int) -> tuple[tuple[bytes, ...], list[int]]:
         slots = namespace.order.evict(count)
         keys = namespace.keys.take(slots)
         self.uses.evict(keys, slots, namespace.tag)

@@ -9,10 +9,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, count, takewhile
 from operator import ne
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvstow.control.policy import EvictionOrder
-from kvstow.control.slots import SlotKeys
+from kvstow.control.slots import SlotKeys, values_at
 from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
 
@@ -136,29 +136,27 @@ class KeyMap:
 
     def put(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Make keys visible, each in its slot, which has no key. Slots are in ascending order."""
-        key_of, slot_of = self._slot_keys.key_of, self._slot_of
+        if not slots:
+            return
+        self._slot_of.update(zip(keys, slots, strict=True))
+        key_of, tag_of, tag = self._slot_keys.key_of, self._slot_keys.tag_of, self._tag
+        has_namespaces = self._slot_keys.has_namespaces
+        if slots[-1] - slots[0] == len(slots) - 1:
+            run = slice(slots[0], slots[-1] + 1)
+            key_of[run] = keys
+            if has_namespaces:
+                tag_of[run] = array("H", (tag,)) * len(slots)
+            return
         for key, slot in zip(keys, slots, strict=True):
-            slot_of[key] = slot
             key_of[slot] = key
-        if slots and self._slot_keys.has_namespaces:
-            self._tag_slots(slots)
-
-    def _tag_slots(self, slots: Sequence[int]) -> None:
-        tag_of, tag = self._slot_keys.tag_of, self._tag
-        if slots[-1] - slots[0] == len(slots) - 1:  # they are in ascending order
-            tag_of[slots[0] : slots[-1] + 1] = array("H", (tag,)) * len(slots)
-        else:
-            for slot in slots:
+            if has_namespaces:
                 tag_of[slot] = tag
 
-    def take(self, slots: Iterable[int]) -> list[bytes]:
+    def take(self, slots: Sequence[int]) -> tuple[bytes, ...]:
         """Remove the keys in these slots, each of which has one."""
         key_of, slot_of = self._slot_keys.key_of, self._slot_of
-        keys: list[bytes] = []
-        for slot in slots:
-            key = key_of[slot]
-            assert key is not None
-            keys.append(key)
+        keys = cast(tuple[bytes, ...], values_at(key_of, slots))
+        for key, slot in zip(keys, slots, strict=True):
             key_of[slot] = None
             del slot_of[key]
         return keys
@@ -217,13 +215,15 @@ class PendingStores:
 
     def finish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
         """These slots are written no more. Returns their keys and slots, without those that were disowned."""
-        has_disowned = len(self._slot_of) < len(self._key_of)
-        found = list(map(self._key_of.pop, slots))
-        keys = tuple([key for key in found if key is not None])
+        if len(self._slot_of) < len(self._key_of):  # some keys were disowned
+            key_of = self._key_of
+            lost = [slot for slot in slots if key_of[slot] is None]
+            for slot in lost:
+                del key_of[slot]
+            slots = [slot for slot in slots if slot in key_of] if lost else slots
+        keys = cast(tuple[bytes, ...], tuple(map(self._key_of.pop, slots)))
         for key in keys:
             del self._slot_of[key]
-        if has_disowned:
-            slots = [slot for slot, key in zip(slots, found, strict=True) if key is not None]
         return keys, slots
 
     def disown(self, keys: Iterable[bytes]) -> None:
@@ -295,9 +295,9 @@ class Namespace:
             outcomes[reason] = outcomes.get(reason, 0) + 1
         return fresh, [*present, scattered]
 
-    def begin(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> list[bytes]:
+    def begin(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> tuple[bytes, ...]:
         """The chosen ones of the keys, by index, are written to these slots from now on. Returns them."""
-        wanted = [keys[i] for i in chosen]
+        wanted = values_at(keys, chosen)
         self.pending_stores.start(wanted, slots)
         return wanted
 

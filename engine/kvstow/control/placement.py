@@ -7,6 +7,7 @@ from itertools import chain
 
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import Pool, PoolSession, fit
+from kvstow.control.slots import values_at
 from kvstow.messages import Op
 from kvstow.results import StoreGrant
 from kvstow.status import Refusal
@@ -48,14 +49,16 @@ def place_store(
             session.namespace.begin(keys, fresh, slots)
             if pool.journal is not None:
                 pool.journal.begin(slots, session.session_id)
-            moved = tuple([blocks[i] for i in fresh])
+            moved = values_at(blocks, fresh)
             op = ops.start("store", moved, tuple(slots), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
         pool.counters.stores[outcome] += count
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
-def place_fetch(session: PoolSession, keys: Sequence[bytes], *, whole: bool = False) -> tuple[list[bytes], list[int]]:
+def place_fetch(
+    session: PoolSession, keys: Sequence[bytes], *, whole: bool = False
+) -> tuple[Sequence[bytes], Sequence[int]]:
     """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
     ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. `whole`: none of
     the keys if there are not slots for all. None in a namespace that is dropped or forgotten: the fleet tier's session
