@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         "a_slot_with_new_content_keeps_its_source",
-        f"{CONTROL_CODE}/ops.py",
-        "pool.sources.forget(slots)",
+        f"{CONTROL_CODE}/pool.py",
+        "self.sources.forget(slots)",
         "pass",
         f"{SOURCES}::test_slots_are_those_that_hold_a_block_now",
     ),
