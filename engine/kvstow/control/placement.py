@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from kvstow.control.indexjournal import fit
 from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool, PoolSession, fit
+from kvstow.control.pool import Pool, PoolSession
 from kvstow.control.slots import values_at
 from kvstow.messages import Op
 from kvstow.results import StoreGrant
@@ -67,7 +68,7 @@ def place_fetch(
     now = pool.clock()
     if session.namespace.is_dropped or _refusal(session, now):
         return [], []
-    if pool.journal is not None and not fit(keys, pool.journal.max_key_bytes):
+    if pool.journal is not None and not fit(keys):
         return [], []
     fresh, present = session.namespace.select(keys, {})
     slots = _make_room(session, len(fresh), present, now)
@@ -101,7 +102,7 @@ def store_room(session: PoolSession, *, kept: int = 0) -> int:
 
 def _refusal(session: PoolSession, now: float) -> Refusal | None:
     """Why no store may start, which includes that no slot is pinned yet."""
-    return session.acceptance.store_refusal(now) or (None if session.pool.slots.limit else "not_ready")
+    return session.refusal("store", now) or (None if session.pool.slots.limit else "not_ready")
 
 
 def _make_room(session: PoolSession, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:

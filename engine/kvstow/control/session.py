@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
+from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
 from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
-from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
+from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
 from kvstow.control.trial import Sample, Trial
@@ -22,7 +23,7 @@ from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
 from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
-from kvstow.status import LoadRefusal, RankStatus
+from kvstow.status import LoadRefusal, RankStatus, Refusal
 
 MOST_HELD = 65_536
 """Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
@@ -97,7 +98,9 @@ class Session:
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(pool, self)
-        self.acceptance = SessionAcceptance(pool.acceptance)
+        self.serving = False
+        """Every rank can copy and no transfer is stuck."""
+        self.closed = False
         self.host_error: str | None = None
         self.is_lost = False
         """The client has gone; what is left waits for the end of its processes."""
@@ -140,7 +143,7 @@ class Session:
         """The number of leading keys that are present. Holds nothing; see `acquire`."""
         pool = self.pool
         with pool.lock:
-            if self.acceptance.load_refusal(pool.clock()):
+            if self.refusal("load", pool.clock()):
                 return 0
             runs, _ = self.namespace.keys.find(keys, self.watermark, leading=True)
             return sum(map(len, runs))
@@ -149,7 +152,7 @@ class Session:
         """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
         pool = self.pool
         with pool.lock:
-            if self.acceptance.load_refusal(pool.clock()):
+            if self.refusal("load", pool.clock()):
                 return [False] * len(keys)
             return [slot is not None for slot in self.namespace.keys.slots_of(keys, self.watermark)]
 
@@ -157,7 +160,7 @@ class Session:
         """Which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
         pool = self.pool
         with pool.lock:
-            if self.acceptance.load_refusal(pool.clock()):
+            if self.refusal("load", pool.clock()):
                 return []
             return self.namespace.keys.find(keys, self.watermark)[1]
 
@@ -216,7 +219,7 @@ class Session:
         """Why a look-up finds nothing that it may keep. A client that begins loads and never ends them, or releases no
         lease, holds a bounded amount of this process's memory. What its pool still owes counts, too, or one that
         leases and releases faster than slots are freed would have no bound."""
-        refusal = self.acceptance.load_refusal(now)
+        refusal = self.refusal("load", now)
         if refusal:
             return refusal
         num_held = len(self.leases) + self.ops.num_ops["load"] + len(self.pool.owed)
@@ -293,8 +296,12 @@ class Session:
         """
         if len(keys) != len(blocks):
             raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
-        if self.pool.journal is not None:
-            check_width(keys, self.pool.journal.max_key_bytes)
+        if self.pool.journal is not None and not fit(keys):
+            widths = sorted(set(map(len, keys)))
+            raise InvalidRequestError(
+                f"keys of {widths} bytes; allowed: keys of one length, from 1 to {MAX_KEY_BYTES} bytes, because the "
+                "pool's journal has a field of that size"
+            )
         with self.pool.lock:
             return place_store(self, self.ops, keys, blocks, request_id)
 
@@ -511,9 +518,19 @@ class Session:
         yield from (lease.slots for lease in self.leases)
         yield from (entry.held for entry in self.ops if entry.held)
 
+    def refusal(self, what: Literal["load", "store"], now: float) -> Refusal | None:
+        """Why the session may not load, or store: what its pool allows, and its own state. The caller holds the
+        lock."""
+        pool = self.pool.acceptance
+        if self.closed or pool.drain_mode == "all" or (pool.drain_mode and what == "store"):
+            return "draining"
+        if not self.serving or pool.rebuilding:
+            return "not_ready"
+        return "bypassed" if pool.bypasses(what, now) else None
+
     def refresh_acceptance(self) -> None:
         """Update whether work is accepted, after a change of the ranks or of stuck ops. The caller holds the lock."""
-        self.acceptance.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
+        self.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
 
     def fail(self, reason: str) -> None:
         """The host has lost track of its ops: nothing is served until it restarts. Transfers under way end as usual.

@@ -431,7 +431,7 @@ def a_clock_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 def lost_sessions_are_believed(patch: pytest.MonkeyPatch) -> None:
     def go_on(self: AttachedSession, reason: str) -> None:
-        self.is_lost = self.acceptance.closed = True
+        self.is_lost = self.closed = True
 
     patch.setattr(AttachedSession, "end", go_on)
 
