@@ -75,7 +75,7 @@ def test_without_a_token_changes_go_through_the_socket_that_the_server_names(run
 
 
 def test_what_only_admins_see_comes_through_that_socket_too(run: Any, make_host: Any) -> None:
-    outcome = run("get", "context", "trip", "--server", make_host().url)
+    outcome = run("describe", "context", "trip", "--server", make_host().url)
     assert "there is no context" in outcome.stderr, outcome.stderr
 
 
