@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "everybody_sees_the_names_of_contexts",
         "api/kvstow_api/routes/contexts.py",
-        'if is_admin(request.scope.get(ACTOR, "")):',
-        "if True:",
+        '    if not is_admin(request.scope.get(ACTOR, "")):\n        items',
+        "    if False:\n        items",
         "tests/api/routes/test_contexts.py::test_contexts_come_in_pages_with_ids_and_names_for_admins_alone",
     ),
     Mutant(
