@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvstow.errors import PinError
 from kvstow.memory import hoststeps, pinning
-from kvstow.memory.chunks import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
+from kvstow.memory.slotpool import Growth
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 MakePool = Callable[..., HostPool]
@@ -279,6 +281,26 @@ def test_beside_an_idle_host_chunks_are_populated_while_others_are_registered(
     eventually(is_ready)
     assert growing.is_settled()
     assert 1 <= max(ahead) <= 12
+
+
+def test_without_another_thread_the_pinning_thread_populates(
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def submit(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    growing = Growing(make_pool, is_idle=True)
+
+    def is_ready() -> bool:
+        growing.clock.advance(1.0)
+        return growing.pool.status().state == "ready"
+
+    with caplog.at_level(logging.WARNING):
+        eventually(is_ready)
+    assert growing.is_settled()
+    message = "memory is not populated ahead, so pinning takes longer: can't start new thread"
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
 @pytest.mark.parametrize(
