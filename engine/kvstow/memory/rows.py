@@ -115,6 +115,11 @@ class BookedExtent:
         return self.pool is None
 
     @property
+    def waiting_row(self) -> int | None:
+        """The row of a pool that waits for this memory; None if none does."""
+        return None if self.pool is None or self.recalled else self.row
+
+    @property
     def may_change_hands(self) -> bool:
         """Its pool has lost it, and every client has released it."""
         return self.recalled and not self.maps

@@ -20,7 +20,7 @@ from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.memory.chunks import Chunk, PinnedChunks
 from kvstow.memory.hoststeps import CallQueue, HostSteps, RegisterCall
-from kvstow.memory.pinning import CallFigures, Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.memory.pinning import Pace, PacedRegistrar, PinProgress, Registrar
 from kvstow.memory.region import bytes_by_node
 from kvstow.messages import PoolFigures
 
@@ -180,8 +180,7 @@ class Growth:
         others to register before this must raise."""
         for tried in (chunks, chunks[:1]):
             try:
-                with self._pool._paced.populating():
-                    self._pool._commit(_span(tried))
+                self._pool._commit(_span(tried))
             except PinError:
                 if len(tried) == 1 and not is_optional:
                     raise
@@ -398,10 +397,6 @@ class SlotPool(ABC):
                 pin_failures=dict(self._pin_failures),
                 numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
             )
-
-    def take_call_figures(self) -> CallFigures:
-        """What the register calls took since the last time."""
-        return self._paced.take_figures()
 
     def close(self) -> None:
         """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""

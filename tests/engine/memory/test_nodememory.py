@@ -115,7 +115,7 @@ def test_an_extent_of_before_a_restart_is_the_same_memory(make: MakeNode, eventu
     os.pwrite(first.fd, b"kv", 0)
     node = make(1)
     node.budget.restore_spare(7, EXTENT, None, None)
-    node.restore(7, first, None)
+    node.restore(7, first)
     assert node.apply() == []
     eventually(lambda: node.populator.status().state == "ready")
     assert os.pread(node.extents[7].fd, 2, 0) == b"kv"

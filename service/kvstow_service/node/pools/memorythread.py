@@ -225,19 +225,19 @@ class MemoryThread:
         for number, (extent, owner) in survivors.extents.items():
             if number not in in_rows:
                 self.budget.restore_spare(number, extent.num_bytes, extent.numa_node, owner)
-                self.memory.restore(number, extent, None)
+                self.memory.restore(number, extent)
 
     def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
         """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
         have attached again, it asks for memory in the name of its session."""
         assert self.records is not None
         memory = self._enter_pool(pool, found.record)
-        for number, row in enumerate(found.rows):
+        for row in found.rows:
             extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
             described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
             self.budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
             for extent, taken in extents:
-                self.memory.restore(extent, taken, number)
+                self.memory.restore(extent, taken)
         memory.restore()
         self.records.restore_pool(pool, found.record, found.journal)
         for record, pidfd in found.workers:
