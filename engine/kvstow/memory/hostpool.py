@@ -14,7 +14,7 @@ from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.limits import Allowance, MemoryLimits, limits_of
 from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.memory.region import HostRegion, bytes_by_node, prefer_node, round_up
-from kvstow.memory.slotpool import NODE_STEP, Int64Array, SlotPool
+from kvstow.memory.slotpool import Int64Array, SlotPool
 
 _POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
 
@@ -91,7 +91,7 @@ class HostPool(SlotPool):
 
     def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
         start, end = self._pages(chunk)
-        return bytes_by_node(self.address + start, end - start, NODE_STEP)
+        return bytes_by_node(self.address + start, end - start)
 
     def _close_memory(self) -> None:
         self._resident_bytes = 0

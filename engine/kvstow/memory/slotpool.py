@@ -24,8 +24,6 @@ from kvstow.memory.pinning import Pace, PacedRegistrar, PinProgress, Registrar
 from kvstow.memory.region import bytes_by_node
 from kvstow.messages import PoolFigures
 
-NODE_STEP = 16 << 20  # bytes between two samples of the NUMA node: sampling holds the GIL
-
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 
 
@@ -273,7 +271,7 @@ class SlotPool(ABC):
 
     def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
         """A committed chunk's bytes by NUMA node."""
-        return bytes_by_node(self._address_of(chunk), chunk.num_bytes, NODE_STEP)
+        return bytes_by_node(self._address_of(chunk), chunk.num_bytes)
 
     @abstractmethod
     def addresses(self, slots: Int64Array) -> Int64Array:
