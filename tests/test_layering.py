@@ -110,7 +110,7 @@ ORDER = {
     "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
     "streamlimit eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
     "client.client client.routes conditions.evidence conditions.pools "
-    "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
+    "conditions.hosts conditions.table appstate metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
     "plot replay serve settings top watching",

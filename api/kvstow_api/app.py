@@ -18,7 +18,7 @@ from kvstow_api.auth import AuthMiddleware, Credentials
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.head import HeadMiddleware
 from kvstow_api.host import ApiHost
-from kvstow_api.metrics.collector import Collector
+from kvstow_api.metrics import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.page.live import StatusPage
 from kvstow_api.regularfile import TokenFile

@@ -27,7 +27,7 @@ from kvstow_api.auth import Credentials
 from kvstow_api.columns import LISTS
 from kvstow_api.conditions.table import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.metrics.collector import Collector, tier_families
+from kvstow_api.metrics import Collector, tier_metrics
 from kvstow_api.requests import HttpCounters
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
@@ -95,12 +95,12 @@ def scraped() -> Iterator[str]:
             yield family.name
 
 
-def tier_metrics() -> Iterator[str]:
+def metrics_of_a_tier() -> Iterator[str]:
     """Of a host with a fleet tier, those included that have no sample before they are measured."""
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = TieredHost(engine, FakeClock())
     host.begin()
-    for family in tier_families(host.directory(4)):
+    for family in tier_metrics(host.directory(4).tier):
         yield f"{family.name}_total" if family.type == "counter" else family.name
     host.close()
     engine.close()
@@ -126,7 +126,7 @@ def flags(command: click.Command) -> Iterator[str]:
 def known() -> frozenset[str]:
     found = {
         *scraped(),
-        *tier_metrics(),
+        *metrics_of_a_tier(),
         *flags(app),
         *(one.name for one in TABLE),
         *get_args(RankState),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
+from prometheus_client import generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
@@ -20,7 +21,6 @@ from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView
 from kvstow_api.health import Probe, Verdict
-from kvstow_api.metrics.families import MEDIA_TYPE, render
 from kvstow_api.openapi import Description, Responses, changing, reading
 from kvstow_api.page.live import StatusPage
 from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter, choose_pool, pool_if_any
@@ -75,7 +75,7 @@ for _path in _PROBE_OF:
 @probes_router.get("/metrics", response_class=Response, responses={**_METRICS_RESPONSES, **reading(guarded=False)})
 async def metrics(app: App) -> Response:
     """All metrics in Prometheus' text format, regardless of the Accept header."""
-    return Response(render(app.host.registry), media_type=MEDIA_TYPE)
+    return Response(generate_latest(app.host.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _known(chosen: Probe, exclude: str) -> frozenset[str]:
