@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from tests.api.conftest import AGENT
 
@@ -17,7 +18,6 @@ from kvstow.stats import EngineState, SlotCounts
 from kvstow.status import BypassStatus, ClaimsStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import DoctorView, PoolCurveView
-from kvstow_api.client.client import decode
 from kvstow_api.conditions.evidence import TABLE, Evidence
 from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostMemory
@@ -68,11 +68,11 @@ def host(**changes: Any) -> Measured:
     return Measured(HOST._replace(**changes))
 
 
-LARGER = decode(PoolCurveView, EXAMPLES["PoolCurveView"])
+LARGER = msgspec.convert(EXAMPLES["PoolCurveView"], PoolCurveView)
 """A curve on which twice the size would be worth its memory."""
 FITS = replace(LARGER, next_useful=None)
-CLAIMS = decode(ClaimsStatus, EXAMPLES["PoolView"]["claims"])
-SESSION = replace(decode(SessionStatus, EXAMPLES["SessionStatus"]), state="attached", registered_slots=8)
+CLAIMS = msgspec.convert(EXAMPLES["PoolView"]["claims"], ClaimsStatus)
+SESSION = replace(msgspec.convert(EXAMPLES["SessionStatus"], SessionStatus), state="attached", registered_slots=8)
 EMBEDDED = {one.name for one in TABLE if one.of in ("host", "pool")}
 
 
