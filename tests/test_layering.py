@@ -108,7 +108,7 @@ ORDER = {
     "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
-    "streamlimit eventstream texts columns sizing hostreadiness overview sampler readings "
+    "streamlimit eventstream texts columns hostreadiness overview sampler sizing readings "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
