@@ -563,7 +563,7 @@ _OF_SERVER = (
 
 
 def _probe_metrics(app: AppState) -> Iterator[Metric]:
-    verdicts = [probe.run() for probe in app.health.probes.values()]
+    verdicts = [probe.run() for probe in app.probes.values()]
     ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
     yield gauge("ready", "1 while /readyz answers 200", float).of((), [((), ready)])
     checks = {(one.name, verdict.probe): float(one.failure is None) for verdict in verdicts for one in verdict.findings}

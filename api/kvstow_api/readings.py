@@ -9,7 +9,7 @@ from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.figures import saved_per_hour, seconds_per_ratio
+from kvstow_api.figures import CurvesView, curves_of, now_of, saved_per_hour, seconds_per_ratio
 from kvstow_api.sampler import Sampler
 from kvstow_api.sizing import with_sizes
 
@@ -66,7 +66,7 @@ def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -
         drain_mode=facade.admin.drain_status.mode,
         bypassed=[direction for direction in DIRECTIONS if getattr(bypass, direction)],
         pending=stats.transfers.pending,
-        now=sampler.now_of_pool(hosted.name),
+        now=now_of(sampler.of_pool(hosted.name).recent),
     )
 
 
@@ -115,6 +115,12 @@ def tier_view(directory: Directory) -> TierView:
     return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))
 
 
+def curves_view(sampler: Sampler, pool: str) -> CurvesView:
+    """What the status page draws of a pool."""
+    samples = sampler.of_pool(pool)
+    return curves_of(pool, samples.recent, samples.kept)
+
+
 _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 _NO_EVIDENCE = (
     "too early to tell: that takes 150 requests that have ended, and look-ups of four times the pool's blocks"
@@ -123,7 +129,7 @@ _NO_EVIDENCE = (
 
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
     """What other sizes of a pool would hit. O(sizes), apart from a sum over the pieces of the curve's window."""
-    facade, kept = hosted.facade, sampler.kept(hosted.name)
+    facade, kept = hosted.facade, sampler.of_pool(hosted.name).kept
     pool, curve = facade.stats().pool, facade.curve()
     view = PoolCurveView(
         pool=hosted.name,

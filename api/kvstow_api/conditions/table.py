@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from kvstow.status import BypassStatus, DrainStatus, SessionStatus
 from kvstow_api.answers import ConditionView, DoctorView, Severity
 from kvstow_api.auth import Credentials
-from kvstow_api.conditions import hosts as _hosts  # noqa: F401 - fills the table, and imports `pools`
 from kvstow_api.conditions.evidence import TABLE, Condition, Evidence, NothingToMeasure
 from kvstow_api.directory import NO_POOL, HostedPool
 from kvstow_api.health import Check
@@ -143,15 +142,15 @@ class Conditions:
 
     def _of_pool(self, whole: Evidence, pool: HostedPool) -> Evidence:
         """With what is switched off in this pool alone."""
-        facade, admin = pool.facade, pool.facade.admin
+        facade, admin, samples = pool.facade, pool.facade.admin, self._sampler.of_pool(pool.name)
         return whole._replace(
             pool=pool.name,
             readiness=host_readiness(self._host.directory, pool),
             sessions=[one for one in whole.sessions if one.pool == pool.name],
             report_timeout=facade.config.report_timeout,
             desired=facade.desired(),
-            kept=self._sampler.kept(pool.name),
-            recent=self._sampler.recent(pool.name),
+            kept=samples.kept,
+            recent=samples.recent,
             granted_bytes=pool.granted_bytes,
             due_bytes=pool.due_bytes,
             slot_bytes=pool.stored_slot_bytes or facade.config.total_slot_bytes,
