@@ -108,9 +108,9 @@ ORDER = {
     "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
-    "streamlimit eventstream texts columns sizing hostreadiness overview sampler readings client.endpoint "
+    "streamlimit eventstream texts columns hostreadiness overview sampler sizing readings "
     "client.client client.routes conditions.evidence conditions.pools "
-    "conditions.hosts conditions.table appstate metrics.families metrics.pools metrics.collector page.content "
+    "conditions.hosts conditions.table appstate metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
     "plot replay serve settings top watching",
