@@ -47,10 +47,7 @@ class Host:
         self._clock = FakeClock()
         self.workers: dict[int, SteppedWorker] = {}
         # copies can overtake each other
-        for name in (
-            "kvstow.copythread._STORES_AT_ONCE",
-            "kvstow.dataplane._AT_ONCE",
-        ):  # copies can overtake each other
+        for name in ("kvstow.copythread._STORES_AT_ONCE", "kvstow.dataplane._AT_ONCE"):
             patch.setattr(name, 1000)
         device = partial(
             SimulatedDevice,
