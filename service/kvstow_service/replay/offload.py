@@ -17,7 +17,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Op
-from kvstow.results import Awaited, Given, Lease, StoreGrant
+from kvstow.results import NO_LEASE, Awaited, Given, Lease, StoreGrant
 from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.trace import BLOCK_TOKENS, Shape
@@ -43,7 +43,7 @@ class EmbeddedOffload:
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         """Keep exactly these keys from eviction; the lease is empty if one of them is absent."""
-        return Given(self._engine.lease(keys) or Lease(0, (), ()))
+        return Given(self._engine.lease(keys) or NO_LEASE)
 
     def release(self, held: Awaited[Lease]) -> None:
         """End a lease, as soon as it is there. Idempotent, also after a load has used it."""
