@@ -72,7 +72,7 @@ class Host:
         server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
         server.start()
         running.callback(server.stop)
-        ticker = Ticker(engine)
+        ticker = Ticker(engine.tick)
         ticker.start()
         running.callback(ticker.stop)
         for rank, worker in enumerate(self.subject.workers):

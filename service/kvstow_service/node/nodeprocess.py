@@ -26,8 +26,7 @@ from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
-from kvstow_service.process.logformat import configure_logs
-from kvstow_service.process.logwriter import QueuedLog
+from kvstow_service.process.logwriter import QueuedLog, configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
 from kvstow_service.tiers.hostedtiers import TierChoice, shown_url
@@ -64,7 +63,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         directory = NodeDirectory(node)
         log.queue.on_drop = partial(directory.count_error, "log_line_dropped")
         _listen_for_changes(sockets, settings.admin_path, plan.admin_group, directory)
-        ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
+        ticker = Ticker(node.tick, renew_tls=None if plan.tls is None else plan.tls.renew)
 
         host = make_api_host(
             directory,

@@ -250,7 +250,7 @@ def test_a_replay_goes_on_without_the_service_and_attaches_when_it_comes(
     assert_verified(found)
     engine = found.engines[0]
     assert (engine.sessions, engine.problem) == (1, None)
-    assert engine.seconds_without > 0
+    assert engine.lives[0].seconds_without > 0
 
 
 def test_a_replay_outlives_its_service_and_uses_the_next_one(service: Service, requests: list[TraceRequest]) -> None:
