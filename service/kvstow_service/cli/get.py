@@ -15,9 +15,9 @@ from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text
 from kvstow_service.cli.blocks import context_id_of
-from kvstow_service.cli.connection import Connection, chosen_pool, find_session, pool_flag, remote
+from kvstow_service.cli.connection import Call, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.output import Format, emit, format_flag, format_option, pairs, table
+from kvstow_service.cli.output import format_flag, format_option, pairs, table
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client, Route
@@ -141,7 +141,7 @@ def _command(noun: _Noun) -> None:
     @click.argument("extra", nargs=-1, metavar="")
     @format_option(("table", "wide", "name", "json", "yaml"), "wide shows more columns, name only ids.")
     @remote
-    def command(connection: Connection, extra: tuple[str, ...], style: Format, **options: Any) -> None:
+    def command(call: Call, extra: tuple[str, ...], **options: Any) -> None:
         from kvstow_api.columns import LISTS
 
         if extra and noun.described:
@@ -149,15 +149,17 @@ def _command(noun: _Noun) -> None:
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
         kind = LISTS[noun.name]
-        with connection.client() as client:
+        if any(option.name == "pool" for option in noun.options):
+            options["pool"] = call.pool
+        with call.client() as client:
             view: Any = _read(client, noun, **options)
         if note := _note(view, options):
             click.echo(note, err=True)
-        if style == "name":
+        if call.style == "name":
             names = [getattr(item, kind.name) for item in view.items]
             click.echo("".join(f"{name}\n" for name in names if name is not None), nl=False)
         else:
-            emit(view, style, lambda view: _shown(view, kind, wide=style == "wide"))
+            call.emit(view, lambda view: _shown(view, kind, wide=call.style == "wide"))
 
     command.params[:0] = noun.options
 
@@ -224,13 +226,13 @@ def _described(
     is only one. Prints nothing unless all of it could be read."""
 
     def register(function: Callable[..., Mapping[str, Any]]) -> click.Command:
-        def command(connection: Connection, style: Format, **options: Any) -> None:
-            with connection.client() as client:
-                if in_pool:
-                    options["pool"] = chosen_pool(client, options["pool"])
+        def command(call: Call, **options: Any) -> None:
+            with call.client() as client:
+                if pool_flag in params or in_pool:
+                    options["pool"] = chosen_pool(client, call.pool) if in_pool else call.pool
                 found = function(client, **options)
             (first, *more) = found.values()
-            emit(found if more else first, style, lambda _: "\n\n".join(_section(*each) for each in found.items()))
+            call.emit(found if more else first, lambda _: "\n\n".join(_section(*each) for each in found.items()))
 
         decorated: Callable[..., None] = remote(command)
         for param in reversed((*params, *([pool_flag] if in_pool else []), format_flag)):

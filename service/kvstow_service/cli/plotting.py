@@ -13,7 +13,7 @@ import click
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, MissingPackageError
-from kvstow_service.cli.connection import Connection, chosen_pool, pool_flag, remote
+from kvstow_service.cli.connection import Call, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import styled
 
@@ -186,15 +186,15 @@ def plot() -> None:
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG to this file instead.")
 @pool_flag
 @remote
-def curve(connection: Connection, png: Path | None, pool: str | None) -> None:
+def curve(call: Call, png: Path | None) -> None:
     """Draw what a pool of other sizes would have hit lately.
 
     --png needs matplotlib. Exits with code 3 while there is not enough evidence for a curve.
     """
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        view = client.call(routes.get_pool_curve, pool=chosen_pool(client, pool))
+    with call.client() as client:
+        view = client.call(routes.get_pool_curve, pool=chosen_pool(client, call.pool))
     if not view.items:
         raise CommandError(view.advice, "`kvstow get curve` shows what is known", ExitCode.NOT_READY)
     found = of_curve(view)

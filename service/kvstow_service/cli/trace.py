@@ -18,7 +18,7 @@ from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
-from kvstow_service.cli.connection import SIZE, TIME, Connection, chosen_pool, pool_flag, remote
+from kvstow_service.cli.connection import SIZE, TIME, Call, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, reporting_failures
 from kvstow_service.replay.trace import (
     SHAPES,
@@ -205,7 +205,7 @@ _ENDS = {
 @click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
 @pool_flag
 @remote
-def record(connection: Connection, seconds: float, size: float, output: str, pool: str | None) -> None:
+def record(call: Call, seconds: float, size: float, output: str) -> None:
     """Record the requests of a live pool, until Ctrl-C.
 
     A line for each request that ends: when that was, which blocks it has used, and which of them it has looked up. In
@@ -213,8 +213,8 @@ def record(connection: Connection, seconds: float, size: float, output: str, poo
     something in this recording alone. `kvstow replay` reads it. Changes need a credential, and so does this.
     """
     with ExitStack() as stack:
-        client = stack.enter_context(connection.client())
-        name = chosen_pool(client, pool)
+        client = stack.enter_context(call.client())
+        name = chosen_pool(client, call.pool)
         stream = stack.enter_context(nullcontext(sys.stdout) if output == "-" else _open(output))
         bars = stack.enter_context(progress())
         lines = stack.enter_context(closing(client.record(name, seconds=seconds, max_bytes=int(size))))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import click
 
 from kvstow_api.texts import counted, moment
-from kvstow_service.cli.connection import TIME, Connection, pool_flag, remote
+from kvstow_service.cli.connection import TIME, Call, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
-from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, text_of, wide_format_flag
+from kvstow_service.cli.output import STATE_STYLES, styled, text_of, wide_format_flag
 
 if TYPE_CHECKING:
     from kvstow_api.answers import DoctorView, EventView, ReadinessView
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 @click.command()
 @wide_format_flag
 @remote
-def doctor(connection: Connection, style: Format) -> None:
+def doctor(call: Call) -> None:
     """Tell what is wrong, whom it concerns, and what mends it.
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
     from kvstow_api.client import routes
 
-    with connection.client() as client:
+    with call.client() as client:
         view = client.call(routes.get_doctor)
-    emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
+    call.emit(view, lambda view: "\n".join(_lines(view, wide=call.style == "wide")))
     click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
 
 
@@ -67,32 +67,30 @@ _RETRY_SECONDS = 1.0
 @wide_format_flag
 @pool_flag
 @remote
-def events(
-    connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format, pool: str | None
-) -> None:
+def events(call: Call, types: tuple[Any, ...], recent: int, limit: int | None) -> None:
     """Print events as they happen, until Ctrl-C.
 
     Types: state, session, rank, tier, policy, hints, operation, change, lost. Events of blocks, stored and removed,
     come only if --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
-    stream = _stream(connection, types, recent, pool)
+    stream = _stream(call, types, recent)
     try:
         for event in islice(stream, limit):
-            click.echo(_line(event, style))
+            click.echo(text_of(event, call.style, _words if call.style == "table" else _words_with_id, one_line=True))
     except KeyboardInterrupt:
         click.get_current_context().exit()
 
 
-def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: str | None) -> Iterator[EventView]:
+def _stream(call: Call, types: tuple[Any, ...], recent: int) -> Iterator[EventView]:
     """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
     from kvstow_api.client import ApiError
 
     seen, after = False, None
-    with connection.client() as client:
+    with call.client() as client:
         while True:
             try:
-                for event in client.events(types, after=after, recent=recent, pool=pool):
+                for event in client.events(types, after=after, recent=recent, pool=call.pool):
                     seen, after, recent = True, event.id or after, 0
                     yield event
             except ApiError as error:
@@ -102,16 +100,16 @@ def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: s
             time.sleep(_RETRY_SECONDS)
 
 
-def _line(event: EventView, style: Format) -> str:
-    return text_of(event, style, lambda _: _words(event, with_id=style == "wide"), one_line=True)
-
-
-def _words(event: EventView, *, with_id: bool) -> str:
+def _words(event: EventView) -> str:
     data = dict(event.data)
     said = data.pop("time", None)
     when = moment(datetime.fromisoformat(said) if said else None)
     words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
-    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if with_id else "")
+    return f"{when:25}  {event.type:9}  {words}"
+
+
+def _words_with_id(event: EventView) -> str:
+    return f"{_words(event)}  id={event.id}"
 
 
 # -- wait -------------------------------------------------------------------------------------------------------------
@@ -146,14 +144,14 @@ class _Status(NamedTuple):
 )
 @click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long to wait; 0 checks once.")
 @remote
-def wait(connection: Connection, condition: Condition, timeout: float) -> None:
+def wait(call: Call, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
     The server does not have to be running yet. Prints what it is waiting for. Exits with code 3 on timeout.
     """
     ends = time.monotonic() + timeout
     lines = _Lines()
-    with connection.client() as client:
+    with call.client() as client:
         while not (status := _check(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
