@@ -111,7 +111,7 @@ ORDER = {
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "failures keeper localserver connection output plotting blocks board get serve "
+    "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "
     "settings top trace replay watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
