@@ -534,7 +534,7 @@ MUTANTS = [
     Mutant(
         "trailers_have_no_limit",
         "service/kvstow_service/admin/server.py",
-        "        self._receive_buffer = _BoundedLines()",
+        "        self.conn._receive_buffer = _BoundedLines()",
         "        pass",
         "tests/service/admin/test_protocol.py::test_a_body_with_too_many_trailers_ends_the_connection",
     ),

@@ -177,8 +177,10 @@ class RankAgent:
         except Exception as error:  # nothing may end the thread
             self._due_at = time.monotonic() + self._interval
             self.failed += 1
+            # A server that cannot be reached is no defect, and needs no traceback.
+            defect = None if isinstance(error, (KvstowError, OSError)) else error
             if not self.is_failing and not self._stopping.is_set():
-                logger.warning("rank %d: report failed, will retry: %s", self._rank, error, exc_info=_if_defect(error))
+                logger.warning("rank %d: report failed, will retry: %s", self._rank, error, exc_info=defect)
             self.is_failing = True
             self._disconnect()
         else:
@@ -220,13 +222,6 @@ class RankAgent:
             report.pin_mode,
             "".join(f"; {words}" for words in (report.notice, report.error) if words),
         )
-
-
-def _if_defect(error: Exception) -> Exception | None:
-    """Log a traceback only for defects of KVStow, not for a server that cannot be reached."""
-    from kvstow_api.client import ApiError
-
-    return None if isinstance(error, (ApiError, KvstowError, OSError)) else error
 
 
 class _Published(NamedTuple):

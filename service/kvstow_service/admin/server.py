@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import resource
 import sys
 import threading
@@ -54,8 +53,6 @@ _REQUESTS_PER_ITERATION = 4
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 2  # for requests under way when the server stops
 
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-
 
 class Wait(Enum):
     """What the server waits for on a connection, and for how many seconds."""
@@ -79,12 +76,6 @@ class Connections:
         self.open: set[AdminProtocol] = set()
         self._clock = clock
         self._full = LimitedLog(logger, clock)
-
-    @property
-    def crowded(self) -> bool:
-        """Above half the limit an untrusted connection serves one request: otherwise pipelined requests would keep the
-        server busy, and a probe would wait for each of them."""
-        return len(self.open) > self.limit // 2
 
     def admit(self, new: AdminProtocol) -> bool:
         """Count a connection that was accepted; False if the caller must close it."""
@@ -187,7 +178,8 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def __init__(self, admitted: Connections, queue: RequestQueue, tls: ServerTls | None, **options: Any) -> None:
         super().__init__(**options)
-        self.conn = _BoundedHeads(h11.SERVER, MAX_HEAD_BYTES)
+        self.conn = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+        self.conn._receive_buffer = _BoundedLines()
         self._app, self.app = self.app, self._run_in_turn
         self._admitted, self._queue, self._tls = admitted, queue, tls
         self._received = memoryview(b"")
@@ -265,8 +257,8 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
                 self.transport.close()
                 return
         super().data_received(data)
-        if self.cycle is not None and not self.trusted and self._admitted.crowded:
-            self.cycle.keep_alive = False
+        if self.cycle is not None and not self.trusted and len(self._admitted.open) > self._admitted.limit // 2:
+            self.cycle.keep_alive = False  # otherwise a probe would wait for all that others have pipelined
         self._admitted.look_at(self)
 
     def on_response_complete(self) -> None:
@@ -307,29 +299,14 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
 
 class _BoundedLines(ReceiveBuffer):
-    """Refuses a head, and the trailers of a chunked body, with too many lines before they are parsed."""
+    """Refuses a head, and the trailers of a chunked body, with too many lines before they are parsed: h11 needs 10 ms
+    for the 3,000 headers that 16 KiB can hold, and has no public way to see them first."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         lines = super().maybe_extract_lines()
         if lines is not None and len(lines) > 1 + MAX_HEADERS:  # the first line of a head has the method
             raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
         return lines
-
-
-class _BoundedHeads(h11.Connection):
-    """Refuses too many headers before they are parsed: h11 needs 10 ms for the 3,000 that 16 KiB can hold. A head is
-    refused while it arrives."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._receive_buffer = _BoundedLines()  # h11 has no public way to see where trailers begin
-
-    def next_event(self) -> Any:
-        if self.their_state is h11.IDLE:
-            head = _END_OF_HEAD.split(self.trailing_data[0], maxsplit=1)[0]
-            if head.rstrip(b"\r\n").count(b"\n") > MAX_HEADERS:  # the first line has the method
-                raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
-        return super().next_event()
 
 
 class AdminServer(uvicorn.Server):

@@ -55,11 +55,8 @@ class AdminSockets:
         self._tcp: TcpAddress | None = None
         self._scheme = "https" if secure else "http"
         self._files: dict[Path, FileId] = {}
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            if address is not None:
-                self.listen_tcp(address)
-            undo.pop_all()
+        if address is not None:
+            self.listen_tcp(address)
 
     def listen_tcp(self, address: TcpAddress) -> None:
         """Call at most once. Raises `ConflictError`, or its subclass `PortTakenError`."""

@@ -187,13 +187,9 @@ def _check(client: Client, condition: Condition) -> _Status:
     try:
         return _CHECKS[condition](client)
     except ApiError as error:
-        if not _may_pass(error):
+        if error.status is not None and error.status not in _PASSING:
             raise
         return _Status(False, str(error), error=error)
-
-
-def _may_pass(error: ApiError) -> bool:
-    return error.status is None or error.status in _PASSING
 
 
 def _ready(client: Client) -> _Status:

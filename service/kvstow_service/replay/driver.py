@@ -312,7 +312,9 @@ class ReplayDriver:
             self._finish(job)
 
     def _store_begun(self, job: _Job, grant: StoreGrant) -> None:
-        self._count_drops(grant.outcomes)
+        for outcome, count in grant.outcomes.items():
+            if outcome.startswith("dropped") and count:
+                self._tally.drops[outcome] += count
         if grant.op is not None:
             self._plan_op(grant.op, job)
         else:
@@ -406,11 +408,6 @@ class ReplayDriver:
         if verified.mismatches:
             found.count_mismatches(verified.mismatches)
             _log.error("%d blocks loaded wrong; the first: %s", len(verified.mismatches), found.first_mismatches)
-
-    def _count_drops(self, outcomes: dict[str, int]) -> None:
-        for outcome, count in outcomes.items():
-            if outcome.startswith("dropped") and count:
-                self._tally.drops[outcome] += count
 
 
 def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:

@@ -86,11 +86,6 @@ def pool_identity(shape: Shape, num_ranks: int) -> PoolIdentity:
     )
 
 
-def namespace_identity() -> NamespaceIdentity:
-    """All replays of one schema of traces: equal ids are equal prefixes, and have the same content everywhere."""
-    return NamespaceIdentity(model=_MODEL, weights_id=_CONTENT, weights_source="configured", hash_probe=_SCHEMA)
-
-
 @dataclass(slots=True)
 class _FoundLease:
     offload: AttachedOffload
@@ -120,11 +115,15 @@ class AttachedOffload:
     def __init__(
         self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
     ) -> None:
+        # All replays of one schema of traces share blocks: equal ids are equal prefixes, with the same content.
+        namespace = NamespaceIdentity(
+            model=_MODEL, weights_id=_CONTENT, weights_source="configured", hash_probe=_SCHEMA
+        )
         self.engine = AttachedEngine(
             path,
             engine=engine,
             pool=pool,
-            namespace=namespace_identity(),
+            namespace=namespace,
             fleet_weights=named_weights(_CONTENT, _MODEL),
             wanted_bytes=wanted_bytes,
         )

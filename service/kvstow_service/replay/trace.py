@@ -185,17 +185,6 @@ class TraceShape:
                 raise ConfigError(key, getattr(self, key), f"a whole number, {least} or more")
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A system prompt: whole blocks, which all conversations that start with it share."""
-
-    hash_ids: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return len(self.hash_ids) * BLOCK_TOKENS
-
-
 def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[TraceRequest]:
     """The requests of all conversations in order of time, the first `limit` of them. The same shape gives the
     same trace."""
@@ -203,9 +192,7 @@ def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[Trace
         raise ConfigError("requests", limit, "a whole number, 1 or more")
     rng = random.Random(shape.seed)
     ids = count()
-    prompts = [
-        _Prompt(tuple(next(ids) for _ in range(rng.randint(*_PROMPT_BLOCKS)))) for _ in range(shape.shared_prompts)
-    ]
+    prompts = [[next(ids) for _ in range(rng.randint(*_PROMPT_BLOCKS))] for _ in range(shape.shared_prompts)]
     requests: list[TraceRequest] = []
     started = 0.0
     for _ in range(shape.sessions):
@@ -214,21 +201,20 @@ def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[Trace
     return sorted(requests, key=lambda request: request.timestamp)[:limit]
 
 
-def _pick(rng: random.Random, prompts: list[_Prompt]) -> _Prompt:
-    """Popularity falls with the rank, as 1/rank."""
+def _pick(rng: random.Random, prompts: list[list[int]]) -> list[int]:
+    """The whole blocks of a system prompt, whose popularity falls with its rank, as 1/rank."""
     if not prompts:
-        return _Prompt(())
+        return []
     return rng.choices(prompts, weights=[1 / rank for rank in range(1, len(prompts) + 1)])[0]
 
 
 def _conversation(
-    rng: random.Random, ids: Iterator[int], prompt: _Prompt, turns: int, started: float
+    rng: random.Random, ids: Iterator[int], prompt: list[int], turns: int, started: float
 ) -> Iterator[TraceRequest]:
     """Each turn's prompt is all that was said before and a question. Whole blocks keep their ids from turn to
     turn; the last block, if it is not full, has an id of its own, because the next turn fills it differently."""
     seconds = started
-    tokens = prompt.tokens
-    whole = list(prompt.hash_ids)
+    tokens, whole = len(prompt) * BLOCK_TOKENS, [*prompt]
     for _ in range(rng.randint(1, 2 * turns - 1)):
         tokens += _tokens(rng, _QUESTION_TOKENS)
         whole.extend(next(ids) for _ in range(tokens // BLOCK_TOKENS - len(whole)))

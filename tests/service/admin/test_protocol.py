@@ -166,10 +166,9 @@ def test_a_head_beyond_the_limit_is_refused_while_it_arrives(served: Served, flo
 
 
 @pytest.mark.parametrize("line", [b"x: y\r\n", b"x:\n"])
-@pytest.mark.parametrize("ending", [b"\r\n", b"x"], ids=["whole", "begun"])
-def test_a_head_with_too_many_headers_is_refused(served: Served, line: bytes, ending: bytes) -> None:
+def test_a_head_with_too_many_headers_is_refused(served: Served, line: bytes) -> None:
     with served.connect() as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\n" + line * MAX_HEADERS + ending)
+        client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\n" + line * MAX_HEADERS + b"\r\n")
         answer = read_to_end(client)
     assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
 
