@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstow.bytesize import format_size
 from kvstow_api.texts import bypass_words, bypassed, counted, drain_words, duration
 from kvstow_service.cli.blocks import follow, no_wait_flag, started
 from kvstow_service.cli.connection import (
@@ -31,7 +31,6 @@ from kvstow_service.cli.output import format_flag, table
 if TYPE_CHECKING:
     from kvstow.status import BypassStatus, DrainStatus, SessionStatus
     from kvstow_api.answers import DetachView, PlanView, PoolView
-    from kvstow_api.client import Client
 
 # -- resize and config ------------------------------------------------------------------------------------------------
 
@@ -50,53 +49,44 @@ def resize(call: Call, size: int | None, slots: int | None) -> None:
 
     A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
     """
-    from kvstow_api.client import routes
-
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
-    with call.client() as client:
-        name = chosen_pool(client, call.pool)
-        now = client.call(routes.get_pool, pool=name)
-        _check_size(size if size is not None else (slots or 0) * now.slot_bytes, now)
-        wanted = {"capacity_slots": slots, "capacity_bytes": size}
-        plan = planned(client, wanted, name)
-        if call.dry_run:
-            call.emit(plan, _would_resize)
-            return
-        words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
-        call.confirm(words, destructive=plan.evicted_slots > 0)
-        answer = follow(client, routes.change_pool, wanted, pool=name, if_match=now.etag, no_wait=call.no_wait)
-        call.emit(answer, partial(_resized, now.capacity_slots, plan.capacity_slots))
+    wanted = {"capacity_slots": slots} if size is None else {"capacity_bytes": size}
+    _change(call, wanted, "shrink the pool", _would_resize, _resized)
 
 
-def planned(client: Client, wanted: dict[str, Any], pool: str) -> PlanView:
-    """What the change of these settings would do now."""
+def _change(
+    call: Call,
+    wanted: dict[str, Any],
+    words: str,
+    would: Callable[[PlanView], str],
+    changed: Callable[[PoolView, PlanView, Any], tuple[Any, Callable[[Any], str]]],
+) -> None:
+    """Change settings of a pool. `words` begin the question, `would` is the text of a dry run; `changed` gets the pool
+    before, the plan and the answer, and gives what is printed."""
     from kvstow_api.answers import PlanView
     from kvstow_api.client import routes
 
-    return client.call(routes.change_pool.returning(PlanView), {**wanted, "dry_run": True}, pool=pool)
-
-
-def _check_size(size: int, pool: PoolView) -> None:
-    """The server refuses it as well, but counts in slots or bytes."""
-    if not pool.resizable:
-        hint = "the budget of the node (--memory) and the number of pools decide"
-        raise CommandError(f"the size of pool {pool.name} is the server's to set", hint, ExitCode.CONFLICT)
-    if size > pool.max_capacity_bytes:
-        most = f"{format_size(pool.max_capacity_bytes)}, {counted(pool.max_capacity_slots, 'slot')}"
-        hint = "ask for less, or restart the engine with a larger max_bytes"
-        raise CommandError(f"{format_size(size)} is too much: each rank can hold {most}", hint, ExitCode.USAGE)
+    with call.client() as client:
+        name = chosen_pool(client, call.pool)
+        before = client.call(routes.get_pool, pool=name)
+        plan = client.call(routes.change_pool.returning(PlanView), {**wanted, "dry_run": True}, pool=name)
+        if call.dry_run:
+            call.emit(plan, would)
+            return
+        call.confirm(f"{words} and evict {evicted(plan)},", destructive=plan.evicted_slots > 0)
+        answer = follow(client, routes.change_pool, wanted, pool=name, if_match=before.etag, no_wait=call.no_wait)
+        call.emit(*changed(before, plan, answer))
 
 
 def _would_resize(plan: PlanView) -> str:
     return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)}"
 
 
-def _resized(before: int, slots: int, answer: Any) -> str:
-    if getattr(answer, "state", "") == "running":
-        return started(answer)
-    grown = "; ranks pin the new ones in the background" if slots > before else ""
-    return f"the pool has {counted(slots, 'slot')}{grown}"
+def _resized(before: PoolView, plan: PlanView, answer: Any) -> tuple[Any, Callable[[Any], str]]:
+    grown = "; ranks pin the new ones in the background" if plan.capacity_slots > before.capacity_slots else ""
+    words = f"the pool has {counted(plan.capacity_slots, 'slot')}{grown}"
+    return answer, started if getattr(answer, "state", "") == "running" else lambda _: words
 
 
 _SETTINGS = ("capacity_slots", "policy", "pinning_paused")
@@ -137,21 +127,14 @@ def view(call: Call) -> None:
 @remote
 def set_values(call: Call, settings: tuple[str, ...]) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
-    from kvstow_api.answers import OperationView
-    from kvstow_api.client import routes
+    wanted = dict(_parse(setting) for setting in settings)
+    _change(call, wanted, f"change {', '.join(wanted)}", details, _settings_after)
 
-    runtime = dict(_parse(setting) for setting in settings)
-    with call.client() as client:
-        pool = chosen_pool(client, call.pool)
-        etag = client.call(routes.get_pool, pool=pool).etag
-        plan = planned(client, runtime, pool)
-        if call.dry_run:
-            call.emit(plan, details)
-            return
-        words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
-        call.confirm(words, destructive=plan.evicted_slots > 0)
-        answer = follow(client, routes.change_pool, runtime, pool=pool, if_match=etag, no_wait=call.no_wait)
-        call.emit(answer if isinstance(answer, OperationView) else _settings_of(answer), details)
+
+def _settings_after(before: PoolView, plan: PlanView, answer: Any) -> tuple[Any, Callable[[Any], str]]:
+    from kvstow_api.answers import OperationView
+
+    return answer if isinstance(answer, OperationView) else _settings_of(answer), details
 
 
 @config.command("log-level")

@@ -153,8 +153,9 @@ def test_a_dry_run_is_listed_as_one(kvstow: Any) -> None:
 def test_a_size_above_the_maximum_is_explained(kvstow: Any) -> None:
     outcome = kvstow("resize", "1GiB", "--yes")
     assert outcome.exit_code == 2
-    assert "1 GiB is too much: each rank can hold 128 KiB, 32 slots" in outcome.stderr
-    assert "restart the engine with a larger max_bytes" in outcome.stderr
+    assert (
+        "capacity_bytes is 1073741824; allowed: 4096 (one slot) to 131072, the maximum of this host" in outcome.stderr
+    )
 
 
 def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
