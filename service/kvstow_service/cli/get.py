@@ -27,17 +27,16 @@ _PAGE = 1000
 
 
 class _Noun(NamedTuple):
-    """One list: its options are query parameters of the route `list_NAME`, or of `route`. `described`: the noun of
-    `kvstow describe` that shows one item."""
+    """One list: its options are query parameters of the route `list_NAME`, or of `route`."""
 
     name: str
-    singular: str
     help: str
     options: tuple[click.Option, ...] = ()
-    described: bool = True
-    in_pool: bool = False
-    """The list is below a pool: without --pool, below the only one."""
     route: str = ""
+
+    @property
+    def singular(self) -> str:
+        return self.name.removesuffix("s")
 
 
 _LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
@@ -46,21 +45,14 @@ _OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only those of this poo
 _OF_NAMESPACE = click.Option(["--namespace"], metavar="NAME", help="Only those of this namespace.")
 _OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
 _NOUNS = (
-    _Noun("pools", "pool", "Pools: state, memory, use, traffic."),
-    _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
-    _Noun("namespaces", "namespace", "Namespaces: model, weights, and which engines share blocks."),
-    _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
-    _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE), in_pool=True),
-    _Noun(
-        "contexts",
-        "context",
-        "Contexts that hints have named, those with the most blocks first.",
-        (_LIMIT, _POOL),
-        in_pool=True,
-    ),
+    _Noun("pools", "Pools: state, memory, use, traffic."),
+    _Noun("sessions", "Engines that use the pools: state, processes, work in flight."),
+    _Noun("namespaces", "Namespaces: model, weights, and which engines share blocks."),
+    _Noun("ranks", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
+    _Noun("blocks", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE)),
+    _Noun("contexts", "Contexts that hints have named, those with the most blocks first.", (_LIMIT, _POOL)),
     _Noun(
         "sources",
-        "source",
         "Who uses a pool most: models, adapters, salts and sessions, all but the models as digests.",
         (
             click.Option(["--kind"], type=click.Choice(SOURCE_KINDS)),
@@ -73,12 +65,9 @@ _NOUNS = (
             ),
             _POOL,
         ),
-        described=False,
-        in_pool=True,
     ),
     _Noun(
         "transfers",
-        "transfer",
         "Loads and stores in flight, oldest first.",
         (
             click.Option(["--direction"], type=click.Choice(["load", "store"])),
@@ -87,11 +76,9 @@ _NOUNS = (
             _OF_POOL,
             _OF_SESSION,
         ),
-        described=False,
     ),
     _Noun(
         "operations",
-        "operation",
         "Long-running operations, newest first.",
         (
             click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
@@ -100,23 +87,14 @@ _NOUNS = (
             _LIMIT,
         ),
     ),
+    _Noun("tiers", "The fleet tier of each pool: state, rates, queue, what it saves.", route="get_tier"),
     _Noun(
-        "tiers",
-        "tier",
-        "The fleet tier of each pool: state, rates, queue, what it saves.",
-        described=False,
-        route="get_tier",
-    ),
-    _Noun(
-        "curve",
         "curve",
         "What a pool of other sizes would have hit lately, and what follows for its size.",
         (_POOL,),
-        described=False,
-        in_pool=True,
         route="get_pool_curve",
     ),
-    _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False, route="get_log_levels"),
+    _Noun("log-levels", "Levels of the server's loggers.", route="get_log_levels"),
 )
 _ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name for noun in _NOUNS}}
 
@@ -144,7 +122,7 @@ def _command(noun: _Noun) -> None:
     def command(call: Call, extra: tuple[str, ...], **options: Any) -> None:
         from kvstow_api.columns import LISTS
 
-        if extra and noun.described:
+        if extra and noun.singular in describe.commands:
             raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
@@ -188,7 +166,7 @@ def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: An
     from kvstow_api.client import routes
 
     route: Route[Any] = getattr(routes, noun.route or f"list_{noun.name}")
-    if noun.in_pool:
+    if _POOL in noun.options:
         chosen["pool"] = chosen_pool(client, chosen["pool"])
     if limit is None:
         view: Any = client.call(route, **chosen)
