@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import termios
 import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -137,20 +137,19 @@ def _watch(client: Client, interval: float, server: str, pool: str | None) -> No
     console = Console(highlight=False)
     shown, title, lost = None, server, None
     try:
-        with _Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
+        with _keyboard() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
             key: str | None = None
             while key not in ("q", "Q"):
                 if key in ("\t", "a") and shown is not None:
                     pool = None if key == "a" else _after(shown)
-                if key != "":
-                    try:
-                        (shown, title), lost = ask(client, server, pool), None
-                    except ApiError as error:
-                        lost = str(error)
+                try:
+                    (shown, title), lost = ask(client, server, pool), None
+                except ApiError as error:
+                    lost = str(error)
                 width, height = console.size
                 screen = board(shown, lost, width=width, height=height, server=title, footer=_keys(shown))
                 live.update(screen, refresh=True)
-                key = keyboard.wait(interval)
+                key = next_key(interval)
     except KeyboardInterrupt:
         return
 
@@ -168,37 +167,19 @@ def _keys(shown: Overview | None) -> str:
     return f"{choose}q or Ctrl-C: quit"
 
 
-class _Keyboard:
-    """Reads single keys, without echo and without waiting for a line end. Ctrl-C still interrupts.
+@contextmanager
+def _keyboard() -> Iterator[Callable[[float], str | None]]:
+    """Reads single keys, without echo and without waiting for a line end: gives a function that waits so many seconds
+    for the next one, and returns None on timeout, q if the terminal is gone. Ctrl-C still interrupts."""
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    tty.setcbreak(stdin)
 
-    Used on the main thread. Closing it restores the terminal.
-    """
+    def wait(seconds: float) -> str | None:
+        ready, _, _ = select.select([stdin], [], [], seconds)
+        return (os.read(stdin, 1).decode(errors="replace") or "q") if ready else None
 
-    def __enter__(self) -> Self:
-        self._stdin = sys.stdin.fileno()
-        self._before = termios.tcgetattr(self._stdin)
-        self._resized, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._wakeup = wakeup
-        self._old_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        self._old_handler: Any = signal.signal(signal.SIGWINCH, lambda *_: None)
-        tty.setcbreak(self._stdin)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._before)
-        signal.signal(signal.SIGWINCH, self._old_handler)
-        signal.set_wakeup_fd(self._old_wakeup)
-        os.close(self._resized)
-        os.close(self._wakeup)
-
-    def wait(self, seconds: float) -> str | None:
-        """The next key; None on timeout, empty if the size has changed, q if the terminal is gone."""
-        ready, _, _ = select.select([self._stdin, self._resized], [], [], seconds)
-        if self._resized in ready:
-            os.read(self._resized, 1024)
-            return ""
-        if self._stdin not in ready:
-            return None
-        return os.read(self._stdin, 1).decode(errors="replace") or "q"
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)

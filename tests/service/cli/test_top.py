@@ -66,7 +66,7 @@ def test_top_reconnects_when_the_server_is_back(make_host: Any, tmp_path: Path, 
 
 
 def test_top_follows_the_size_of_the_terminal(host: Any, child_environ: dict[str, str]) -> None:
-    with Terminal("top", "--server", host.url, "--interval", "1h", environ=child_environ) as terminal:
+    with Terminal("top", "--server", host.url, "--interval", "100ms", environ=child_environ) as terminal:
         terminal.until("memory")
         wide = terminal.until("64 KiB").count("━")
         terminal.until("evictions")
