@@ -270,7 +270,7 @@ class Administrator:
             slots = pool.index.namespaces.find_all((key,))
             if not slots:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
-            if any(map(pool.index.holds, slots)):
+            if any(map(pool.index.held.count, slots)):
                 raise ConflictError(f"block {format_key(key)} is leased or being loaded")
             pool.remove_blocks(slots, "operator")
 

@@ -329,7 +329,7 @@ def _defects(pool: Pool) -> list[str]:
             found.append(f"the {name} slots are not those of the open stores")
     held = chain(pool.owed, *(session.held_slots() for session in sessions_of(pool)))
     holders = Counter(slot for slots in held for slot in set(slots))
-    if holders != pool.index.holders():
+    if holders != {slot: pool.index.held.count(slot) for slot in pool.index.held.slots()}:
         found.append("the held slots are not those of leases and loads")
     if pool.owed_slots != sum(map(len, pool.owed)):
         found.append("the count of owed slots is wrong")
@@ -347,8 +347,8 @@ def _slot_counts(pool: Pool) -> SlotCounts:
         free=pool.slots.free,
         filling=index.num_filling,
         cached=index.num_cached,
-        leased=index.num_leased,
-        quarantined=index.num_quarantined,
+        leased=len(index.held),
+        quarantined=len(index.quarantined),
     )
 
 
@@ -471,7 +471,7 @@ def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
 
 def _block(pool: Pool, slot: int, key: bytes, now: float) -> BlockStatus:
     index = pool.index
-    holds = index.holds(slot)
+    holds = index.held.count(slot)
     return BlockStatus(
         key=format_key(key),
         namespace=index.namespaces.of_slot(slot).name,

@@ -124,7 +124,7 @@ class KeyMap:
             scattered = [slot for slot in slots if slot is not None]
             if scattered:
                 runs.append(scattered)
-                found += key_runs(slots, count)
+                found += _runs_of(bytes(slot is not None for slot in slots), count)
         return runs, found
 
     def slots_of(self, keys: Iterable[bytes], below: int | None = None) -> list[int | None]:
@@ -407,10 +407,6 @@ class Namespaces:
             namespace.is_dropped = True
         self.only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
 
-    def order_of(self, slots: Sequence[int]) -> EvictionOrder:
-        """The order of eviction that slots of one namespace are in."""
-        return self.of_slot(slots[0]).order
-
     def of_slot(self, slot: int) -> Namespace:
         """The namespace of the block in this slot."""
         return self.only or self._by_tag[self._slot_keys.tag_of[slot]]
@@ -472,11 +468,6 @@ def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
     return kept
 
 
-def key_runs(slots: Sequence[int | None], start: int = 0) -> list[KeyRun]:
-    """The runs of keys whose slot is not None. The first slot is that of key `start`."""
-    return _runs_of(bytes(slot is not None for slot in slots), start)
-
-
 def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[KeyRun]:
     """The keys of the runs that are in none of the others."""
     left = bytearray(sum(runs[-1]) if runs else 0)
@@ -488,6 +479,7 @@ def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, in
 
 
 def _runs_of(present: bytes | bytearray, start: int = 0) -> list[KeyRun]:
+    """The runs of ones. The first byte is that of key `start`."""
     runs: list[KeyRun] = []
     begin = present.find(1)
     while begin >= 0:

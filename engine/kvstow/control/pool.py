@@ -343,8 +343,10 @@ class Pool:
         self.note_removed_keys(removal, reason)
 
     def note_removed_keys(self, removal: Removal, reason: str) -> None:
-        for namespace, keys in removal.by_namespace():
-            self.events.append("removed", keys, reason, namespace.tag)
+        start = 0
+        for namespace, count in removal.counts:
+            self.events.append("removed", removal.keys[start : start + count], reason, namespace.tag)
+            start += count
 
     def remove_blocks(self, slots: Iterable[int], reason: str) -> int:
         """Remove the visible blocks in these slots, including held ones. Returns their number."""
@@ -370,7 +372,7 @@ class Pool:
 
     def end_quarantine(self, slots: Sequence[int]) -> None:
         """Nobody can write these slots any more."""
-        self.index.end_quarantine(slots)
+        self.index.quarantined.difference_update(slots)
         self.deallocate(slots)
 
     def unhold(self, slots: Iterable[int]) -> None:
@@ -538,7 +540,7 @@ class EarlierUses:
             (kept if self._was_used.is_used(slot) else others).append(slot)
         if kept:
             self.session.quarantined_slots += kept
-            self._pool.index.keep_in_quarantine(kept)
+            self._pool.index.quarantined.update(kept)
             if self._pool.journal is not None:
                 self._pool.journal.begin(kept, ANY_SESSION)
         return others
