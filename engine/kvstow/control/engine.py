@@ -130,10 +130,8 @@ class PoolFacade:
     def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
         """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of
         them, as far as they are kept. O(1)."""
-        pool = self._pool
-        with pool.lock:
-            new = min(pool.num_changes - seen, len(pool.changes))
-            return pool.num_changes, list(pool.changes)[len(pool.changes) - new :]
+        with self._pool.lock:
+            return self._pool.changes.count, self._pool.changes.after(seen)
 
     def sources(self, by: SourceOrder = "hits", most: int = MOST_SOURCES) -> list[SourceStatus]:
         """The `most` sources of each kind, those with most of this first. Visits 4,096 slots at most, some at a time
@@ -190,7 +188,7 @@ class PoolFacade:
                 never_used=claims.never_used,
                 saved_ratio=None,
                 window_requests=0,
-                switches=pool.num_switches,
+                switches=pool.switches.count,
             )
         if trial is None:
             return found
@@ -200,10 +198,8 @@ class PoolFacade:
     def claim_switches(self, seen: int) -> tuple[int, list[Switch]]:
         """How often hints were switched off or on, and the switches after the first `seen` of them, as far as they are
         kept. O(1)."""
-        pool = self._pool
-        with pool.lock:
-            new = min(pool.num_switches - seen, len(pool.switches))
-            return pool.num_switches, list(pool.switches)[len(pool.switches) - new :]
+        with self._pool.lock:
+            return self._pool.switches.count, self._pool.switches.after(seen)
 
     # -- snapshots ------------------------------------------------------------------------------------------
 

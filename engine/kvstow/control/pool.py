@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
@@ -42,6 +42,25 @@ _SLICES_AT_ONCE = 16
 _KEPT_CHANGES = 16
 _HINTS_REMEMBERED = 3600.0
 """Seconds after the last request with hints."""
+
+
+_T = TypeVar("_T")
+
+
+class History(Generic[_T]):
+    """The last of what has happened, and how much has. Not locked."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_T] = deque(maxlen=_KEPT_CHANGES)
+        self.count = 0
+
+    def add(self, one: _T) -> None:
+        self._kept.append(one)
+        self.count += 1
+
+    def after(self, seen: int) -> list[_T]:
+        """What came after the first `seen` of all, as far as it is kept."""
+        return list(self._kept)[max(0, len(self._kept) - (self.count - seen)) :]
 
 
 class PoolAcceptance:
@@ -199,16 +218,14 @@ class Pool:
         """None where `k` is fixed and no curve is wanted."""
         self.recording: Recording | None = None
         """Takes every use; None while nobody records."""
-        self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
-        """What was chosen lately, the newest last."""
-        self.num_changes = 0
+        self.changes = History[Change]()
+        """What was chosen."""
         self.trial: Trial | None = None
         """None until a request comes with hints."""
         self.hinted_at = -inf
         """When the last request with hints came."""
-        self.switches: deque[Switch] = deque(maxlen=_KEPT_CHANGES)
-        """When hints were switched off or on lately, the newest last."""
-        self.num_switches = 0
+        self.switches = History[Switch]()
+        """When hints were switched off or on."""
         self.index = Index()
         self.index.uses.make_room(config.capacity_slots)
         self.set_policy(parse_policy(config.policy))
@@ -259,8 +276,7 @@ class Pool:
             if self.comparison is not comparison:
                 return
             self.index.uses.k = change.k
-            self.changes.append(change)
-            self.num_changes += 1
+            self.changes.add(change)
         self.log(logging.INFO, "%s", change)
         self.write_log()
 
@@ -294,8 +310,7 @@ class Pool:
             if switch is None:
                 return
             claims.set_on(switch.is_on)
-            self.switches.append(switch)
-            self.num_switches += 1
+            self.switches.add(switch)
         self.log(logging.INFO if switch.is_on else logging.WARNING, "%s", switch)
         self.write_log()
 
