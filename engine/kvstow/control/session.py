@@ -28,10 +28,7 @@ from kvstow.status import LoadRefusal, RankStatus, Refusal
 MOST_HELD = 65_536
 """Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
 MOST_HELD_SLOTS = 4 << 20
-"""Slots of all of them, a slot once for each. 4,096 requests may wait for
-16,384 tokens of 16-token blocks."""
-
-
+"""Slots of all of them, a slot once for each: 190 MiB. 4,096 requests may wait for 16,384 tokens of 16-token blocks."""
 MOST_CLAIMED = 1 << 18
 """Blocks of a chain whose claim is made: 4 million tokens."""
 
