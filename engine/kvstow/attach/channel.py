@@ -66,7 +66,8 @@ class FrameDecoder:
         return len(self._rest)
 
     def feed(self, data: bytes | memoryview) -> list[tuple[Frame, int]]:
-        """The frames that `data` completes, still without their descriptors, and how many each has. Raises `ProtocolError`; after that, do not call it again."""
+        """The frames that `data` completes, still without their descriptors, and how many each has. Raises
+        `ProtocolError`; after that, do not call it again."""
         if not self._rest:
             frames, used = self._cut(memoryview(data))
             self._rest += data[used:]
