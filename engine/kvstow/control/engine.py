@@ -14,7 +14,6 @@ from math import inf
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
-from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.claims import Context, Switch
 from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
@@ -50,19 +49,13 @@ class PoolFacade:
     say.
     """
 
-    config: EngineConfig
-    engine_id: str
-    admin: Administrator
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.config = pool.config
         self.engine_id = pool.desired.engine_id
         self.admin = Administrator(pool)
-
-    @property
-    def events(self) -> BlockEventLog:
-        return self._pool.events
+        self.events = pool.events
+        self.tick = pool.tick
 
     @property
     def used_slots(self) -> int:
@@ -79,10 +72,6 @@ class PoolFacade:
         """What the last integrity check found."""
         with self._pool.lock:
             return self._pool.integrity_error
-
-    def tick(self) -> None:
-        """See `Pool.tick`."""
-        self._pool.tick()
 
     def check_integrity(self) -> None:
         """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
