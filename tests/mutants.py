@@ -385,7 +385,7 @@ MUTANTS = [
     Mutant(
         "any_gain_is_worth_its_memory",
         "api/kvstow_api/sizing.py",
-        "if size.ratio - now.ratio >= GAIN * size.doublings)",
+        "if size.ratio - now.ratio >= GAIN * doublings)",
         "if size.ratio > now.ratio)",
         "tests/api/test_sizing.py::test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss",
     ),
