@@ -133,7 +133,7 @@ def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
             with pool.lock:
-                filling = index.namespaces.keys_being_stored()
+                filling = [key for namespace in index.namespaces for key in namespace.pending_stores]
             for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
                 matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
                 with pool.lock:

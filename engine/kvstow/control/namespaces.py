@@ -313,10 +313,6 @@ class Namespace:
         absent = slots.count(None) == len(keys) and self.pending_stores.isdisjoint(keys)
         return absent and len(set(keys)) == len(keys)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.keys and not self.pending_stores
-
 
 class Namespaces:
     """The namespaces of a pool, including dropped ones that still have blocks. Not locked.
@@ -399,7 +395,8 @@ class Namespaces:
 
     def forget_if_empty(self, namespace: Namespace) -> None:
         """Forget a namespace that has no sessions and no slots."""
-        if namespace.num_sessions or not namespace.is_empty or self._by_tag.get(namespace.tag) is not namespace:
+        is_used = namespace.num_sessions or namespace.keys or namespace.pending_stores
+        if is_used or self._by_tag.get(namespace.tag) is not namespace:
             return
         del self._by_tag[namespace.tag], self._unused[namespace.tag]
         if not namespace.is_dropped:
@@ -432,10 +429,6 @@ class Namespaces:
         keys = list(keys)
         found = (namespace.keys.slots_of(keys) for namespace in self._by_tag.values())
         return [slot for slots in found for slot in slots if slot is not None]
-
-    def keys_being_stored(self) -> list[bytes]:
-        """O(slots being written)."""
-        return [key for namespace in self._by_tag.values() for key in namespace.pending_stores]
 
     def disown(self, keys: Iterable[bytes]) -> None:
         """Keep these keys from becoming visible, as far as they are being stored, in all namespaces."""

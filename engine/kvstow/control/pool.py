@@ -491,18 +491,14 @@ class Pool:
     def tick(self) -> None:
         """Let time pass: transfers become stuck, expected uses are missed. Call it about once a second, without the
         lock. O(what changes), with the lock held for no more than one transfer, or 1,024 claims, at a time."""
-        now = self.clock()
-        while self._mark_stuck(now):
-            pass
+        now, marked = self.clock(), True
+        while marked:
+            with self.lock:
+                marked = any(session.mark_stuck(now) for session in self.sessions)
         with self.lock:
             if self.index.claims is not None:
                 self._tick_claims(self.index.claims, now)
         self.write_log()
-
-    def _mark_stuck(self, now: float) -> bool:
-        """Mark the oldest transfer of a session that has become stuck; False if there is none."""
-        with self.lock:
-            return any(session.mark_stuck(now) for session in self.sessions)
 
     @property
     def used_slots(self) -> int:
