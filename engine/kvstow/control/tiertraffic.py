@@ -198,9 +198,8 @@ class TierFetches:
 
     def __init__(self, traffic: TierTraffic) -> None:
         self._traffic = traffic
-        self._keys_of: dict[int, tuple[bytes, ...]] = {}
-        self._worth: dict[int, float] = {}
-        """Of one key of each fetch."""
+        self._under_way: dict[int, tuple[int, float]] = {}
+        """How many blocks each fetch has, and the worth of one."""
         self._op_of: dict[bytes, int] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -209,10 +208,10 @@ class TierFetches:
     @property
     def num_blocks(self) -> int:
         """From any thread."""
-        return sum(map(len, list(self._keys_of.values())))
+        return sum([blocks for blocks, _ in list(self._under_way.values())])
 
     def is_under_way(self, op_id: int) -> bool:
-        return op_id in self._keys_of
+        return op_id in self._under_way
 
     def ops_of(self, keys: Sequence[bytes]) -> list[int]:
         """The fetches that these keys are part of."""
@@ -226,17 +225,16 @@ class TierFetches:
         `begin_fetch`."""
         ops = self._traffic.begin_fetch(fingerprint, keys, whole=whole)
         for op in ops:
-            self._keys_of[op.op_id] = op.keys
-            self._worth[op.op_id] = worth
+            self._under_way[op.op_id] = (len(op.keys), worth)
             self._op_of.update(dict.fromkeys(op.keys, op.op_id))
         return [op.op_id for op in ops]
 
     def settle(self, settled: TierSettled) -> float:
         """One has ended. Returns how many seconds it saves computing."""
-        for key in self._keys_of.pop(settled.op_id):
+        for key in settled.keys:
             if self._op_of.get(key) == settled.op_id:
                 del self._op_of[key]
-        return self._worth.pop(settled.op_id) * settled.moved
+        return self._under_way.pop(settled.op_id)[1] * settled.moved
 
 
 class TierPuts:
