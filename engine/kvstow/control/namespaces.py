@@ -47,8 +47,8 @@ class KeyMap:
     def leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """Slots of the keys up to the first that is not visible, as runs of neighbours; for a few keys, as one list.
 
-        Blocks of a prefix are mostly in neighbouring slots (see `place_store`). Then comparing keys slot by slot reads
-        memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
+        Blocks of a prefix are mostly in neighbouring slots (see `Pool.make_room`). Then comparing keys slot by slot
+        reads memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
         dictionary alone.
         """
         key_of, slot_of = self._slot_keys.key_of, self._slot_of

@@ -11,6 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
@@ -39,6 +40,9 @@ _SLICES_AT_ONCE = 16
 """So much is freed at the end of leases, before the rest is owed."""
 
 
+_EVICTIONS_PER_SLOT = 4
+"""Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
+its new limit, and evicting them frees no usable slot."""
 _KEPT_CHANGES = 16
 _HINTS_REMEMBERED = 3600.0
 """Seconds after the last request with hints."""
@@ -424,7 +428,53 @@ class Pool:
             left -= max(1, len(slots))
         return bool(self.owed)
 
-    def end_excess_leases(self) -> bool:
+    def make_room(
+        self, count: int, present: Sequence[Sequence[int]], now: float, below: int | None = None
+    ) -> list[int]:
+        """Up to `count` slots to fill, below `below` unless that is None: free ones, then evicted ones. Those of
+        `present`, runs of slots of the same prefix, count as used and are not evicted.
+
+        Slots are in ascending order: copies and lookups of a prefix are faster if its slots are neighbours."""
+        slots = self.slots.allocate(min(count, self.slots.free), below)
+        if len(slots) < count:
+            held = list(chain.from_iterable(present))
+            if held:
+                self.index.times.mark_used(present, now)
+                self.index.hold(held)
+            slots += self._evict(count - len(slots), now, below)
+            # Nothing is left to evict but leased blocks: those of sessions that lease too much.
+            if len(slots) < count and self.earlier is None and self._end_excess_leases():
+                slots += self._evict(count - len(slots), now, below)
+            if held:
+                self.unhold(held)
+        elif present:
+            self.index.refresh(present, now)
+        slots.sort()
+        return slots
+
+    def _evict(self, count: int, now: float, below: int | None) -> list[int]:
+        """Evict blocks for up to `count` slots; none while `earlier` uses may go on."""
+        slots = list[int]()
+        if self.earlier is not None:
+            return slots
+        budget = _EVICTIONS_PER_SLOT * count
+        while len(slots) < count and budget > 0:
+            if below is None:
+                removal = self.index.evict(min(count - len(slots), budget))
+                budget -= len(removal.keys)
+            else:
+                removal = self.index.evict_below(below, count - len(slots), budget)
+                budget = 0
+            if not removal.keys:
+                break
+            self.counters.evictions["capacity"] += len(removal.keys)
+            self.ages.sample_evicted(removal.freed, now)
+            self.index.uses.note_ages(removal.freed, now)
+            self.note_removed_keys(removal, "capacity")
+            slots += self.reuse(removal.freed)
+        return slots
+
+    def _end_excess_leases(self) -> bool:
         """End leases of sessions that hold more than they may when slots are short; False if there are none.
         O(slots of the leases that end)."""
         ended = [lease for session in self.sessions for lease in session.leases.end_excess()]

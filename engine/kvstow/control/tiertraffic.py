@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from kvstow.control.indexjournal import fit
 from kvstow.control.ops import LAST_RANK
-from kvstow.control.placement import has_room, place_fetch
 from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
@@ -153,17 +153,31 @@ class TierTraffic:
     def has_room(self, keys: Sequence[bytes]) -> bool:
         """Whether slots can be had to fetch all of the keys that are neither visible nor being filled, while the
         visible ones stay."""
+        session, index = self._session, self._pool.index
         with self._pool.lock:
-            return has_room(self._session, keys)
+            fresh, present = session.namespace.select(keys, {})
+            return len(fresh) <= session.room(kept=len(index.evictable(present)))
 
     def begin_fetch(self, fingerprint: str, keys: Sequence[bytes], *, whole: bool = False) -> list[TierOp]:
         """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had;
-        `whole`: all or none of them. Each transfer becomes visible on its own, when all ranks have finished it."""
-        with self._pool.lock:
-            if self._is_closed:
+        `whole`: all or none of them. Evicts as needed, but no blocks of these keys. Each transfer becomes visible on
+        its own, when all ranks have finished it.
+
+        Fetches nothing in a namespace that is dropped or forgotten, as the session does not keep it, and none of keys
+        that the pool's journal could not publish."""
+        pool, session = self._pool, self._session
+        with pool.lock:
+            now = pool.clock()
+            if self._is_closed or session.namespace.is_dropped or session.refusal("store", now):
                 return []
-            wanted, slots = place_fetch(self._session, keys, whole=whole)
-            return self._start("fetch", fingerprint, wanted, slots)
+            if pool.journal is not None and not fit(keys):
+                return []
+            fresh, present = session.namespace.select(keys, {})
+            slots = pool.make_room(len(fresh), present, now, session.watermark)
+            if whole and len(slots) < len(fresh):
+                pool.deallocate(slots)
+                return []
+            return self._start("fetch", fingerprint, session.begin_filling(keys, fresh[: len(slots)], slots), slots)
 
     def _start(
         self, direction: TierDirection, fingerprint: str, keys: Sequence[bytes], slots: Sequence[int]
