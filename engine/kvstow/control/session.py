@@ -325,19 +325,14 @@ class Session:
                     unplaced = fresh[len(slots) :]
                     del fresh[len(slots) :]
                 if fresh:
-                    self.begin_filling(keys, fresh, slots)
+                    self.namespace.begin(keys, fresh, slots)
+                    if pool.journal is not None:
+                        pool.journal.begin(slots, self.session_id)
                     moved = values_at(blocks, fresh)
                     op = self.ops.start("store", moved, tuple(slots), request_id=request_id, now=now)
             for outcome, count in outcomes.items():
                 pool.counters.stores[outcome] += count
         return StoreGrant(op, tuple(fresh), outcomes, unplaced)
-
-    def begin_filling(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
-        """The chosen ones of the keys, by index, are written to these slots from now on. Returns them. The caller holds
-        the lock."""
-        if self.pool.journal is not None:
-            self.pool.journal.begin(slots, self.session_id)
-        return self.namespace.begin(keys, chosen, slots)
 
     def store_room(self) -> int:
         """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""

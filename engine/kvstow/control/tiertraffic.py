@@ -177,7 +177,10 @@ class TierTraffic:
             if whole and len(slots) < len(fresh):
                 pool.deallocate(slots)
                 return []
-            return self._start("fetch", fingerprint, session.begin_filling(keys, fresh[: len(slots)], slots), slots)
+            wanted = session.namespace.begin(keys, fresh[: len(slots)], slots)
+            if pool.journal is not None:
+                pool.journal.begin(slots, session.session_id)
+            return self._start("fetch", fingerprint, wanted, slots)
 
     def _start(
         self, direction: TierDirection, fingerprint: str, keys: Sequence[bytes], slots: Sequence[int]
