@@ -174,7 +174,7 @@ class Session:
         return self._acquire(keys, leading=True, count=count)[0]
 
     def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
-        """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
+        """Look up all the keys, and keep those that are present from eviction. The lease has the slots of all runs."""
         return self._acquire(keys, leading=False, count=count)
 
     def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
