@@ -266,6 +266,10 @@ class Namespace:
         self.num_sessions = 0
         self.is_dropped = False
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.keys and not self.pending_stores
+
     def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
         """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present. Counts the
         others in `outcomes`."""
@@ -395,8 +399,7 @@ class Namespaces:
 
     def forget_if_empty(self, namespace: Namespace) -> None:
         """Forget a namespace that has no sessions and no slots."""
-        is_used = namespace.num_sessions or namespace.keys or namespace.pending_stores
-        if is_used or self._by_tag.get(namespace.tag) is not namespace:
+        if namespace.num_sessions or not namespace.is_empty or self._by_tag.get(namespace.tag) is not namespace:
             return
         del self._by_tag[namespace.tag], self._unused[namespace.tag]
         if not namespace.is_dropped:
