@@ -180,12 +180,13 @@ class Uses:
         """See `Ghosts.fit`, which this calls."""
         return self._ghosts.fit(num_slots)
 
-    def of(self, slot: int) -> int:
-        return self._counts[slot]
+    def counts(self, slots: Sequence[int]) -> bytes:
+        """The uses of each slot."""
+        return bytes(values_at(self._counts, slots))
 
     def classes(self, slots: Sequence[int]) -> bytes:
         """The class of each slot, from 0 to `NUM_CLASSES` - 1."""
-        return bytes(values_at(self._counts, slots)).translate(CLASSES)
+        return self.counts(slots).translate(CLASSES)
 
     def admit(self, slots: Sequence[int]) -> None:
         """These slots, in ascending order, have new content. What is known of its uses is looked up with its next
