@@ -667,7 +667,7 @@ class Claims:
         aged."""
         wait, found = -inf, None
         if self._aged:
-            wait = self.evicted.returns.until_next_use(self.now - self._aged[0].ended_at)
+            wait = self._overdue_returns.until_next_use(self.now - self._aged[0].ended_at)
         if (idle := self._idle.first) is not None:
             other = self._overdue_returns.until_next_use(self.now - idle.ended_at)
             if other > wait:
@@ -680,7 +680,9 @@ class Claims:
 
     def go_first(self, idle: float | None) -> bool:
         """Whether a claimed block is evicted next. `idle`: of the policy's next one; None if it has none."""
-        return bool(self._cold) or idle is None or self._next()[0] > self.evicted.returns.until_next_use(idle)
+        if self._cold or idle is None or (self._aged and self.now - self._aged[0].ended_at >= idle):
+            return True
+        return self._next()[0] > self.evicted.returns.until_next_use(idle)
 
     def take(self, count: int) -> tuple[Namespace | None, list[int]]:
         """Of up to `count` claimed slots that go first, which lose that claim, those that have no other claim and that
