@@ -46,8 +46,9 @@ _LEARNING, _LEARNING_OF_ALL, _LEARNING_OF_GAP = 0.3, 0.02, 0.1
 """The share of the newest value in what is learned of a context's hints, of all contexts, and of a context's gap."""
 _USUAL_GAPS = 4
 """Of all contexts, so many count in the first estimate for one."""
-_UNSTEADY = 1.0
-"""The mean square of the logarithm of the true gap over the expected one from which on nobody can foretell it."""
+_STEADY_HINT, _STEADY_GAP = 1.0, 0.25
+"""Up to which mean square of the logarithm of the true gap over the expected one that says when the next request comes,
+if there was a hint, and if there was none. Otherwise a context has its place by the time for which it is idle."""
 _GROSS_ERROR, _WRONG_SHARE = 1.5**2, 0.25
 """A hint is far from true if the logarithm of the true gap over it has a larger square. If more of them are, or more
 releases are followed by a request, they are taken for names alone."""
@@ -128,13 +129,14 @@ class EvictedBlocks:
 
 class Part:
     """Neighbours in a chain that a context claims, or did until its request that ended at `ended_at`. `uses`: how often
-    each had been used then. Slots that were lost since the loss with this number are not its own."""
+    each had been used then. Slots that were lost since the loss with this number are not its own. `is_steady`: see
+    `Context`; set when the claim ends."""
 
-    __slots__ = ("ended_at", "namespace", "number", "slots", "uses")
+    __slots__ = ("ended_at", "is_steady", "namespace", "number", "slots", "uses")
 
     def __init__(self, namespace: Namespace, slots: list[int], uses: bytes, number: int, ended_at: float) -> None:
         self.namespace, self.slots, self.uses = namespace, slots, uses
-        self.number, self.ended_at = number, ended_at
+        self.number, self.ended_at, self.is_steady = number, ended_at, True
 
     def cut(self, length: int) -> Part:
         """Has so many slots from now on. Returns the others."""
@@ -296,9 +298,10 @@ class Claims:
         """By slot: the number of the last loss of its block while it was claimed."""
         self._losses = 0
         self._entries = self._unproved = 0
-        self._expected, self._idle, self._due = Order(), Order(), Order()
+        self._expected, self._idle, self._due, self._kept = Order(), Order(), Order(), Order()
         """Contexts with blocks: by the time of their next request, and those for which there is none, or it has passed,
-        by the end of their last request. And contexts by the time at which to see to them."""
+        by the end of their last request. Contexts by the time at which to see to them; and those that keep blocks
+        longer than the policy would, by the time of their next request."""
         self._cold: deque[Part] = deque()
         """What goes first."""
         self._aged: deque[Part] = deque()
@@ -376,7 +379,8 @@ class Claims:
         context.name = hints.name
         context.hint = inf if hints.release else hints.resume_in
         seconds, error = self._foretell(context)
-        self._expect(context, None if seconds is None else now + seconds, is_steady=error < _UNSTEADY)
+        steady = _STEADY_HINT if context.hint is not None else _STEADY_GAP
+        self._expect(context, None if seconds is None else now + seconds, is_steady=error < steady)
         return renewal
 
     def _learn(self, context: Context, now: float) -> None:
@@ -579,6 +583,10 @@ class Claims:
         self.kept += count - context.kept
         self._unproved += unproved - context.unproved
         context.kept, context.unproved = count, unproved
+        if count:
+            self._kept.put(context, _time_of(context))
+        else:
+            self._kept.discard(context)
 
     def leave(self, context: Context, length: int = 0) -> None:
         """Its chain is so long from now on: the blocks behind return to the policy."""
@@ -642,10 +650,11 @@ class Claims:
         if context.num_blocks and not context.kept and idle >= self.policy_age:
             count = 0
             if context.overdue <= MOST_OVERDUE:
+                self._make_room(context)
                 shared = max(0, self.allowed - self._unproved)
                 left = int(LARGEST_SHARE * self._num_slots) - self.kept
                 count = max(0, min(context.credit + shared, left, context.num_blocks))
-            self._aged += self._cut(context, count)
+            self._age(context, count)
             self._keep(context, count)
         if now >= context.step_at:
             if context.overdue:
@@ -660,6 +669,20 @@ class Claims:
                 context.step_at = inf  # what is left goes when the policy would evict it
         self._see_later(context)
 
+    def _make_room(self, context: Context) -> None:
+        """Contexts that are expected later than this one keep nothing any more, if nothing is left for it."""
+        most = LARGEST_SHARE * self._num_slots - context.num_blocks
+        while self.kept > most and (last := self._kept.last) is not None and self._kept.at(last) > _time_of(context):
+            self._keep(last, 0)
+            self._age(last, 0)
+
+    def _age(self, context: Context, length: int) -> None:
+        """What is behind so many blocks goes when the policy would evict it."""
+        parts = self._cut(context, length)
+        for part in parts:
+            part.is_steady = context.is_steady
+        self._aged += parts
+
     # -- eviction -------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[float, Context | None]:
@@ -667,7 +690,9 @@ class Claims:
         aged."""
         wait, found = -inf, None
         if self._aged:
-            wait = self._overdue_returns.until_next_use(self.now - self._aged[0].ended_at)
+            aged = self._aged[0]
+            returns = self.evicted.returns if aged.is_steady else self._overdue_returns
+            wait = returns.until_next_use(self.now - aged.ended_at)
         if (idle := self._idle.first) is not None:
             other = self._overdue_returns.until_next_use(self.now - idle.ended_at)
             if other > wait:
@@ -715,7 +740,9 @@ class Claims:
     def next_slots(self, count: int) -> list[int]:
         """The claimed slots among the next `count` places of chains, about in the order of eviction."""
         contexts = chain(reversed(self._expected), self._idle)
-        parts = chain(self._cold, self._leaving, self._aged, chain.from_iterable(reversed(one.chain) for one in contexts))
+        parts = chain(
+            self._cold, self._leaving, self._aged, chain.from_iterable(reversed(one.chain) for one in contexts)
+        )
         places = chain.from_iterable(reversed(self._own(part)) for part in parts)
         return list(dict.fromkeys(islice(places, count)))  # several contexts may claim one
 
@@ -795,3 +822,10 @@ class Claims:
         if any((one in self._expected) + (one in self._idle) != bool(one.num_blocks) for one in contexts):
             found.append("a claim cannot be evicted, or one without blocks is to be")
         return found
+
+
+def _time_of(context: Context) -> float:
+    """When its next request is; `inf` if nobody can foretell it."""
+    if context.expected is None or context.overdue or not context.is_steady:
+        return inf
+    return context.expected
