@@ -729,8 +729,8 @@ class Claims:
         return part.namespace, free
 
     def blocks_of(self, part: Part, *, alone: bool) -> list[int]:
-        """The slots of a part of a context's chain. `alone`: those that no other context claims and no other request has
-        used."""
+        """The slots of a part of a context's chain. `alone`: those that no other context claims and no other request
+        has used."""
         slots = self._own(part)
         if alone:
             used_at, claimed = self._uses.times.used_times, self.claimed
