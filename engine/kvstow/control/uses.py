@@ -186,7 +186,7 @@ class Uses:
 
     def classes(self, slots: Sequence[int]) -> bytes:
         """The class of each slot, from 0 to `NUM_CLASSES` - 1."""
-        return self.counts(slots).translate(CLASSES)
+        return bytes(values_at(self._counts, slots)).translate(CLASSES)
 
     def admit(self, slots: Sequence[int]) -> None:
         """These slots, in ascending order, have new content. What is known of its uses is looked up with its next

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
 
 import pytest
 from tests.engine.control.sharedhost import Host as SharedHost
 
-from kvstow.control.claims import LARGEST_SHARE, UNPROVED_SHARE, Claims
+from kvstow.control.claims import LARGEST_SHARE, UNPROVED_SHARE, Claims, Part
 from kvstow.control.engine import OffloadEngine, PoolFacade
+from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import InvalidRequestError, NotFoundError
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
@@ -411,6 +413,45 @@ def test_slots_that_are_lost_and_filled_again_are_not_claimed(make: Callable[[in
     assert len(host.claims.claimed) == 0
     host.serve(make_keys(4, "more"), Hints(A, resume_in=1.0))
     assert len(host.claims.claimed) == 4
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+class Reads(list[int]):
+    count = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(at)
+
+
+def test_a_long_chain_is_walked_in_slices(
+    make: Callable[[int], Host], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, chain = make(4096), make_keys(4000)
+    host.serve(chain, Hints(A, resume_in=1e5))
+    claims, copied, cut = host.claims, list[int](), Part.cut
+
+    def noted(part: Part, length: int) -> Part:
+        end = cut(part, length)
+        copied.append(len(end.slots))
+        return end
+
+    monkeypatch.setattr(Part, "cut", noted)
+    claims.policy_age = 10.0
+    claims.expect(host.engine.pool.index.find_contexts(A)[0], 1e5, clock())
+    clock.advance(20.0)
+    claims.tick(clock(), 1)
+    assert host.engine.context(A)[0].blocks == int(UNPROVED_SHARE * 4096)
+    assert 0 < sum(copied) <= SLICE_SLOTS, "what is kept longer is cut off the rest"
+    host.engine.admin.purge(keys=chain[-1:]).run()
+    reads = claims._lost_at = Reads(claims._lost_at)  # type: ignore[assignment]
+    renewal = claims.begin(host.engine.namespace, Hints(A, resume_in=1.0), chain, clock())
+    assert reads.count == 0
+    claims.extend(renewal, host.engine.namespace.keys.slots_of(chain[:SLICE_SLOTS]))
+    assert 0 < reads.count <= 4 * SLICE_SLOTS
+    assert len(claims.next_slots(7)) == 7
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
