@@ -177,8 +177,8 @@ MUTANTS = [
     ),
     Mutant(
         "a_slot_with_new_content_keeps_its_source",
-        f"{CONTROL_CODE}/ops.py",
-        "pool.sources.forget(slots)",
+        f"{CONTROL_CODE}/pool.py",
+        "self.sources.forget(slots)",
         "pass",
         f"{SOURCES}::test_slots_are_those_that_hold_a_block_now",
     ),
@@ -406,7 +406,7 @@ MUTANTS = [
     Mutant(
         "any_gain_is_worth_its_memory",
         "api/kvstow_api/sizing.py",
-        "if size.ratio - now.ratio >= GAIN * size.doublings)",
+        "if size.ratio - now.ratio >= GAIN * doublings)",
         "if size.ratio > now.ratio)",
         "tests/api/test_sizing.py::test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss",
     ),
