@@ -217,8 +217,8 @@ CLIENTS: dict[str, Say] = {
 
 
 class Found(NamedTuple):
-    """`hits`: of requests in contexts; no others repeat anything that is worth keeping. `again`: requests after the first of their context, of which `poor` had less than half of the prefix that the one
-    before had."""
+    """`hits`: of requests in contexts. `again`: those after the first of their context, of which `poor` had less than
+    half of the prefix that the one before had."""
 
     hits: int
     again: int
