@@ -419,10 +419,10 @@ def test_slots_that_are_lost_and_filled_again_are_not_claimed(make: Callable[[in
 
 
 class Reads(list[int]):
-    count = 0
+    number = 0
 
     def __getitem__(self, at: Any) -> Any:
-        self.count += 1
+        self.number += 1
         return super().__getitem__(at)
 
 
@@ -448,9 +448,9 @@ def test_a_long_chain_is_walked_in_slices(
     host.engine.admin.purge(keys=chain[-1:]).run()
     reads = claims._lost_at = Reads(claims._lost_at)  # type: ignore[assignment]
     renewal = claims.begin(host.engine.namespace, Hints(A, resume_in=1.0), chain, clock())
-    assert reads.count == 0
+    assert reads.number == 0
     claims.extend(renewal, host.engine.namespace.keys.slots_of(chain[:SLICE_SLOTS]))
-    assert 0 < reads.count <= 4 * SLICE_SLOTS
+    assert 0 < reads.number <= 4 * SLICE_SLOTS
     assert len(claims.next_slots(7)) == 7
 
 
