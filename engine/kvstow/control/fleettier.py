@@ -418,7 +418,7 @@ class FleetTier:
             if self._breaker.note_probe(result.error):
                 logger.info("the tier's store answers again")
         elif result.error is not None:
-            self._log_opened(self._breaker.note_outage(result.error))
+            self._note_outage(result.error)
         else:
             self.break_even.note_lookup(result.seconds)
 
@@ -438,12 +438,15 @@ class FleetTier:
             self._table.note(settled.keys[settled.moved :], present=False)
         self._table.note(moved, present=True)
         if settled.outage:
-            self._log_opened(self._breaker.note_outage(settled.error or "no answer"))
+            self._note_outage(settled.error or "no answer")
         elif 2 * settled.failed > len(settled.keys):
             reason = f"{settled.failed} of {len(settled.keys)} objects could not be moved"
             self._log_opened(self._breaker.note_failure(reason))
         elif settled.error is None:
             self._breaker.note_success()
+
+    def _note_outage(self, reason: str) -> None:
+        self._log_opened(self._breaker.note_outage(reason))
 
     def _log_opened(self, has_opened: bool) -> None:
         if has_opened:
