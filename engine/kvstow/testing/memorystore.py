@@ -34,7 +34,7 @@ class MemoryStore:
         self._objects: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> MemoryTransfers:
+    def open_transfers(self, witness: int | None = None) -> MemoryTransfers:
         return MemoryTransfers(self)
 
     def open_lookups(self) -> MemoryLookups:

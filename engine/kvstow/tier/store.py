@@ -1,13 +1,11 @@
 """The protocol of a tier's store: what the engine asks of it, on which thread, and who owns a slot meanwhile.
 
-A `TierStore` names the store. Each process that moves bytes opens a `TransferClient` for each of its ranks, and the
-process of the control plane opens a `LookupClient`. They share nothing: whatever happens to one of them, the slots of
-another are not touched.
+A `TierStore` names the store. A host opens a `TransferClient` for the slots of all its ranks, and a `LookupClient`.
+They share nothing: whatever happens to one of them, the slots of the other are not touched.
 
 Threads. `put` is called by one thread and `get` by another one, so there may be one call of each at the same time on
-one client, and never two of one kind. `exists` is called by one thread too. All other calls may come from any thread at
-any time. `put`, `get` and `exists` wait for the store; no call is made by the thread of a scheduler or of an event
-loop, except `stats`, which never waits.
+one client, and never two of one kind. All other calls may come from any thread at any time. `put`, `get` and `exists`
+wait for the store; no call is made by the thread of a scheduler or of an event loop, except `stats`, which never waits.
 
 Slots. The caller lends the slots of a `put` or `get` to the client until the call returns or raises. The client reads
 the slots of a `put` and writes those of a `get`, and touches no other memory. When the call ends, in whatever way,
@@ -25,7 +23,7 @@ defect of the caller; nothing has been touched then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -49,11 +47,6 @@ class ObjectName(NamedTuple):
         """The name in the store."""
         block_hash = self.key[GROUP_BYTES:].hex()
         return f"kvs1:{self.fingerprint}:{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
-
-
-def names_of_rank(rank: int, num_ranks: int) -> Callable[[str, BlockKey], ObjectName]:
-    """What names this rank's object of a fingerprint and a key."""
-    return lambda fingerprint, key: ObjectName(fingerprint, key, rank, num_ranks)
 
 
 MAX_BATCH_OBJECTS = 64
@@ -115,7 +108,7 @@ class ClientStats:
 
 
 class TransferClient(Protocol):
-    """Moves objects between the store and the memory of one rank."""
+    """Moves objects between the store and the memory of ranks."""
 
     def add_memory(self, memory: MemoryRange) -> None:
         """Slots in `memory`, which overlaps no other range, may be lent from now on, as soon as they are populated.
@@ -161,7 +154,7 @@ class TierStore(Protocol):
     @property
     def name(self) -> str: ...
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> TransferClient:
+    def open_transfers(self, witness: int | None = None) -> TransferClient:
         """`witness`: a descriptor, such as one end of a pipe, that stays the caller's. Each process of the client that
         may touch memory inherits it before it gets any, so the other end shows when the last of them has ended, even
         if this process ends first."""

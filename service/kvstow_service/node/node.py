@@ -35,7 +35,7 @@ from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.roster import SurvivingPool, SurvivingWorker, Survivors, read_survivors
 from kvstow_service.node.tier.nodetier import NodeTier
-from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
+from kvstow_service.tiers.stores import TierChoice
 
 logger = logging.getLogger("kvstow.node")
 
@@ -322,8 +322,8 @@ class NodeDirectory:
         self._node = node
 
     @property
-    def tier(self) -> HostedTiers | None:
-        return None if self._node.tier is None else self._node.tier.view
+    def tier(self) -> NodeTier | None:
+        return self._node.tier
 
     def pools(self) -> list[HostedPool]:
         return [self._hosted(pool) for pool in self._node.host.pools()]

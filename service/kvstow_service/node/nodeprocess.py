@@ -30,7 +30,7 @@ from kvstow_service.process.logformat import configure_logs
 from kvstow_service.process.logwriter import QueuedLog
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.tiers.hostedtiers import TierChoice, shown_url
+from kvstow_service.tiers.stores import TierChoice, shown_url
 
 logger = logging.getLogger("kvstow.service")
 

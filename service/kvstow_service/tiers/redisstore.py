@@ -277,7 +277,7 @@ class RedisStore:
         location.check_files()
         self._location = location
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> RedisTransfers:
+    def open_transfers(self, witness: int | None = None) -> RedisTransfers:
         return RedisTransfers(self._location)
 
     def open_lookups(self) -> RedisLookups:

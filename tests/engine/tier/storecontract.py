@@ -72,7 +72,7 @@ class StoreContract:
 
     @pytest.fixture
     def transfers(self, tier: TierStore, slots: Slots) -> Iterator[TransferClient]:
-        client = tier.open_transfers(0)
+        client = tier.open_transfers()
         client.add_memory(slots.range)
         yield client
         client.close()
@@ -161,7 +161,7 @@ class StoreContract:
         self, tier: TierStore, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
     ) -> None:
         transfers.put([slots.object(name(1), 1)], TIMEOUT)
-        other, memory = tier.open_transfers(0), Slots(4)
+        other, memory = tier.open_transfers(), Slots(4)
         try:
             other.add_memory(memory.range)
             assert other.get([memory.object(name(1), 3)], TIMEOUT) == ["found"]
@@ -247,7 +247,7 @@ class StoreContract:
     def test_a_closed_client_moves_nothing(
         self, tier: TierStore, slots: Slots, name: Callable[..., ObjectName]
     ) -> None:
-        transfers, lookups = tier.open_transfers(0), tier.open_lookups()
+        transfers, lookups = tier.open_transfers(), tier.open_lookups()
         transfers.add_memory(slots.range)
         for client in (transfers, lookups, transfers, lookups):
             client.close()

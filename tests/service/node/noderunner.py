@@ -26,7 +26,7 @@ from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.roster import WorkerRecord
 from kvstow_service.node.tier.pooltier import ENGINE
-from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.tiers.stores import TierChoice
 
 EXTENT_BYTES = 2 << 20
 
@@ -122,7 +122,7 @@ class HungStore(MemoryStore):
         self.worker: subprocess.Popen[bytes] | None = None
         self.gets = 0
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> MemoryTransfers:
+    def open_transfers(self, witness: int | None = None) -> MemoryTransfers:
         assert witness is not None
         self.worker = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, pass_fds=[witness])
         return _HungTransfers(self)

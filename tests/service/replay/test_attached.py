@@ -24,7 +24,7 @@ from kvstow_service.replay.engineprocess import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
 from kvstow_service.replay.summary import attached_rows
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
-from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.tiers.stores import TierChoice
 
 pytestmark = pytest.mark.process
 

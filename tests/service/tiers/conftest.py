@@ -17,7 +17,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import TierSettings
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.tiers.stores import TierChoice
 
 # It imports what the tiers' extras bring.
 collect_ignore = [] if find_spec("xxhash") else ["test_objectheader.py"]

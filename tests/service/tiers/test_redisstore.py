@@ -95,7 +95,7 @@ def opened(slots: Slots) -> Iterator[Callable[..., RedisTransfers]]:
     clients: list[RedisTransfers] = []
 
     def open_transfers(server: Server, user: str | None = None, secret: Path | None = None) -> RedisTransfers:
-        clients.append(RedisStore(RedisLocation("127.0.0.1", server.port, user, secret)).open_transfers(0))
+        clients.append(RedisStore(RedisLocation("127.0.0.1", server.port, user, secret)).open_transfers())
         clients[-1].add_memory(slots.range)
         return clients[-1]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from urllib.parse import parse_qsl, urlsplit
@@ -161,10 +162,10 @@ class MooncakeStore:
                 raise MissingPackageError("a tier in Mooncake", package, "mooncake")
         self._location = location
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> MooncakeTransfers:
+    def open_transfers(self, witness: int | None = None) -> MooncakeTransfers:
         inherited = () if witness is None else (witness,)
         return MooncakeTransfers(
-            f"transfers of rank {rank}", lambda: ChildProcess((CONTROL, _PUTS, _GETS), inherited), self._connect_message
+            "transfers", lambda: ChildProcess((CONTROL, _PUTS, _GETS), inherited), self._connect_message
         )
 
     def open_lookups(self) -> MooncakeLookups:
@@ -209,16 +210,17 @@ class MooncakeTransfers(ChildChannel):
 class MooncakeLookups(ChildChannel):
     """See `kvstow.tier.store.LookupClient`."""
 
+    def __init__(self, purpose: str, start_child: Callable[[], ChildProcess], connect: Callable[[], Connect]) -> None:
+        super().__init__(purpose, start_child, connect)
+        self._turn = threading.Lock()
+
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
-        end, found = time.monotonic() + timeout, list[bool]()
-        for part in _parts(names):
-            codes = self.call(_EXISTS, Exists(part), end - time.monotonic())
-            require_master(codes)
-            found.extend(code == 1 for code in codes)
+        texts, found = [str(name) for name in names], list[bool]()
+        with self._turn:
+            end = time.monotonic() + timeout
+            for at in range(0, len(texts), _NAMES_IN_MESSAGE):
+                part = tuple(texts[at : at + _NAMES_IN_MESSAGE])
+                codes = self.call(_EXISTS, Exists(part), end - time.monotonic())
+                require_master(codes)
+                found.extend(code == 1 for code in codes)
         return found
-
-
-def _parts(names: Sequence[ObjectName]) -> list[tuple[str, ...]]:
-    """What fits into one message each."""
-    texts = [str(name) for name in names]
-    return [tuple(texts[at : at + _NAMES_IN_MESSAGE]) for at in range(0, len(texts), _NAMES_IN_MESSAGE)]

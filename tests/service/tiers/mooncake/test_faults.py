@@ -45,7 +45,7 @@ class Node:
         self.slots = Slots()
         self.fingerprint = f"{os.getpid():x}f{next(_fingerprints):x}"
         store = MooncakeStore(location)
-        self.transfers: MooncakeTransfers = store.open_transfers(0)
+        self.transfers: MooncakeTransfers = store.open_transfers()
         self.transfers.add_memory(self.slots.range)
         self.lookups: MooncakeLookups = store.open_lookups()
 
@@ -388,8 +388,8 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 # Opens a client, and says which process is its own: argv = URL
 _HOST = """
 import sys, time
-from kvstow_service.tiers.hostedtiers import open_store
-client = open_store(sys.argv[1]).open_transfers(0)
+from kvstow_service.tiers.stores import open_store
+client = open_store(sys.argv[1]).open_transfers()
 while client.pid is None:
     time.sleep(0.01)
 print(client.pid, flush=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,17 +11,46 @@ from tests.engine.conftest import Eventually, MakePool
 from kvstow.errors import CopyError, TierTimeoutError
 from kvstow.memory.hostpool import HostPool
 from kvstow.messages import TierCompletion, TierDirection, TierOp
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
-from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.store import MAX_BATCH_OBJECTS, MemoryRange, ObjectName, PutStatus
+from kvstow.tier.store import MemoryRange, PutStatus
+from kvstow.tier.transfers import StoreTransfers
 
 SLOT = 4096
 SLOTS = 200
 KEYS = [number.to_bytes(4, "big") for number in range(SLOTS)]
 
 
-def name_of(fingerprint: str, key: bytes) -> ObjectName:
-    return ObjectName(fingerprint, key, 0, 1)
+class Rank:
+    """One rank's share of the transfers, and what has ended of it."""
+
+    def __init__(self, transfers: StoreTransfers, pool: HostPool) -> None:
+        self.transfers, self.pool = transfers, pool
+        self._ended: list[TierCompletion] = []
+
+    def submit(self, op: TierOp) -> None:
+        self.transfers.submit(op, self.pool, 0, 1, self._ended.append)
+
+    def take_completions(self) -> list[TierCompletion]:
+        taken, self._ended[:] = self._ended[:], []
+        return taken
+
+    def close(self) -> None:
+        self.transfers.close()
+
+
+class OtherRank:
+    """The memory of another rank of the same client."""
+
+    slot_bytes = SLOT
+
+    def __init__(self, pool: HostPool) -> None:
+        self.addresses = pool.addresses
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
@@ -37,10 +67,10 @@ def pool(make_pool: MakePool, eventually: Eventually) -> HostPool:
 
 
 @pytest.fixture
-def transfers(store: ControlledStore, pool: HostPool) -> Iterator[RankTransfers]:
-    client = store.open_transfers(0)
+def transfers(store: ControlledStore, pool: HostPool, clock: FakeClock) -> Iterator[Rank]:
+    client = store.open_transfers()
     client.add_memory(MemoryRange(pool.address, SLOTS * pool.slot_stride))
-    transfers = RankTransfers(pool, client, name_of)
+    transfers = Rank(StoreTransfers(client, clock=clock), pool)
     yield transfers
     for gate in (store.puts, store.gets):
         gate.open()
@@ -48,7 +78,7 @@ def transfers(store: ControlledStore, pool: HostPool) -> Iterator[RankTransfers]
 
 
 @pytest.fixture
-def ended(transfers: RankTransfers, eventually: Eventually) -> Callable[[int], list[TierCompletion]]:
+def ended(transfers: Rank, eventually: Eventually) -> Callable[[int], list[TierCompletion]]:
     """Wait for so many completions."""
     found: list[TierCompletion] = []
 
@@ -80,39 +110,69 @@ def read(pool: HostPool, slot: int) -> bytes:
 Ended = Callable[[int], list[TierCompletion]]
 
 
-def test_slots_are_put_and_fetched_in_batches(
-    transfers: RankTransfers, pool: HostPool, store: ControlledStore, ended: Ended
-) -> None:
-    for slot in range(100):
+def test_slots_are_put_and_fetched(transfers: Rank, pool: HostPool, store: ControlledStore, ended: Ended) -> None:
+    for slot in range(60):
         fill(pool, slot, slot)
-    transfers.submit(op(1, "put", KEYS[:100]))
+    transfers.submit(op(1, "put", KEYS[:60]))
     (put,) = ended(1)
-    assert (put.op_id, put.mark, put.moved, put.num_bytes) == (1, "done", 100, 100 * SLOT)
-    transfers.submit(op(2, "fetch", KEYS[:100], 100))
+    assert (put.op_id, put.mark, put.moved, put.num_bytes) == (1, "done", 60, 60 * SLOT)
+    transfers.submit(op(2, "fetch", KEYS[:60], 100))
     (fetched,) = ended(1)
-    assert (fetched.mark, fetched.moved, fetched.failed) == ("done", 100, 0)
-    assert [read(pool, slot)[:1] for slot in range(100, 200)] == [bytes([slot]) for slot in range(100)]
-    assert store.batches == [("put", 64), ("put", 36), ("get", 64), ("get", 36)]
-    assert MAX_BATCH_OBJECTS == 64
-    assert transfers.put_rate.bytes_per_second
-    assert transfers.fetch_rate.bytes_per_second
+    assert (fetched.mark, fetched.moved, fetched.failed) == ("done", 60, 0)
+    assert [read(pool, slot)[:1] for slot in range(100, 160)] == [bytes([slot]) for slot in range(60)]
+    assert store.batches == [("put", 60), ("get", 60)]
 
 
 def test_a_fetch_ends_at_the_first_object_that_is_missing(
-    transfers: RankTransfers, store: ControlledStore, ended: Ended
+    transfers: Rank, store: ControlledStore, ended: Ended
 ) -> None:
-    transfers.submit(op(1, "put", [key for key in KEYS[:150] if key != KEYS[70]]))
+    transfers.submit(op(1, "put", [key for key in KEYS[:60] if key != KEYS[7]]))
     ended(1)
-    store.batches.clear()
-    transfers.submit(op(2, "fetch", KEYS[:150]))
+    transfers.submit(op(2, "fetch", KEYS[:60]))
     (fetched,) = ended(1)
-    assert (fetched.mark, fetched.moved) == ("done", 70)
-    assert store.batches == [("get", 64), ("get", 64)], "what follows is of no use"
+    assert (fetched.mark, fetched.moved) == ("done", 7), "what follows is of no use"
+
+
+def test_what_a_rank_waits_for_the_others_counts_as_its_time(
+    transfers: Rank, pool: HostPool, store: ControlledStore, clock: FakeClock, ended: Ended, eventually: Eventually
+) -> None:
+    """The estimate of a fetch is that of the slowest rank."""
+    other, others = OtherRank(pool), list[TierCompletion]()
+    store.gets.shut()
+    transfers.submit(op(1, "fetch", KEYS[:3]))
+    transfers.transfers.submit(op(2, "fetch", KEYS[:3]), other, 0, 1, others.append)
+    transfers.submit(op(3, "fetch", KEYS[:3]))
+    store.gets.wait_arrived(1)
+    clock.advance(5.0)
+    store.gets.open()
+    assert [(one.seconds, one.queue_seconds) for one in ended(2)] == [(5.0, 0.0), (0.0, 5.0)]
+    eventually(lambda: others)
+    assert (others[0].seconds, others[0].queue_seconds) == (5.0, 0.0)
+
+
+def test_the_end_of_a_rank_waits_for_its_calls_alone(
+    transfers: Rank, pool: HostPool, store: ControlledStore, ended: Ended, eventually: Eventually
+) -> None:
+    other, others = OtherRank(pool), list[TierCompletion]()
+    store.puts.shut()
+    transfers.submit(op(1, "put", KEYS[:3]))
+    for op_id, memory, ends in ((2, other, others), (3, pool, transfers._ended)):
+        transfers.transfers.submit(op(op_id, "put", KEYS[:3]), memory, 0, 1, ends.append)
+    store.puts.wait_arrived(1)
+    transfers.transfers.drop([other])
+    assert [(one.op_id, one.mark) for one in others] == [(2, "failed")]
+    dropping = threading.Thread(target=transfers.transfers.drop, args=([pool],))
+    dropping.start()
+    eventually(lambda: len(transfers._ended) == 1)
+    assert dropping.is_alive(), "a call is under way"
+    store.puts.open()
+    dropping.join(30)
+    assert [(one.op_id, one.mark) for one in transfers.take_completions()] == [(3, "failed"), (1, "done")]
 
 
 @pytest.mark.parametrize(("status", "failed", "full"), [("full", 0, True), ("failed", 1, False)])
 def test_a_put_ends_at_the_first_object_that_is_not_stored(
-    transfers: RankTransfers, store: ControlledStore, ended: Ended, status: PutStatus, failed: int, full: bool
+    transfers: Rank, store: ControlledStore, ended: Ended, status: PutStatus, failed: int, full: bool
 ) -> None:
     store.put_status = lambda name: status if name.key == KEYS[2] else None
     transfers.submit(op(1, "put", KEYS[:5]))
@@ -121,7 +181,7 @@ def test_a_put_ends_at_the_first_object_that_is_not_stored(
 
 
 def test_an_op_ends_when_the_store_has_given_its_slots_back(
-    transfers: RankTransfers, store: ControlledStore, ended: Ended
+    transfers: Rank, store: ControlledStore, ended: Ended
 ) -> None:
     store.gets.shut()
     transfers.submit(op(1, "fetch", KEYS[:3], SLOTS - 3))
@@ -131,7 +191,7 @@ def test_an_op_ends_when_the_store_has_given_its_slots_back(
     assert [one.moved for one in ended(1)] == [0]
 
 
-def test_a_fetch_does_not_wait_for_puts(transfers: RankTransfers, store: ControlledStore, ended: Ended) -> None:
+def test_a_fetch_does_not_wait_for_puts(transfers: Rank, store: ControlledStore, ended: Ended) -> None:
     store.puts.shut()
     transfers.submit(op(1, "put", KEYS[:3]))
     transfers.submit(op(2, "put", KEYS[:3]))
@@ -142,7 +202,7 @@ def test_a_fetch_does_not_wait_for_puts(transfers: RankTransfers, store: Control
     assert [one.op_id for one in ended(2)] == [1, 2]
 
 
-def test_an_outage_fails_the_op_and_no_other(transfers: RankTransfers, store: ControlledStore, ended: Ended) -> None:
+def test_an_outage_fails_the_op_and_no_other(transfers: Rank, store: ControlledStore, ended: Ended) -> None:
     store.error = TierTimeoutError("no answer in 0.5 s")
     transfers.submit(op(1, "put", KEYS[:3]))
     (put,) = ended(1)
@@ -153,7 +213,7 @@ def test_an_outage_fails_the_op_and_no_other(transfers: RankTransfers, store: Co
 
 
 def test_a_defect_of_the_store_fails_the_op_and_is_logged(
-    transfers: RankTransfers, store: ControlledStore, ended: Ended, caplog: pytest.LogCaptureFixture
+    transfers: Rank, store: ControlledStore, ended: Ended, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.error = ZeroDivisionError("defect")
     with caplog.at_level(logging.ERROR, "kvstow.tier"):
@@ -168,7 +228,7 @@ def test_a_defect_of_the_store_fails_the_op_and_is_logged(
 
 
 def test_a_slot_that_is_not_there_fails_the_op(
-    transfers: RankTransfers, pool: HostPool, ended: Ended, monkeypatch: pytest.MonkeyPatch
+    transfers: Rank, pool: HostPool, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(slots: object) -> None:
         raise CopyError("some of the slots are in memory that the transfers do not have")
@@ -180,7 +240,7 @@ def test_a_slot_that_is_not_there_fails_the_op(
     assert "some of the slots" in (fetched.error or "")
 
 
-def test_closing_fails_what_has_not_begun(transfers: RankTransfers, store: ControlledStore, ended: Ended) -> None:
+def test_closing_fails_what_has_not_begun(transfers: Rank, store: ControlledStore, ended: Ended) -> None:
     store.puts.shut()
     transfers.submit(op(1, "put", KEYS[:3]))
     store.puts.wait_arrived(1)
