@@ -90,7 +90,7 @@ def shown(node: Node) -> dict[str, Any]:
 
 
 def tiers_of(node: Node) -> list[TierStatus]:
-    return [] if node.tier is None else node.tier.view.tiers()
+    return [] if node.tier is None else node.tier.tiers()
 
 
 def put_blocks(node: Node) -> int:

@@ -719,7 +719,7 @@ def test_a_context_is_fetched_shortly_before_it_is_expected(
     use(engine, keys, Hints(TRIP, 3600.0))
     engine.wait_for(lambda: bool(tier._due_at))
     tier._do(lambda: tier.fail(ValueError("a defect")))
-    engine.wait_for(lambda: tier.failed is not None)
+    engine.wait_for(lambda: tier.fleet is None)
     assert tier.next_deadline is None, "the thread waits for no prefetch that nobody begins"
 
 

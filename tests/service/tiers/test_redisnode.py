@@ -52,7 +52,7 @@ def test_a_redis_that_ends_costs_hits_and_no_answer_and_its_successor_is_used(
     def tier_state() -> str:
         engine.lookup([key_of(99)])
         assert node.tier is not None
-        (one,) = node.tier.view.tiers()
+        (one,) = node.tier.tiers()
         return one.state
 
     engine.wait_for(lambda: tier_state() == "down")

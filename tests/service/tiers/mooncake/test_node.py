@@ -46,7 +46,7 @@ def pids_of(node: Node) -> list[int]:
     """Of the process for transfers, and of the one for look-ups."""
     opened = node.tier
     assert opened is not None
-    clients: list[Any] = [opened._shared.client, opened._lookups]
+    clients: list[Any] = [opened._transfers.client, opened._lookups]
     return [client.pid for client in clients]
 
 
