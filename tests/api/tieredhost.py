@@ -35,9 +35,14 @@ class ShownTiers:
 
     def tiers(self) -> list[TierStatus]:
         clients = (TierClient("transfers of rank 0", self.health, self.stats),)
-        labels = {"pool": self.pool, "namespace": "a1", "model": "org/model"}
         return [
-            replace(tier.status(), clients=() if number else clients, **labels)
+            replace(
+                tier.status(),
+                pool=self.pool,
+                namespace="a1",
+                model="org/model",
+                clients=() if number else clients,
+            )
             for number, tier in enumerate(self.shown)
         ]
 

@@ -172,9 +172,9 @@ class NodeHost:
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
-        hello = replace(record.hello(), role="scheduler", namespace=namespace.identity)
+        hello = replace(record.hello, role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
-        peer, memory = record.peer(None), self._memory
+        peer, memory = Peer(0, record.uid, record.gid, None), self._memory
         session = NodeSession(record.session_id, hello, peer, link, pool, namespace, control, memory, self._waiting)
         with self._lock:
             self._sessions[record.session_id] = session

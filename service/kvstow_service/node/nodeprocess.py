@@ -22,8 +22,7 @@ from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
 from kvstow_service.admin.tls import ServerTls
-from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
-from kvstow_service.node.pools.nodepool import PoolSettings
+from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
 from kvstow_service.process.logformat import configure_logs
@@ -59,15 +58,19 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
 
         sockets = AdminSockets(plan.address, secure=plan.tls is not None)
         running.callback(sockets.close)
-        node = Node(plan.node, on_failure=lambda reason: stops.request(reason, 1))
+        node = Node(
+            settings,
+            attach_group=plan.attach_group,
+            store=plan.store,
+            on_failure=lambda reason: stops.request(reason, 1),
+        )
         running.callback(node.close)
-        directory = NodeDirectory(node)
-        log.queue.on_drop = partial(directory.count_error, "log_line_dropped")
-        _listen_for_changes(sockets, settings.admin_path, plan.admin_group, directory)
+        log.queue.on_drop = partial(node.count_error, "log_line_dropped")
+        _listen_for_changes(sockets, settings.admin_path, plan.admin_group, node)
         ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
 
         host = make_api_host(
-            directory,
+            node,
             ticker,
             sockets,
             plan.admin,
@@ -77,7 +80,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             live_checks={"node": node.live_failure},
             startup_checks={"node": node.start_failure},
             orphaned_memory=_orphaned_memory,
-            attach=f"unix:{plan.node.attach_socket}",
+            attach=f"unix:{settings.attach_path}",
         )
         server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
         server.start()  # first, so that it answers while the node recovers what an earlier service has left
@@ -90,7 +93,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
 
         stop = stops.wait()
         logger.info("stopping: %s", stop.reason)
-        _drain(directory, settings, stops.hurried)
+        _drain(node, settings, stops.hurried)
         if not stop.status and not settings.keep_on_stop:  # otherwise the next service finds everything
             node.give_back()
     logger.info("stopped")
@@ -104,8 +107,9 @@ class _Plan:
     address: TcpAddress
     admin: AdminOptions
     tls: ServerTls | None
+    attach_group: int | None
     admin_group: int | None
-    node: NodeSettings
+    store: TierChoice | None
 
 
 def _check(settings: Settings) -> _Plan:
@@ -117,26 +121,9 @@ def _check(settings: Settings) -> _Plan:
         None if name is None else group_id(setting, name)
         for setting, name in (("attach_group", settings.attach_group), ("admin_group", settings.admin_group))
     )
-    tier = None if settings.tier is None else TierChoice.of(settings.tier)
+    store = None if settings.tier is None else TierChoice.of(settings.tier)
     require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
-    return _Plan(address, admin, tls, admin_group, node_settings(settings, attach_group, tier))
-
-
-def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice | None = None) -> NodeSettings:
-    return NodeSettings(
-        memory_bytes=settings.budget_bytes,
-        attach_socket=settings.attach_path,
-        attach_group=attach_group,
-        extent_bytes=settings.extent_size,
-        huge_pages=settings.huge_pages,
-        populate_chunk_bytes=settings.pin_chunk,
-        populate_pause=settings.pin_pause,
-        trust_eof=settings.trust_eof,
-        state=settings.state,
-        keep_timeout=settings.keep_timeout if settings.start_keeper else None,
-        tier=tier,
-        pools=PoolSettings(policy=settings.policy, curve=settings.curve, transfer_timeout=settings.transfer_timeout),
-    )
+    return _Plan(address, admin, tls, attach_group, admin_group, store)
 
 
 def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
@@ -197,7 +184,7 @@ def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
     over_tcp = "and over TCP with a token" if guarded else "and not over TCP"
     if any(address.startswith("unix:") for address in sockets.addresses):  # otherwise a warning has said why not
         logger.info("changes are taken through the Unix socket, %s", over_tcp)
-    logger.info("engines attach at unix:%s", plan.node.attach_socket)
+    logger.info("engines attach at unix:%s", settings.attach_path)
     pages = "in reserved huge pages" if settings.huge_pages == "reserved" else "populated in the background"
     logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)
 

@@ -22,8 +22,9 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.memorystore import MemoryStore, MemoryTransfers
 from kvstow.tier.store import GetStatus, SlotObject
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
 from kvstow_service.node.pools.noderecords import NodeRecords
+from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.roster import WorkerRecord
 from kvstow_service.node.tier.pooltier import ENGINE
 from kvstow_service.tiers.stores import TierChoice
@@ -31,20 +32,20 @@ from kvstow_service.tiers.stores import TierChoice
 EXTENT_BYTES = 2 << 20
 
 
-def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -> NodeSettings:
+def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -> Settings:
     timeouts = [float(word.partition("=")[2]) for word in words if word.startswith("timeout=")]
-    return NodeSettings(
-        memory_bytes=extents * EXTENT_BYTES,
+    return Settings(
+        memory=extents * EXTENT_BYTES,
         attach_socket=socket,
-        extent_bytes=EXTENT_BYTES,
-        populate_pause=0,
+        extent_size=EXTENT_BYTES,
+        pin_pause=0,
         state=state,
-        tier=tier_of(words),
-        keep_timeout=None if "elsewhere" in words else timeouts[0] if timeouts else 600.0,
+        start_keeper="elsewhere" not in words,
+        **{"keep_timeout": timeouts[0]} if timeouts else {},
     )
 
 
-def tier_of(words: Sequence[str]) -> TierChoice | None:
+def store_of(words: Sequence[str]) -> TierChoice | None:
     if "tier" in words:
         return TierChoice("redis://store:1", HungStore())
     urls = [word.partition("=")[2] for word in words if word.startswith("tier=")]
@@ -55,8 +56,8 @@ def shares_of(node: Node) -> dict[str, int]:
     """As the thread says that owns the budget."""
     found: list[dict[str, int]] = []
     done = threading.Event()
-    node.memory.do(lambda: found.append(node.memory.memory.budget.fair_shares()))
-    node.memory.do(done.set)
+    node.memory_thread.do(lambda: found.append(node.memory_thread.memory.budget.fair_shares()))
+    node.memory_thread.do(done.set)
     assert done.wait(60)
     return found[0]
 
@@ -80,10 +81,10 @@ def shown(node: Node) -> dict[str, Any]:
         "pools": pools,
         "sessions": sessions,
         "shares": shares_of(node),
-        "allocated": node.memory.figures.allocated_bytes,
-        "given_up": sum(one.num_bytes for one in node.memory.memory.budget.closed.values()),
-        "problems": node.memory.figures.failures,
-        "faults": node.memory.faults,
+        "allocated": node.memory_thread.figures.allocated_bytes,
+        "given_up": sum(one.num_bytes for one in node.memory_thread.memory.budget.closed.values()),
+        "problems": node.memory_thread.figures.failures,
+        "faults": node.memory_thread.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
         **shown_tier(node),
     }
@@ -105,7 +106,7 @@ def is_connected(node: Node) -> bool:
 
 
 def shown_tier(node: Node) -> dict[str, Any]:
-    choice = node.settings.tier
+    choice = node._store
     if choice is None:
         return {}
     if not isinstance(choice.store, HungStore):
@@ -145,7 +146,7 @@ def forget_transfers() -> None:
     add_worker = NodeRecords.add_worker
 
     def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int | None) -> None:
-        if record.engine == ENGINE:
+        if record.hello.engine == ENGINE:
             assert pidfd is not None
             os.close(pidfd)
         else:
@@ -196,7 +197,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if "unrecorded" in sys.argv[4:]:
         forget_transfers()
-    node = Node(settings_of(socket, state, extents, sys.argv[4:]), limits=limits)
+    words = sys.argv[4:]
+    node = Node(settings_of(socket, state, extents, words), store=store_of(words), limits=limits)
     try:
         node.start()
         print(json.dumps(shown(node)), flush=True)

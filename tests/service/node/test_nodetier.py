@@ -29,7 +29,8 @@ from kvstow.testing.tier import ControlledLookups, ControlledStore, ControlledTr
 from kvstow.tier.fingerprint import TIER_FAILED
 from kvstow.tier.store import MemoryRange
 from kvstow.tier.transfers import StoreTransfers
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 from kvstow_service.node.tier.namespacetier import ContextKeys, NamespaceTier
 from kvstow_service.node.tier.nodetier import NodeTier
 from kvstow_service.node.tier.pooltier import MappedRank, PoolTier
@@ -101,15 +102,14 @@ def make_node(tmp_path: Path, store: ControlledStore, monkeypatch: pytest.Monkey
     nodes: list[Node] = []
 
     def make(extents: int = 8, **options: Any) -> Node:
-        settings = NodeSettings(
-            memory_bytes=extents * EXTENT,
+        settings = Settings(
+            memory=extents * EXTENT,
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
-            extent_bytes=EXTENT,
-            populate_pause=0,
-            tier=TierChoice("redis://store:1", store),
+            extent_size=EXTENT,
+            pin_pause=0,
             **options,
         )
-        nodes.append(Node(settings, limits=limits))
+        nodes.append(Node(settings, store=TierChoice("redis://store:1", store), limits=limits))
         nodes[-1].start()
         return nodes[-1]
 
@@ -126,7 +126,7 @@ def engines() -> Iterator[Engines]:
     made: list[RawEngine] = []
 
     def make(node: Node, hello: Any = NAMED) -> RawEngine:
-        made.append(RawEngine(node.settings.attach_socket, hello))
+        made.append(RawEngine(node.settings.attach_path, hello))
         return made[-1]
 
     yield make
@@ -302,10 +302,12 @@ def test_the_node_s_own_session_counts_as_no_engine(
     leave(engine)
     eventually(lambda: not node.host.sessions(), "the end of the session")
     assert [one.sessions for one in node.host.namespaces()] == [0]
-    eventually(lambda: node.memory.memory.budget.fair_shares() == {}, "the end of what was asked for")
+    eventually(lambda: node.memory_thread.memory.budget.fair_shares() == {}, "the end of what was asked for")
     node.host.delete_pool(pool.name)
-    eventually(lambda: node.memory.figures.spare_bytes == node.memory.budget.total_bytes, "the pool's memory")
-    assert node.memory.faults == 0
+    eventually(
+        lambda: node.memory_thread.figures.spare_bytes == node.memory_thread.budget.total_bytes, "the pool's memory"
+    )
+    assert node.memory_thread.faults == 0
     eventually(lambda: not node.host._closing, "the pool's name")
 
 
@@ -547,14 +549,14 @@ def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> 
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
     engine.wait_for(lambda: store.num_objects == ROW_SLOTS + 1)
-    tier, budget = tier_of(node).pool_tier, node.memory.memory.budget
+    tier, budget = tier_of(node).pool_tier, node.memory_thread.memory.budget
     last = budget.rows(tier.pool.name)[1].extents[0]
     leave(engine)
     store.removals.shut()
     assert ONE_RANK.pool is not None
     other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
     other.wait_for(lambda: store.removals.num_arrived)
-    for pass_on in (node.server.post, node.memory.do):  # what was said before has been heard now
+    for pass_on in (node.server.post, node.memory_thread.do):  # what was said before has been heard now
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)

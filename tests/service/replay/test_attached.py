@@ -18,7 +18,8 @@ import pytest
 from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.engineprocess import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
@@ -43,9 +44,8 @@ class Service:
         self.node: Node
 
     def start(self) -> None:
-        self.node = Node(
-            NodeSettings(memory_bytes=64 * MIB, attach_socket=self.path, extent_bytes=16 * MIB, tier=self.tier)
-        )
+        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB)
+        self.node = Node(settings, store=self.tier)
         self.node.start()
         self._running.callback(self.node.close)
 
@@ -54,7 +54,7 @@ class Service:
 
     def tier_status(self) -> TierStatus:
         assert self.node.tier is not None
-        (tier,) = self.node.tier.view.tiers()
+        (tier,) = self.node.tier.tiers()
         return tier
 
     @property
