@@ -176,7 +176,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers.num_calls == 1, "the call")
+    eventually(lambda: node.transfers._users == 1, "the call")
     os.kill(transfers, signal.SIGKILL)
     thread.join(TIMEOUT)
     assert outcome == [(TierUnavailableError, False)]
@@ -378,7 +378,7 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers.num_calls == 1, "the call")
+    eventually(lambda: node.transfers._users == 1, "the call")
     node.transfers.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1
