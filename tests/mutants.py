@@ -1127,8 +1127,8 @@ MUTANTS = [
     Mutant(
         "rows_above_a_lost_one_are_used",
         SURVIVORS,
-        "        if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):\n            break\n",
-        "        if not pool.record.layout.has_row(row.num_slots, sizes):\n            continue\n",
+        "if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):\n            break\n",
+        "if not pool.record.layout.has_row(row.num_slots, sizes):\n            continue\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(

@@ -24,7 +24,7 @@ defect of the caller; nothing has been touched then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from kvstow.errors import InvalidRequestError
@@ -91,8 +91,8 @@ class ClientHealth:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """Counters since the client was opened; they only grow. `restarts`: how often what connects to the store was ended
-    and started again."""
+    """Counters since the client was opened; they only grow. A client knows the last two, and `StoreTransfers` the
+    others. `restarts`: how often what connects to the store was ended and started again."""
 
     put_objects: int = 0
     put_bytes: int = 0
@@ -101,10 +101,6 @@ class ClientStats:
     corrupt_objects: int = 0
     timeouts: int = 0
     restarts: int = 0
-
-    def plus(self, **more: int) -> ClientStats:
-        """With so much more in these fields."""
-        return replace(self, **{name: getattr(self, name) + by for name, by in more.items()})
 
 
 class TransferClient(Protocol):
@@ -160,22 +156,6 @@ class TierStore(Protocol):
         if this process ends first."""
 
     def open_lookups(self) -> LookupClient: ...
-
-
-def count_puts(objects: Sequence[SlotObject], statuses: Sequence[PutStatus]) -> dict[str, int]:
-    """What a put adds to fields of `ClientStats`."""
-    stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
-    return {"put_objects": len(stored), "put_bytes": sum(one.num_bytes for one in stored)}
-
-
-def count_gets(objects: Sequence[SlotObject], statuses: Sequence[GetStatus]) -> dict[str, int]:
-    """What a get adds to fields of `ClientStats`."""
-    found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
-    return {
-        "get_objects": len(found),
-        "get_bytes": sum(one.num_bytes for one in found),
-        "corrupt_objects": statuses.count("corrupt"),
-    }
 
 
 def check_batch(objects: Sequence[SlotObject], ranges: Sequence[MemoryRange]) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from kvstow.errors import CopyError, TierUnavailableError
 from kvstow.messages import TierCompletion, TierOp
 from kvstow.tier.rate import RecentRate
-from kvstow.tier.store import ObjectName, SlotObject, TransferClient
+from kvstow.tier.store import ClientStats, ObjectName, SlotObject, TransferClient
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -60,6 +61,8 @@ class StoreTransfers:
         self._running: dict[str, _Job] = {}
         self._ended_at: dict[tuple[str, TransferMemory], float] = {}
         self.rates = {kind: RecentRate() for kind in self._queues}
+        self._put, self._got = [0, 0], [0, 0, 0]
+        """Objects and bytes; of what was got, also the corrupt objects. Written by the thread of each kind."""
         self._threads = [
             threading.Thread(target=self._run, args=(kind,), name=f"kvstow-tier-{kind}", daemon=True)
             for kind in self._queues
@@ -84,6 +87,17 @@ class StoreTransfers:
                 self._changed.notify_all()
                 return
         on_end(job.fail("the transfers were closed"))
+
+    def stats(self) -> ClientStats:
+        put, got = self._put, self._got
+        return replace(
+            self.client.stats(),
+            put_objects=put[0],
+            put_bytes=put[1],
+            get_objects=got[0],
+            get_bytes=got[1],
+            corrupt_objects=got[2],
+        )
 
     def drop(self, memories: Collection[TransferMemory]) -> None:
         """Fail the ops on these memories that have not begun, and wait for those that have."""
@@ -145,10 +159,9 @@ class StoreTransfers:
             error = str(gone)
         finally:
             ended = self._ended_at[op.direction, job.memory] = self._clock()
-        mark = "failed" if error else "done"
         return TierCompletion(
             op.op_id,
-            mark,
+            "failed" if error else "done",
             error,
             moved * slot_bytes,
             ended - begun,
@@ -167,13 +180,14 @@ class StoreTransfers:
             for key, address in zip(op.keys, addresses, strict=True)
         ]
         num_bytes, begun = len(objects) * slot_bytes, self._clock()
-        statuses: Sequence[str]
-        if op.direction == "put":
-            statuses, good = self.client.put(objects, rate.timeout(num_bytes)), "stored"
-        else:
-            statuses, good = self.client.get(objects, rate.timeout(num_bytes)), "found"
-        if statuses.count("corrupt"):
-            logger.error("%d of %d objects fetched were not what was put", statuses.count("corrupt"), len(objects))
+        call: Callable[[Sequence[SlotObject], float], Sequence[str]]
+        call, good = (self.client.put, "stored") if op.direction == "put" else (self.client.get, "found")
+        statuses = call(objects, rate.timeout(num_bytes))
+        whole = statuses.count(good)
+        counts, corrupt = self._put if op.direction == "put" else self._got, statuses.count("corrupt")
+        counts[:] = [count + more for count, more in zip(counts, (whole, whole * slot_bytes, corrupt), strict=False)]
+        if corrupt:
+            logger.error("%d of %d objects fetched were not what was put", corrupt, len(objects))
         moved = next((at for at, status in enumerate(statuses) if status != good), len(statuses))
         if moved == len(objects):
             rate.observe(num_bytes, self._clock() - begun)

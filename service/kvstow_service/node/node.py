@@ -24,6 +24,7 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
 from kvstow.status import MemoryStatus
+from kvstow.tier.store import TierStore
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import REASONS
@@ -34,7 +35,6 @@ from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.roster import SurvivingPool, SurvivingWorker, read_survivors
 from kvstow_service.node.tier.nodetier import NodeTier
-from kvstow_service.tiers.stores import TierChoice
 
 logger = logging.getLogger("kvstow.node")
 
@@ -61,13 +61,13 @@ class Node:
         settings: Settings,
         *,
         attach_group: int | None = None,
-        store: TierChoice | None = None,
+        store: TierStore | None = None,
         limits: MemoryLimits | None = None,
         on_failure: Callable[[str], object] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`attach_group`: the group that may write to the attach socket, in addition to the service's user. `store`:
-        that of the fleet tier, if there is one. `on_failure` is called with a sentence when the service must end, as
+        the one that `settings.tier` names. `on_failure` is called with a sentence when the service must end, as
         when a defect has ended a thread. Raises `PinError` if there is no address space."""
         self.settings, self.trust_eof = settings, settings.trust_eof
         self._attach_group, self._store = attach_group, store
@@ -129,7 +129,8 @@ class Node:
         if memory.records is not None:
             self._recover(memory.records)
         if self._store is not None:
-            self.tier = self.host.tier = NodeTier(self._store, memory, self.server.post, self._clock)
+            url = settings.tier or ""
+            self.tier = self.host.tier = NodeTier(url, self._store, memory, self.server.post, self._clock)
         self.populator.start()
         memory.start()
         self.server.start()

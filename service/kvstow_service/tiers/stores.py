@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvstow.errors import ConfigError
@@ -74,15 +73,3 @@ def open_store(url: str) -> TierStore:
     if scheme in redisstore.SCHEMES:
         return RedisStore(redisstore.RedisLocation.parse(url))
     raise ConfigError("tier", url, f"{mooncakestore.FORM}; {redisstore.FORM}")
-
-
-class TierChoice(NamedTuple):
-    """A store. `url` is as it was given: it may name files."""
-
-    url: str
-    store: TierStore
-
-    @classmethod
-    def of(cls, url: str) -> TierChoice:
-        """Opens no connection. Raises `ConfigError`, or `MissingPackageError` if the store's library is missing."""
-        return cls(url, open_store(url))

@@ -233,14 +233,6 @@ class StoreContract:
         finally:
             more.close()
 
-    def test_objects_and_bytes_are_counted(
-        self, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        transfers.put([slots.object(name(number), number) for number in range(3)], TIMEOUT)
-        transfers.get([slots.object(name(number), 9) for number in (0, 8)], TIMEOUT)
-        stats = transfers.stats()
-        assert (stats.put_objects, stats.put_bytes, stats.get_objects, stats.get_bytes) == (3, 3 * SLOT, 1, SLOT)
-
     def test_a_batch_may_be_empty(self, transfers: TransferClient) -> None:
         assert transfers.put([], TIMEOUT) == transfers.get([], TIMEOUT) == []
 

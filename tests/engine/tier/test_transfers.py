@@ -121,6 +121,13 @@ def test_slots_are_put_and_fetched(transfers: Rank, pool: HostPool, store: Contr
     assert (fetched.mark, fetched.moved, fetched.failed) == ("done", 60, 0)
     assert [read(pool, slot)[:1] for slot in range(100, 160)] == [bytes([slot]) for slot in range(60)]
     assert store.batches == [("put", 60), ("get", 60)]
+    store.get_status = lambda name: "corrupt" if name.key == KEYS[1] else None
+    transfers.submit(op(3, "fetch", KEYS[:3], 100))
+    (fetched,) = ended(1)
+    assert (fetched.moved, fetched.failed) == (1, 0), "what follows is of no use"
+    stats = transfers.transfers.stats()
+    assert (stats.put_objects, stats.put_bytes) == (60, 60 * SLOT)
+    assert (stats.get_objects, stats.get_bytes, stats.corrupt_objects) == (62, 62 * SLOT, 1)
 
 
 def test_a_fetch_ends_at_the_first_object_that_is_missing(

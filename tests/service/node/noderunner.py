@@ -27,7 +27,7 @@ from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.roster import WorkerRecord
 from kvstow_service.node.tier.pooltier import ENGINE
-from kvstow_service.tiers.stores import TierChoice
+from kvstow_service.tiers.stores import open_store
 
 EXTENT_BYTES = 2 << 20
 
@@ -40,16 +40,15 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
         extent_size=EXTENT_BYTES,
         pin_pause=0,
         state=state,
+        tier=url_of(words),
         start_keeper="elsewhere" not in words,
         **{"keep_timeout": timeouts[0]} if timeouts else {},
     )
 
 
-def store_of(words: Sequence[str]) -> TierChoice | None:
-    if "tier" in words:
-        return TierChoice("redis://store:1", HungStore())
+def url_of(words: Sequence[str]) -> str | None:
     urls = [word.partition("=")[2] for word in words if word.startswith("tier=")]
-    return TierChoice.of(urls[0]) if urls else None
+    return "redis://store:1" if "tier" in words else urls[0] if urls else None
 
 
 def shares_of(node: Node) -> dict[str, int]:
@@ -106,13 +105,12 @@ def is_connected(node: Node) -> bool:
 
 
 def shown_tier(node: Node) -> dict[str, Any]:
-    choice = node._store
-    if choice is None:
+    store = node._store
+    if store is None:
         return {}
-    if not isinstance(choice.store, HungStore):
+    if not isinstance(store, HungStore):
         return {"put": put_blocks(node), "connected": is_connected(node)}
-    worker = choice.store.worker
-    return {"worker": None if worker is None else worker.pid, "gets": choice.store.gets}
+    return {"worker": None if store.worker is None else store.worker.pid, "gets": store.gets}
 
 
 class HungStore(MemoryStore):
@@ -198,7 +196,9 @@ def main() -> None:
     if "unrecorded" in sys.argv[4:]:
         forget_transfers()
     words = sys.argv[4:]
-    node = Node(settings_of(socket, state, extents, words), store=store_of(words), limits=limits)
+    settings = settings_of(socket, state, extents, words)
+    store = HungStore() if "tier" in words else None if settings.tier is None else open_store(settings.tier)
+    node = Node(settings, store=store, limits=limits)
     try:
         node.start()
         print(json.dumps(shown(node)), flush=True)

@@ -34,7 +34,6 @@ from kvstow_service.node.settings import Settings
 from kvstow_service.node.tier.namespacetier import ContextKeys, NamespaceTier
 from kvstow_service.node.tier.nodetier import NodeTier
 from kvstow_service.node.tier.pooltier import MappedRank, PoolTier
-from kvstow_service.tiers.stores import TierChoice
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -107,9 +106,10 @@ def make_node(tmp_path: Path, store: ControlledStore, monkeypatch: pytest.Monkey
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
             extent_size=EXTENT,
             pin_pause=0,
+            tier="redis://store:1",
             **options,
         )
-        nodes.append(Node(settings, store=TierChoice("redis://store:1", store), limits=limits))
+        nodes.append(Node(settings, store=store, limits=limits))
         nodes[-1].start()
         return nodes[-1]
 

@@ -17,6 +17,7 @@ import pytest
 
 from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
+from kvstow.tier.store import TierStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
@@ -25,7 +26,6 @@ from kvstow_service.replay.engineprocess import EngineSpec
 from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
 from kvstow_service.replay.summary import attached_rows
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
-from kvstow_service.tiers.stores import TierChoice
 
 pytestmark = pytest.mark.process
 
@@ -39,12 +39,12 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tier: TierChoice | None = None
+        self.tier: TierStore | None = None
         self._running = ExitStack()
         self.node: Node
 
     def start(self) -> None:
-        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB)
+        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB, tier="redis://store:1")
         self.node = Node(settings, store=self.tier)
         self.node.start()
         self._running.callback(self.node.close)
@@ -167,7 +167,7 @@ def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
 ) -> None:
     patient = partial(TierSettings, deadline=DEADLINE_SECONDS, lookup_wait=DEADLINE_SECONDS)
     monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
-    service.tier = TierChoice("redis://store:1", MemoryStore())
+    service.tier = MemoryStore()
     service.start()
     first = run(spec(service, requests), may_begin=service.has_registered)
     eventually(lambda: service.tier_status().counters.put_blocks == first.total.stored_blocks)

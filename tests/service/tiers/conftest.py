@@ -18,7 +18,7 @@ from kvstow.control.fleettier import TierSettings
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
-from kvstow_service.tiers.stores import TierChoice
+from kvstow_service.tiers.stores import open_store
 
 # It imports what the tiers' extras bring.
 collect_ignore = [] if find_spec("xxhash") else ["test_objectheader.py"]
@@ -60,8 +60,9 @@ def make_tiered_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
             memory=8 * _EXTENT,
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
             extent_size=_EXTENT,
+            tier=url,
         )
-        nodes.append(Node(settings, store=TierChoice.of(url), limits=limits))
+        nodes.append(Node(settings, store=open_store(url), limits=limits))
         nodes[-1].start()
         return nodes[-1]
 

@@ -19,7 +19,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
-from kvstow.tier.store import ClientHealth, ClientStats
+from kvstow.tier.store import ClientHealth, ClientStats, TierStore
 from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
 from kvstow.tier.transfers import StoreTransfers
 from kvstow_api.directory import TierLabels, TierMeasurements
@@ -28,7 +28,7 @@ from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
 from kvstow_service.node.tier.pooltier import PoolTier
-from kvstow_service.tiers.stores import TierChoice, measure_store, shown_url
+from kvstow_service.tiers.stores import measure_store, shown_url
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -75,14 +75,14 @@ class NodeTier:
 
     def __init__(
         self,
-        choice: TierChoice,
+        url: str,
+        store: TierStore,
         memory: MemoryThread,
         post: Callable[[Callable[[], object]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the attach server's thread call something."""
-        self.store, self.url = choice.store.name, shown_url(choice.url)
-        self._given_url = choice.url
+        self.store, self.url, self._given_url = store.name, shown_url(url), url
         self._lock = Lock()
         """Guards what `enter` makes and `drop_pool` removes, until `close`, and what operators see. Held for
         moments."""
@@ -93,9 +93,9 @@ class NodeTier:
             self._end, self._witness = os.pipe()
             opened.callback(os.close, self._end)
             opened.callback(os.close, self._witness)
-            self._transfers = StoreTransfers(choice.store.open_transfers(self._witness))
+            self._transfers = StoreTransfers(store.open_transfers(self._witness))
             opened.callback(self._transfers.close)
-            self._lookups = choice.store.open_lookups()
+            self._lookups = store.open_lookups()
             opened.pop_all()
         self._tiers: list[NamespaceTier] = []
         """Those that have begun. Changed by the tier's thread alone."""
@@ -203,9 +203,9 @@ class NodeTier:
         ]
 
     def _clients(self, pool_tier: PoolTier) -> tuple[TierClient, ...]:
-        transfers, problem = self._transfers.client, pool_tier.problem
+        problem = pool_tier.problem
         clients = (
-            TierClient("transfers of the node", transfers.health(), transfers.stats()),
+            TierClient("transfers of the node", self._transfers.client.health(), self._transfers.stats()),
             TierClient("look-ups of the node", self._lookups.health(), self._lookups.stats()),
         )
         if problem is None:

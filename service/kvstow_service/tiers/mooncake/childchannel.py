@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import IO, NamedTuple
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
@@ -158,8 +157,7 @@ class ChildChannel:
         self._is_trying = True
         self._problem = "it has not connected yet"
         self._has_failed = self._is_closed = False
-        self._starts = self._starts_without_success = 0
-        self._stats = ClientStats()
+        self._starts = self._starts_without_success = self._timeouts = 0
         # Taken before the condition's lock. Held while memory is registered, so that no child misses any.
         self._memory_lock = threading.Lock()
         self._ranges: tuple[_Range, ...] = ()
@@ -185,13 +183,9 @@ class ChildChannel:
             self._starts_without_success = 0
         return answer
 
-    def count(self, **more: int) -> None:
-        """Add to fields of `stats`."""
-        with self._changed:
-            self._stats = self._stats.plus(**more)
-
     def stats(self) -> ClientStats:
-        return self._stats
+        with self._changed:
+            return ClientStats(timeouts=self._timeouts, restarts=max(0, self._starts - 1))
 
     def health(self) -> ClientHealth:
         with self._changed:
@@ -286,7 +280,7 @@ class ChildChannel:
         with self._changed:
             if self._child is child:
                 self._child, self._problem = None, problem
-            self._stats = self._stats.plus(timeouts=timeouts)
+            self._timeouts += timeouts
             self._changed.notify_all()
         return problem
 
@@ -326,7 +320,6 @@ class ChildChannel:
     def _host(self, child: ChildProcess) -> None:
         """Connect a child, and watch it until it has ended and nobody talks to it."""
         with self._changed:
-            self._stats = replace(self._stats, restarts=self._starts)
             self._starts += 1
             self._starting = child
             is_closed = self._is_closed

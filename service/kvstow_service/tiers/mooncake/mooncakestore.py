@@ -20,8 +20,6 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
-    count_gets,
-    count_puts,
 )
 from kvstow_service.tiers.mooncake.childchannel import CONTROL, ChildChannel, ChildProcess
 from kvstow_service.tiers.mooncake.childmessages import CORRUPT, Connect, Exists, Move, SlotPart
@@ -181,14 +179,10 @@ class MooncakeTransfers(ChildChannel):
     """See `kvstow.tier.store.TransferClient`. Its process maps the memory of the rank."""
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        statuses = [put_status(code) for code in self._move("put", objects, timeout)]
-        self.count(**count_puts(objects, statuses))
-        return statuses
+        return [put_status(code) for code in self._move("put", objects, timeout)]
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        statuses = [get_status(code) for code in self._move("get", objects, timeout)]
-        self.count(**count_gets(objects, statuses))
-        return statuses
+        return [get_status(code) for code in self._move("get", objects, timeout)]
 
     def _move(self, kind: Literal["put", "get"], objects: Sequence[SlotObject], timeout: float) -> tuple[int, ...]:
         check_batch(objects, self.ranges())

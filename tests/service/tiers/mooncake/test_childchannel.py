@@ -226,12 +226,12 @@ def test_pauses_double_until_a_call_succeeds() -> None:
 def test_an_unexpected_error_ends_the_process_and_another_one_starts(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(message: Connect, timeout: float) -> None:
+    def fail(*_: object) -> Answer:
         raise ZeroDivisionError("defect")
 
     def prepare(child: FakeChild) -> None:
         if not stage.children:
-            child.connect = fail  # type: ignore[method-assign]
+            child.ask = fail  # type: ignore[method-assign, assignment]
 
     stage.prepare = prepare
     stage.open()
