@@ -181,10 +181,11 @@ class StoreTransfers:
         ]
         num_bytes, begun = len(objects) * slot_bytes, self._clock()
         call: Callable[[Sequence[SlotObject], float], Sequence[str]]
-        call, good = (self.client.put, "stored") if op.direction == "put" else (self.client.get, "found")
-        statuses = call(objects, rate.timeout(num_bytes))
+        is_put = op.direction == "put"
+        call, good = (self.client.put, "stored") if is_put else (self.client.get, "found")
+        statuses: Sequence[str] = call(objects, rate.timeout(num_bytes))
         whole = statuses.count(good)
-        counts, corrupt = self._put if op.direction == "put" else self._got, statuses.count("corrupt")
+        counts, corrupt = self._put if is_put else self._got, statuses.count("corrupt")
         counts[:] = [count + more for count, more in zip(counts, (whole, whole * slot_bytes, corrupt), strict=False)]
         if corrupt:
             logger.error("%d of %d objects fetched were not what was put", corrupt, len(objects))
