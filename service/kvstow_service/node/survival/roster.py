@@ -186,7 +186,7 @@ def roster_content(
                     journal_label(journal),
                     tuple(
                         SurvivingRow(row.first_slot, row.num_slots, row.extents)
-                        for _, row in sorted(budget.rows(name).items())
+                        for _, row in sorted(budget.pool(name).rows.items())
                     ),
                     tuple(of_pool.get(name, ())),
                 )
