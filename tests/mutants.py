@@ -1161,17 +1161,17 @@ MUTANTS = [
     Mutant(
         "rows_above_a_lost_one_are_used",
         SURVIVORS,
-        "            if first_slot != end or not record.layout.has_row(num_slots, sizes):\n                break\n",
-        "            if not record.layout.has_row(num_slots, sizes):\n                continue\n",
+        "if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):\n            break\n",
+        "if not pool.record.layout.has_row(row.num_slots, sizes):\n            continue\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
         "a_pool_is_used_although_a_worker_of_it_cannot_be_seen",
         SURVIVORS,
-        "        if missing or label not in self._kept:\n",
-        "        workers = [one for one in workers if one not in missing]\n"
-        "        missing = []\n"
-        "        if missing or label not in self._kept:\n",
+        "    if missing or label not in kept:\n",
+        "    workers = tuple(one for one in workers if one not in missing)\n"
+        "    missing = []\n"
+        "    if missing or label not in kept:\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
