@@ -72,7 +72,6 @@ class HostPool(SlotPool):
         self._allowance.forget()
 
     def _commit(self, chunk: Chunk) -> None:
-        self._paced.prepare_thread()
         start, end = self._pages(chunk)
         self._allowance.require(start, end)
         if start < end:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.memory.chunks import Chunk, PinnedChunks
-from kvstow.memory.hoststeps import CallQueue, HostSteps, RegisterCall
-from kvstow.memory.pinning import Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.memory.hoststeps import CallQueue, HostSteps, MadeCall, RegisterCall
+from kvstow.memory.pinning import Pace, PinProgress, Registrar
 from kvstow.memory.region import bytes_by_node
 from kvstow.messages import PoolFigures
 
@@ -231,7 +231,7 @@ class SlotPool(ABC):
         self._registrar = registrar
         self.steps = HostSteps(clock)
         self._pace = pace(self.steps)
-        self._paced = PacedRegistrar(registrar, self._pace, self.steps, clock=clock, cpu_clock=cpu_clock)
+        self._is_thread_prepared = False
         self._resident_bytes = 0
         self._numa_notice: str | None = None
         """A sentence for people if memory cannot be bound to the node."""
@@ -243,7 +243,7 @@ class SlotPool(ABC):
         self._failure: PinError | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._paused = self._closing = False
         self._queue: CallQueue | None = None  # of the growth under way
         self._queue_end = 0  # the slot up to which it grows so far
@@ -461,12 +461,15 @@ class SlotPool(ABC):
 
     def _grow(self) -> None:
         """Pin chunk after chunk until none is left, or something else comes first."""
+        if not self._is_thread_prepared:
+            self._registrar.prepare_thread()
+            self._is_thread_prepared = True
         with self._state:
             growth = self._begin_growth()
         try:
             while (wake_at := growth.populate_ahead()) is not None:
                 made = growth.queue.made
-                self._paced.advance(growth.queue, wake_at, partial(self._wait_for_turn, growth.queue))
+                self._advance(growth.queue, wake_at)
                 self._publish(growth)
                 if not self._goes_on(growth):
                     break
@@ -474,8 +477,41 @@ class SlotPool(ABC):
                     self._listeners.call()
         finally:
             self._end_growth(growth)
-        self._paced.withdraw(growth.queue)
+        self.steps.withdraw()
+        self._record_of_host(growth.queue)
         growth.queue.raise_error()
+
+    def _advance(self, queue: CallQueue, wake_at: int) -> None:
+        """Wait until `wake_at` calls of the queue have been made by the host's thread, or make the next one here. May
+        return earlier."""
+        if (expected := self._pace.call_seconds) is not None:
+            self.steps.offer(queue, expected)
+            if self.steps.wait(queue, wake_at):
+                self._record_of_host(queue)
+                return
+        self._record_of_host(queue)
+        if not self._wait_for_turn(queue):
+            return
+        if expected is not None and self.steps.state(self._clock()) == "stepping":
+            return
+        if queue.claim():
+            try:
+                started, made = self._cpu_clock(), queue.made
+                num_bytes = queue.make()
+                if queue.made > made:
+                    self._pace.record(num_bytes, self._cpu_clock() - started, self._clock())
+            finally:
+                queue.done()
+
+    def _record_of_host(self, queue: CallQueue) -> None:
+        """Record for each call what the median one took: one that took unusually long must not shrink the next ones."""
+        calls: list[MadeCall] = []
+        while queue.by_host:
+            calls.append(queue.by_host.popleft())
+        calls.sort(key=lambda call: call.seconds / call.num_bytes)
+        for _ in calls:
+            usual = calls[len(calls) // 2]
+            self._pace.record(usual.num_bytes, usual.seconds, self._clock())
 
     def _begin_growth(self) -> Growth:
         """Under `_state`."""
@@ -550,14 +586,20 @@ class SlotPool(ABC):
             if not self._may_give_back(chunks):
                 return
             self._chunks = chunks.below  # the chunk cannot be held from now on
+        chunk, started, of_host = chunks.last, self._cpu_clock(), None
+        call = partial(self._registrar.unregister, self._address_of(chunk), chunk.num_bytes)
         try:
-            self._paced.unregister(self._address_of(chunks.last), chunks.last.num_bytes)
+            if (expected := self._pace.call_seconds) is None:
+                call()
+            else:
+                of_host = self.steps.run(call, chunk.num_bytes, expected)
         except BaseException:
             with self._state:
                 self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
             raise
-        self._decommit(chunks.last)
-        self._paced.record(chunks.last.num_bytes)
+        self._decommit(chunk)
+        seconds = self._cpu_clock() - started if of_host is None else of_host
+        self._pace.record(chunk.num_bytes, seconds, self._clock())
 
     def _wait_for_turn(self, queue: CallQueue | None = None) -> bool:
         """Leave the driver's lock to others for as long as the pace says; False when the pool closes or the queue has

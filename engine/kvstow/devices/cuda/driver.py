@@ -29,10 +29,8 @@ _CAPTURE_RELAXED = 2
 _COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_NUMA_ID = 75, 76, 134  # CU_DEVICE_ATTRIBUTE_*
 
 
-class DriverError(KvstowError):
+class DriverError(KvstowError, code="driver_error"):
     """A call of the CUDA driver failed; `name` and `text` are the driver's own."""
-
-    code = "driver_error"
 
     def __init__(self, call: str, status: int, name: str, text: str) -> None:
         super().__init__(f"{call} failed: {name} ({status}): {text}")
@@ -43,10 +41,8 @@ class DriverError(KvstowError):
         return self.status == _OUT_OF_MEMORY
 
 
-class DriverUnavailableError(KvstowError):
+class DriverUnavailableError(KvstowError, code="driver_unavailable"):
     """CUDA cannot be used here at all: no cuda-bindings, no driver, or one that is too old."""
-
-    code = "driver_unavailable"
 
 
 @cache
