@@ -120,11 +120,6 @@ class CudaDevice:
             self._layers = LayerLoader(self._context, layout, bases, parts, self._compute_stream, undo)
         self._bases, self._layout = bases, layout
 
-    @property
-    def notice(self) -> str | None:
-        """A message for operators if copies are slower than they could be."""
-        return self._context.driver.notice
-
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
         transfer = self._planned(blocks, slots, after)
         self._stores.queue(transfer)
