@@ -745,7 +745,7 @@ MUTANTS = [
         "memory_is_given_back_under_a_load_by_layer",
         "engine/kvstow/layeredloads.py",
         "        for op, hold in zip(ops, holds, strict=True):\n",
-        "        for op, hold in zip(ops, holds, strict=True):\n            hold.release()\n",
+        "        for op, hold in zip(ops, holds, strict=True):\n            hold.close()\n",
         "tests/engine/test_layeredloads.py::test_the_memory_of_the_slots_stays_until_the_last_part_was_read",
     ),
     Mutant(

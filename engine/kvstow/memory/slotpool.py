@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeGuard
@@ -44,26 +45,6 @@ _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 Int64Array = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvstow.pool")
-
-
-class SlotHold:
-    """Keeps memory of a pool in place until `release`, which is idempotent. Also a context manager."""
-
-    __slots__ = ("_release",)
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
-
-    def release(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-
-    def __enter__(self) -> SlotHold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 _REFILL = 3  # more chunks are populated when a third of those ahead are left: 160 ms of calls beside steps of 20 ms
@@ -225,9 +206,8 @@ class SlotPool(ABC):
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self.slot_bytes = slot_bytes
-        self.max_slots = max_slots
-        """The largest target."""
+        """`max_slots`: the largest target."""
+        self.slot_bytes, self.max_slots = slot_bytes, max_slots
         self._registrar = registrar
         self.steps = HostSteps(clock)
         self._pace = pace(self.steps)
@@ -354,14 +334,16 @@ class SlotPool(ABC):
             self._failure = None
             self._state.notify_all()
 
-    def hold(self, end_slot: int) -> SlotHold:
-        """Keep the memory of all slots below `end_slot` in place until the hold is released. Never waits. Raises
+    def hold(self, end_slot: int) -> ExitStack:
+        """Keep the memory of all slots below `end_slot` in place until the result is closed. Never waits. Raises
         `CopyError` if they are not all pinned."""
+        held = ExitStack()
         with self._state:
             if (pinned := self._pinned()) < end_slot:
                 raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
             self._held[end_slot] += 1
-        return SlotHold(partial(self._release, end_slot))
+        held.callback(self._release, end_slot)
+        return held
 
     def _release(self, end_slot: int) -> None:
         with self._state:
@@ -410,18 +392,16 @@ class SlotPool(ABC):
             with self._state:
                 self._state.wait_for(lambda: not self._held)
                 chunks, self._chunks = self._chunks, None  # nothing can be held from now on
-            self._give_back(chunks)
-
-    def _give_back(self, chunks: PinnedChunks | None) -> None:
-        try:
-            while chunks is not None:
-                chunk, chunks = chunks.last, chunks.below
-                try:
-                    self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
-                except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
-                    logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
-        finally:
-            self._close_memory()
+            try:
+                while chunks is not None:
+                    chunk, chunks = chunks.last, chunks.below
+                    try:
+                        self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
+                    except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
+                        first, last = chunk.first_slot, chunk.end_slot - 1
+                        logger.warning("could not unregister slots %d-%d: %s", first, last, error)
+            finally:
+                self._close_memory()
 
     # The pinning thread.
 
@@ -465,7 +445,10 @@ class SlotPool(ABC):
             self._registrar.prepare_thread()
             self._is_thread_prepared = True
         with self._state:
-            growth = self._begin_growth()
+            growth = Growth(self, self._chunks)
+            self._queue = growth.queue
+            growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
+            self._progress.begin(self._covered() * self.slot_bytes)
         try:
             while (wake_at := growth.populate_ahead()) is not None:
                 made = growth.queue.made
@@ -476,7 +459,11 @@ class SlotPool(ABC):
                 if growth.queue.made > made:
                     self._listeners.call()
         finally:
-            self._end_growth(growth)
+            growth.queue.settle()
+            with self._state:  # keep what is registered, and give the rest back
+                self._queue, self._queue_end = None, 0
+                self._publish(growth)
+            growth.end()
         self.steps.withdraw()
         self._record_of_host(growth.queue)
         growth.queue.raise_error()
@@ -512,14 +499,6 @@ class SlotPool(ABC):
         for _ in calls:
             usual = calls[len(calls) // 2]
             self._pace.record(usual.num_bytes, usual.seconds, self._clock())
-
-    def _begin_growth(self) -> Growth:
-        """Under `_state`."""
-        growth = Growth(self, self._chunks)
-        self._queue = growth.queue
-        growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
-        self._progress.begin(self._covered() * self.slot_bytes)
-        return growth
 
     def _register(self, chunk: Chunk) -> None:
         """Pin a committed chunk, on the pinning thread or the host's. Raises `PinError`; it is then not pinned."""
@@ -563,14 +542,6 @@ class SlotPool(ABC):
                 self._state.wait()
             self.steps.is_pinning = not self._closing
             return not growth.queue.is_over_for_good and not self._paused
-
-    def _end_growth(self, growth: Growth) -> None:
-        """Keep what is registered, and give the rest back."""
-        growth.queue.settle()
-        with self._state:
-            self._queue, self._queue_end = None, 0
-            self._publish(growth)
-        growth.end()
 
     def _stop_growth(self) -> None:
         """Register no further chunk of the growth under way, and give back those that are populated. Under `_state`."""
