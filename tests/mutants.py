@@ -940,8 +940,8 @@ MUTANTS = [
     Mutant(
         "memory_is_shown_before_it_is_populated",
         "engine/kvstow/memory/mappedpool.py",
-        "slots = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)",
-        "slots = self.grid.max_slots",
+        "shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)",
+        "shown = self.grid.max_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
     ),
     # -- the node's memory -----------------------------------------------------------------------------------

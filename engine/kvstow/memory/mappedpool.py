@@ -80,17 +80,15 @@ class MappedExtent:
     def next_chunk(self, slot: int, num_bytes: int) -> ExtentChunk | None:
         """The chunk that begins with this slot, of `num_bytes` at most or the smallest possible; None if it has no
         memory yet."""
-        done, shown = slot - self.first_slot, self._shown_slots()
+        done = slot - self.first_slot
+        shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)
+        if shown < self.grid.max_slots:
+            shown -= shown % self.grid.unit_slots  # a chunk may end there
         if done >= shown:
             return None
         chunk = self.grid.next_chunk(done, shown, num_bytes)
         first, end = self.first_slot + chunk.first_slot, self.first_slot + chunk.end_slot
         return ExtentChunk(first, end, chunk.offset, chunk.num_bytes, self)
-
-    def _shown_slots(self) -> int:
-        """How many of its slots lie below the watermark and end where a chunk may end."""
-        slots = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)
-        return slots if slots == self.grid.max_slots else slots - slots % self.grid.unit_slots
 
     def map(self, start: int, end: int) -> None:
         """Map these bytes, which are whole pages of 2 MiB and have memory already, and make their pages present, so
@@ -180,15 +178,12 @@ class MappedPool(SlotPool):
         pace = pace or partial(AdaptivePace, LATENCY_TARGET)
         super().__init__(slot_bytes, _MAX_SLOTS, 0, registrar, pace, clock=clock, cpu_clock=cpu_clock)
         self._stride = slot_bytes
-        self._in_place: list[MappedExtent] = []
-        """In the order of their slots."""
+        self._in_place: list[MappedExtent] = []  # in the order of their slots
         self._arriving: list[MappedExtent] = []
         self._released: list[int] = []
         self._table = _AddressTable()
-        self._usable_end = 0
-        """All slots below are of granted extents, without a gap."""
-        self._kept_end = _MAX_SLOTS
-        """The first slot of a revoked extent."""
+        self._usable_end = 0  # all slots below are of granted extents, without a gap
+        self._kept_end = _MAX_SLOTS  # the first slot of a revoked extent
 
     @property
     def slot_stride(self) -> int:
