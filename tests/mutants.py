@@ -1206,7 +1206,7 @@ MUTANTS = [
     Mutant(
         "workers_share_an_open_file",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "fds.append(extent.open_for_client())",
+        "fds.append(open_for_client(extent.fd))",
         'fds.append(__import__("os").dup(extent.fd))',
         "tests/service/node/pools/test_recalledmemory.py"
         "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
@@ -1222,7 +1222,7 @@ MUTANTS = [
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
         "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
-        "            if extent is not None and extent.is_closed:\n                self._give_up(extent_id)\n",
+        "            if extent is not None and extent.fd < 0:\n                self._give_up(extent_id)\n",
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(

@@ -23,7 +23,6 @@ from kvstow.memfd import (
     create_memfd,
     identify_memfd,
     is_unsealed,
-    open_for_client,
     populated_prefix,
     require_memfd,
 )
@@ -100,14 +99,6 @@ class Extent:
     def is_sound(self) -> bool:
         """Whether clients can map it. One that has its descriptor can seal it."""
         return is_unsealed(self.fd)
-
-    def open_for_client(self) -> int:
-        """A descriptor to send, which the caller closes. Raises `OSError`."""
-        return open_for_client(self.fd)
-
-    @property
-    def is_closed(self) -> bool:
-        return self.fd < 0
 
     def close(self) -> None:
         """Give the memory back, once no client and no keeper has it any more; idempotent."""
