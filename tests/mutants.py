@@ -766,7 +766,7 @@ MUTANTS = [
         "memory_is_given_back_under_a_load_by_layer",
         "engine/kvstow/layeredloads.py",
         "        for op, hold in zip(ops, holds, strict=True):\n",
-        "        for op, hold in zip(ops, holds, strict=True):\n            hold.release()\n",
+        "        for op, hold in zip(ops, holds, strict=True):\n            hold.close()\n",
         "tests/engine/test_layeredloads.py::test_the_memory_of_the_slots_stays_until_the_last_part_was_read",
     ),
     Mutant(
@@ -961,8 +961,8 @@ MUTANTS = [
     Mutant(
         "memory_is_shown_before_it_is_populated",
         "engine/kvstow/memory/mappedpool.py",
-        "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
-        "slots = self.place.num_slots",
+        "shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)",
+        "shown = self.grid.max_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
@@ -1226,7 +1226,7 @@ MUTANTS = [
     Mutant(
         "workers_share_an_open_file",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "fds.append(extent.open_for_client())",
+        "fds.append(open_for_client(extent.fd))",
         'fds.append(__import__("os").dup(extent.fd))',
         "tests/service/node/pools/test_recalledmemory.py"
         "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
@@ -1242,7 +1242,7 @@ MUTANTS = [
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
         "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
-        "            if extent is not None and extent.is_closed:\n                self._give_up(extent_id)\n",
+        "            if extent is not None and extent.fd < 0:\n                self._give_up(extent_id)\n",
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(
