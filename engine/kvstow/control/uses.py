@@ -43,21 +43,20 @@ def _words_of(width: int) -> np.dtype[np.void]:
     return np.dtype(places)  # type: ignore[call-overload,no-any-return]
 
 
-def first_and_last_words(keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
-    """The first and the last 8 bytes of each key. They overlap in shorter keys."""
-    data, count = b"".join(keys), len(keys)
-    width = len(keys[0]) if count else 0
-    if width < _WORD or len(data) != count * width:  # keys of several lengths
-        data, width = b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
+    """The keys end to end, and how many bytes each has. Of short keys, and of those of several lengths, the last 8."""
+    data, width = b"".join(keys), len(keys[0]) if keys else _WORD
+    if width < _WORD or len(data) != len(keys) * width:
+        return b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+    return data, width
+
+
+def hash_joined(data: bytes, width: int, tag: int = 0) -> Hashes:
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes; see
+    `join_keys`."""
     words = np.frombuffer(data, _words_of(width))
-    return words["head"], words["tail"]
-
-
-def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
-    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
-    head, tail = first_and_last_words(keys)
-    mixed: Hashes = head * _MIX_HEAD
-    mixed ^= tail
+    mixed: Hashes = words["head"] * _MIX_HEAD
+    mixed ^= words["tail"]
     if tag:
         mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
     mixed *= _MIX_TAIL
@@ -65,6 +64,10 @@ def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
     mixed *= _MIX_HEAD
     mixed ^= mixed >> _SHIFT
     return mixed
+
+
+def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
+    return hash_joined(*join_keys(keys), tag)
 
 
 def smoothed(age: float | None, new: float, count: float, num_slots: float) -> float:
