@@ -114,7 +114,7 @@ class Session:
         """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind = _Behind[Part](lambda part: part.count)
+        self._parts_behind = _Behind[Part](lambda part: part.num_keys)
         """What the comparison may follow of them."""
         self._tried_behind = _Behind[Sample](lambda sample: len(sample.keys))
         """What the trial of hints follows."""

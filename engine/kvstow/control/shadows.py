@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.slots import values_at
 from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashes, hash_joined, join_keys, smoothed
 
 MOST_FOLLOWED = 16_384
@@ -37,8 +36,11 @@ _NEVER = 1 << 64
 """The level of a key that is not followed unless it is hot."""
 _THIN_RATE = 1 / 64
 """Below it, half as many keys are followed, and only at some places of a chain: there are enough of them."""
-_FINE, _PER_DOUBLING, _LONGEST = 16, 8, 1 << 20
-"""See `Places`."""
+_STRETCHES = ((0, 1, 16), (16, 4, 64), (64, 16, 256), (256, 64, 1 << 20))
+"""From where to where in a chain every fourth, sixteenth or 64th position is a place, in the middle of those that it
+stands for. A key has the same position in every chain that has it."""
+_PLACES = tuple(at for low, step, high in _STRETCHES for at in range(low + step // 2, high, step))
+_SPANS = tuple(step for low, step, high in _STRETCHES for _ in range(low + step // 2, high, step))
 
 Floats = npt.NDArray[np.float64]
 Hits = dict[int, float]
@@ -53,45 +55,18 @@ def spread(hits: Mapping[int, float], num_shadows: int) -> Floats:
     return found
 
 
-class Places:
-    """Positions in a chain, each for as many of them as its span says and in the middle of these: all of the first 16,
-    then eight while the number doubles, or more, so that no span is above `most_span`. A key has the same position in
-    every chain that has it."""
-
-    def __init__(self, most_span: float) -> None:
-        positions, spans, low = list(range(_FINE)), [1] * _FINE, _FINE
-        while low < _LONGEST:
-            span = low // _PER_DOUBLING
-            while span > most_span:
-                span //= 2
-            some = range(low + span // 2, 2 * low, span)
-            positions += some
-            spans += [span] * len(some)
-            low *= 2
-        self.positions, self.spans = tuple(positions), tuple(spans)
-
-    def span_at(self, position: int) -> int:
-        """0 if it is none of the places."""
-        at = bisect_left(self.positions, position)
-        return self.spans[at] if at < len(self.positions) and self.positions[at] == position else 0
-
-
-_ALL_PLACES = Places(inf)
-
-
 class Part(NamedTuple):
     """The keys of a part of a chain that may be followed, end to end: so many of `length` keys. `start`: how many keys
-    of the chain come before the part. `places`: where its keys are, from the place with the number `first` on; None: at
-    all positions."""
+    of the chain come before the part. `first`: the number of the first place whose key it has; None: it has the keys
+    of all positions."""
 
     data: bytes
     width: int
-    count: int
+    num_keys: int
     length: int
     tag: int
     start: int
-    places: Places | None = None
-    first: int = 0
+    first: int | None = None
 
 
 Followed = tuple[int, int, int, float]
@@ -125,10 +100,10 @@ class Tally:
 class _Key:
     """A key that is followed."""
 
-    __slots__ = ("is_hot", "level", "name", "order", "position", "used_at", "uses", "weight")
+    __slots__ = ("is_hot", "name", "order", "position", "used_at", "uses", "weight")
 
-    def __init__(self, name: int, level: int, position: int, weight: float) -> None:
-        self.name, self.level, self.position, self.weight = name, level, position, weight
+    def __init__(self, name: int, position: int, weight: float) -> None:
+        self.name, self.position, self.weight = name, position, weight
         self.order = _GONE
         """When it was used last: numbers that grow with the time, the class and the key, in this order."""
         self.used_at = 0.0
@@ -207,43 +182,45 @@ class Shadows:
     def part(self, keys: Sequence[bytes], tag: int = 0, start: int = 0) -> Part:
         """Those keys of a chain, or of a part of it, that may be followed, in the namespace with the number `tag`.
         `start`: how many keys of the chain come before these."""
-        places, first, length = self._thin, 0, len(keys)
-        if places is not None:
-            positions = places.positions
-            first, end = bisect_left(positions, start), bisect_left(positions, start + length)
-            keys = values_at(keys, [at - start for at in positions[first:end]] if start else positions[:end])
-        return Part(*join_keys(keys), len(keys), length, tag, start, places, first)
+        length, first = len(keys), None
+        if self.is_thin and start:
+            first = bisect_left(_PLACES, start)
+            keys = [keys[at - start] for at in _PLACES[first : bisect_left(_PLACES, start + length)]]
+        elif self.is_thin:
+            first = 0
+            keys = [*keys[:16], *keys[18:64:4], *keys[72:256:16], *keys[288 : 1 << 20 : 64]]  # _PLACES, but faster
+        return Part(*join_keys(keys), len(keys), length, tag, start, first)
 
     def choose(self, parts: Sequence[Part]) -> list[list[Followed]]:
         """The keys of each part that are followed. Many parts at once cost little more than one."""
         if not parts:
             return []
-        thin = self._thin
-        if any([part.places is not thin for part in parts]):  # it was made before a resize
-            parts = [part if part.places is thin else part._replace(data=b"", count=0) for part in parts]
-        counts = [part.count for part in parts]
+        is_thin = self.is_thin
+        if any((part.first is None) == is_thin for part in parts):  # it was made before a resize
+            parts = [part._replace(data=b"", num_keys=0, first=0 if is_thin else None) for part in parts]
+        counts = [part.num_keys for part in parts]
         ends = list(accumulate(counts))
         if len({(part.width, part.tag) for part in parts}) == 1:
             hashes = hash_joined(b"".join([part.data for part in parts]), parts[0].width, parts[0].tag)
         else:
             hashes = np.concatenate([hash_joined(part.data, part.width, part.tag) for part in parts])
-        if thin is None:
-            ats = (hashes <= np.uint64(self._threshold)).nonzero()[0]
-        else:
-            shifts = [part.first - end + part.count for part, end in zip(parts, ends, strict=True)]
-            numbers = np.arange(ends[-1]) + np.repeat(shifts, counts)
-            ats = (hashes <= self._limits[numbers]).nonzero()[0]
+        limits = np.uint64(self._threshold)
+        if is_thin:
+            shifts = [(part.first or 0) - end + part.num_keys for part, end in zip(parts, ends, strict=True)]
+            limits = self._limits[np.arange(ends[-1]) + np.repeat(shifts, counts)]
+        ats = (hashes <= limits).nonzero()[0]
         chosen = [list[Followed]() for _ in parts]
         number = 0
         for name, at in zip(hashes[ats].tolist(), ats.tolist(), strict=True):
             while at >= ends[number]:
                 number += 1
             part = parts[number]
-            at += part.first - ends[number] + part.count
-            if thin is None:
+            at += part.num_keys - ends[number]
+            if part.first is None:
                 chosen[number].append((name, name, part.start + at, 0.0))
             else:
-                chosen[number].append((name, name // thin.spans[at], thin.positions[at], 0.0))
+                at += part.first
+                chosen[number].append((name, name // _SPANS[at], _PLACES[at], 0.0))
         if self.rate < 1.0:
             self._add_hot(parts, hashes, chosen, ends)
         return chosen
@@ -252,20 +229,19 @@ class Shadows:
         self, parts: Sequence[Part], hashes: Hashes, chosen: list[list[Followed]], ends: Sequence[int]
     ) -> None:
         """Hot keys are followed at some places of a chain, where they stand for all keys between them."""
-        places = self._thin or _ALL_PLACES
-        numbers = [number for number, part in enumerate(parts) if part.count and not part.start]
-        firsts = [ends[number] - parts[number].count for number in numbers]
+        numbers = [number for number, part in enumerate(parts) if part.num_keys and not part.start]
+        firsts = [ends[number] - parts[number].num_keys for number in numbers]
         for number, first, name in zip(numbers, firsts, hashes[firsts].tolist(), strict=True):
             if not self._hot.count(name):
                 continue
-            names, count = [name], parts[number].count
-            for place in range(1, count) if self._thin else places.positions[1:]:
+            names, count = [name], parts[number].num_keys
+            for place in range(1, count) if self.is_thin else _PLACES[1:]:
                 if place >= count or not self._hot.count(name := int(hashes[first + place])):
                     break
                 names.append(name)
             leading = [
                 (name, _NEVER, position, float(span))
-                for name, position, span in zip(names, places.positions, places.spans, strict=False)
+                for name, position, span in zip(names, _PLACES, _SPANS, strict=False)
             ]
             behind = leading[-1][2] + leading[-1][3] / 2
             chosen[number] = leading + [one for one in chosen[number] if one[2] >= behind]
@@ -282,26 +258,23 @@ class Shadows:
             return
         if now > self._now:
             self._now, self._tick, self._number = now, self._tick + 1, 0
-        rate, threshold, key_of, recent = self.rate, self._threshold, self._key_of, self._recent
+        rate, key_of, recent = self.rate, self._key_of, self._recent
         counting_bits, leading, hits = self._counting_bits, self._all, tally.hits
         first, stop = looked_up.start, looked_up.stop
         used, were_hot = list[_Key](), list[tuple[int, float]]()
         low = high = gone = 0
         """Of `recent`, these are keys of the chain, and so many were removed that are younger than the next one."""
-        for name, level, position, hot_weight in chain:
+        for name, _, position, hot_weight in chain:
             own = hot_weight or 1.0 / rate
-            if not hot_weight and level > threshold:  # the rate has changed since it was chosen
-                continue
             key = key_of.get(name)
             if key is None:
-                key = key_of[name] = _Key(name, level, position, own)
+                key = key_of[name] = _Key(name, position, own)
                 holders = 0
             elif key.order == _GONE:  # a chain repeats none, but a client may: a key is followed once
                 continue
             else:
                 order, at = key.order, low - 1
                 if key.is_hot:
-                    were_hot.append((order, key.weight))
                     younger = len(recent) - bisect_right(recent, order) + gone
                 else:
                     if at < 0 or recent[at] != order:
@@ -317,6 +290,8 @@ class Shadows:
                 holders = self._lru_holders[bisect_right(self._lru_sizes, blocks)] | self._counting_holders(key)
                 if key.weight != own:
                     self._weigh(key, own)
+                if key.is_hot:
+                    were_hot.append((order, own))
                 key.order = _GONE
             key.is_hot = hot_weight > 0.0
             used.append(key)
@@ -515,10 +490,11 @@ class Shadows:
 
     def _level(self, key: _Key) -> int:
         """What says whether `choose` would choose a key that is not hot."""
-        if self._thin is None:
+        if not self.is_thin:
             return key.name
-        span = self._thin.span_at(key.position)
-        return key.name // span if span else _NEVER
+        at = bisect_left(_PLACES, key.position)
+        is_place = at < len(_PLACES) and _PLACES[at] == key.position
+        return key.name // _SPANS[at] if is_place else _NEVER
 
     # -- size -----------------------------------------------------------------------------------------------
 
@@ -529,10 +505,9 @@ class Shadows:
     def _set_rate(self, rate: float) -> None:
         self.rate = rate
         self._threshold = min(_NEVER - 1, int(rate * _NEVER))
-        self._thin = Places(1 / rate) if rate <= _THIN_RATE else None
-        if self._thin is not None:
-            spans = np.array(self._thin.spans, np.float64) * self._threshold
-            self._limits = np.minimum(spans, float(_NEVER - 2048)).astype(np.uint64)
+        self.is_thin = rate <= _THIN_RATE
+        """Only keys at some places of a chain are followed."""
+        self._limits = np.array(_SPANS if self.is_thin else (), np.uint64) * np.uint64(self._threshold)
         self._seen.limit(self._threshold)
         self._set_sizes()
 
@@ -562,8 +537,7 @@ class Shadows:
         kept = list[_Key]()
         for key in self._key_of.values():
             if not key.is_hot:
-                key.level = self._level(key)
-                if key.level > self._threshold:
+                if self._level(key) > self._threshold:
                     key.order = _GONE
                     continue
                 key.weight = 1.0 / rate
