@@ -504,8 +504,8 @@ MUTANTS = [
     Mutant(
         "a_table_of_another_size_begins_empty",
         "engine/kvstow/control/uses.py",
-        "            words[_places(some, words)] = some\n",
-        "            pass\n",
+        "np.copyto(place, some, where=True if start < size else some != 0)",
+        "place[:] = 0",
         f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
     ),
     Mutant(
