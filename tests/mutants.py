@@ -476,8 +476,8 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if name in chain:",
-        "if False:",
+        "elif key.order == _GONE:",
+        "elif False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
     ),
     Mutant(
@@ -490,16 +490,23 @@ MUTANTS = [
     Mutant(
         "hot_keys_are_sampled_like_others",
         "engine/kvstow/control/shadows.py",
-        "            if hot:\n",
-        "            if False:\n",
+        "if not self._hot.count(name):",
+        "if True:",
         f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
     ),
     Mutant(
         "chains_are_sampled_and_not_keys",
         "engine/kvstow/control/shadows.py",
-        "            found = _levels(keys)\n",
-        "            found = _levels([keys[0]] * len(keys))\n",
+        "ats = (hashes <= limits)",
+        "ats = (np.full_like(hashes, hashes[0]) <= limits)",
         f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_curve_lacks_the_requests_that_wait",
+        "engine/kvstow/control/comparison.py",
+        "            self._follow_waiting()\n            if not",
+        "            if not",
+        f"{CONTROL}/test_shadows.py::test_requests_are_followed_together_and_none_is_left_out",
     ),
     Mutant(
         "a_table_of_uses_is_made_by_the_thread_that_asks",
@@ -518,8 +525,8 @@ MUTANTS = [
     Mutant(
         "a_table_of_another_size_begins_empty",
         "engine/kvstow/control/uses.py",
-        "            words[_places(some, words)] = some\n",
-        "            pass\n",
+        "np.copyto(place, some, where=True if start < size else some != 0)",
+        "place[:] = 0",
         f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
     ),
     Mutant(
