@@ -17,13 +17,14 @@ import pytest
 
 from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
+from kvstow.tier.store import TierStore
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
 from kvstow_service.replay.result import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
-from kvstow_service.tiers.hostedtiers import TierChoice
 
 pytestmark = pytest.mark.process
 
@@ -37,14 +38,13 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tier: TierChoice | None = None
+        self.tier: TierStore | None = None
         self._running = ExitStack()
         self.node: Node
 
     def start(self) -> None:
-        self.node = Node(
-            NodeSettings(memory_bytes=64 * MIB, attach_socket=self.path, extent_bytes=16 * MIB, tier=self.tier)
-        )
+        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB, tier="redis://store:1")
+        self.node = Node(settings, store=self.tier)
         self.node.start()
         self._running.callback(self.node.close)
 
@@ -53,7 +53,7 @@ class Service:
 
     def tier_status(self) -> TierStatus:
         assert self.node.tier is not None
-        (tier,) = self.node.tier.view.tiers()
+        (tier,) = self.node.tier.tiers()
         return tier
 
     @property
@@ -166,7 +166,7 @@ def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
 ) -> None:
     patient = partial(TierSettings, deadline=DEADLINE_SECONDS, lookup_wait=DEADLINE_SECONDS)
     monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
-    service.tier = TierChoice("redis://store:1", MemoryStore())
+    service.tier = MemoryStore()
     service.start()
     first = run(spec(service, requests), may_begin=service.has_registered)
     eventually(lambda: service.tier_status().counters.put_blocks == first.total.stored_blocks)
