@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench import admin, attach, control, policy, populate, retention, startup, steps, tier
@@ -13,9 +13,20 @@ from bench.machine import describe
 from bench.report import PAGE, Table, page, record
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = (
-    *("control", "trace", "policy", "curve", "retention", "steps", "admin", "startup", "populate", "attach", "tier"),
-)
+_Run = Callable[[argparse.Namespace, Callable[[str], None]], list[Table]]
+BENCHMARKS: dict[str, _Run] = {
+    "control": lambda options, say: control.run(options.sizes, options.repeats, say),
+    "trace": lambda options, say: control.run_trace(options.trace, control.TRACE_SIZES, say),
+    "policy": lambda options, say: policy.run(tuple(policy.POOLS), say),
+    "curve": lambda options, say: policy.run_curves(tuple(policy.CURVES), say),
+    "retention": lambda options, say: retention.run(options.trace, say),
+    "steps": lambda options, say: steps.run(options.sizes, options.repeats, say),
+    "admin": lambda options, say: admin.run(options.admin_slots, options.seconds, say),
+    "startup": lambda options, say: startup.run(options.pools, options.repeats + 2, say),
+    "populate": lambda options, say: populate.run(options.repeats, say),
+    "attach": lambda options, say: attach.run(options.repeats, say),
+    "tier": lambda options, say: tier.run(options.repeats, options.trace, say),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,41 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = options.benchmarks or BENCHMARKS
     if {"control", "trace"} & set(names) and not control.vllm_is_there():
         _say("no .venv-vllm: `make venv-vllm` makes it; KVStow is measured alone")
-    for name in BENCHMARKS:
-        if name in names:
-            load = os.getloadavg()[0]
-            tables = _run(name, options)
-            if tables:
-                record(name, f"{describe()}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after", tables)
-            _say("\n\n".join(table.to_markdown() for table in tables))
-    return 0
-
-
-def _run(name: str, options: argparse.Namespace) -> list[Table]:
-    if name == "control":
-        return control.run(options.sizes, options.repeats, _say)
-    if name == "trace":
-        if not options.trace.exists():
+    for name in (name for name in BENCHMARKS if name in names):
+        if name == "trace" and not options.trace.exists():
             _say(f"no trace at {options.trace}: pass --trace")
-            return []
-        return control.run_trace(options.trace, control.TRACE_SIZES, _say)
-    if name == "policy":
-        return policy.run(tuple(policy.POOLS), _say)
-    if name == "curve":
-        return policy.run_curves(tuple(policy.CURVES), _say)
-    if name == "retention":
-        return retention.run(options.trace, _say)
-    if name == "steps":
-        return steps.run(options.sizes, options.repeats, _say)
-    if name == "admin":
-        return admin.run(options.admin_slots, options.seconds, _say)
-    if name == "startup":
-        return startup.run(options.pools, options.repeats + 2, _say)
-    if name == "attach":
-        return attach.run(options.repeats, _say)
-    if name == "tier":
-        return tier.run(options.repeats, options.trace, _say)
-    return populate.run(options.repeats, _say)
+            continue
+        load = os.getloadavg()[0]
+        tables = BENCHMARKS[name](options, _say)
+        if tables:
+            record(name, f"{describe()}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after", tables)
+        _say("\n\n".join(table.to_markdown() for table in tables))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
