@@ -58,7 +58,13 @@ class TlsFiles:
 
     def stamps(self) -> list[FileStamp | None]:
         """Differ if a file has changed. None stands for a file that cannot be read."""
-        return [_stamp(path) for path in (self.cert, self.key, self.client_ca) if path is not None]
+        stamps: list[FileStamp | None] = []
+        for path in filter(None, (self.cert, self.key, self.client_ca)):
+            try:
+                stamps.append(FileStamp.of(path))
+            except OSError:
+                stamps.append(None)
+        return stamps
 
     def _context(self, cert: bytes, key: bytes | None) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -177,13 +183,6 @@ def subject_of(certificate: dict[str, object]) -> str:
     common = [value for name, value in names if name == "commonName"]
     text = str(common[0]) if common else ",".join(f"{name}={value}" for name, value in names)
     return ascii(text)[1:-1].replace(" ", "_")[:100]
-
-
-def _stamp(path: Path) -> FileStamp | None:
-    try:
-        return FileStamp.of(path)
-    except OSError:
-        return None
 
 
 def _date(seconds: float) -> str:

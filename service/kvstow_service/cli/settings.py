@@ -52,7 +52,11 @@ def resize(call: Call, size: int | None, slots: int | None) -> None:
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
     wanted = {"capacity_slots": slots} if size is None else {"capacity_bytes": size}
-    _change(call, wanted, "shrink the pool", _would_resize, _resized)
+
+    def would(plan: PlanView) -> str:
+        return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)}"
+
+    _change(call, wanted, "shrink the pool", would, _resized)
 
 
 def _change(
@@ -77,10 +81,6 @@ def _change(
         call.confirm(f"{words} and evict {evicted(plan)},", destructive=plan.evicted_slots > 0)
         answer = follow(client, routes.change_pool, wanted, pool=name, if_match=before.etag, no_wait=call.no_wait)
         call.emit(*changed(before, plan, answer))
-
-
-def _would_resize(plan: PlanView) -> str:
-    return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)}"
 
 
 def _resized(before: PoolView, plan: PlanView, answer: Any) -> tuple[Any, Callable[[Any], str]]:
@@ -222,7 +222,8 @@ def undrain(call: Call) -> None:
     with call.client() as client:
         before = client.call(routes.get_drain, pool=call.pool)
         if call.dry_run:
-            call.emit(before, _would_undrain)
+            would = "would end the drain" if before.active else "would change nothing: there is no drain"
+            call.emit(before, lambda _: would)
             return
         now = client.call(routes.end_drain, pool=call.pool)
         call.emit(now, drain_words if before.active else lambda _: "nothing to do: there was no drain")
@@ -231,10 +232,6 @@ def undrain(call: Call) -> None:
 def _would_drain(mode: str, now: DrainStatus) -> str:
     left = f"{counted(now.pending_transfers, 'transfer')} and {counted(now.leases, 'lease')}"
     return f"would {_DRAINS[mode].rstrip(',')}; in flight: {left}"
-
-
-def _would_undrain(now: DrainStatus) -> str:
-    return "would end the drain" if now.active else "would change nothing: there is no drain"
 
 
 @click.command()

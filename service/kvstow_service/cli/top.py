@@ -52,7 +52,11 @@ def top(call: Call, interval: float, svg: Path | None) -> None:
         if svg is None and sys.stdin.isatty() and sys.stdout.isatty():
             _watch(client, interval, server, pool)
         else:
-            _print(_ask_once(client, server, pool), svg)
+            answer = ask(client, server, pool)
+            if answer.overview.is_missing:
+                hint = "`kvstow get pools` lists what there is"
+                raise CommandError(f"there is no pool {pool!r}", hint, ExitCode.NOT_FOUND)
+            _print(answer, svg)
 
 
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
@@ -103,14 +107,6 @@ def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
         return None
 
 
-def _ask_once(client: Client, server: str, pool: str | None) -> Answer:
-    """Raises `CommandError` if the pool does not exist."""
-    answer = ask(client, server, pool)
-    if answer.overview.is_missing:
-        raise CommandError(f"there is no pool {pool!r}", "`kvstow get pools` lists what there is", ExitCode.NOT_FOUND)
-    return answer
-
-
 def _print(answer: Answer, svg: Path | None) -> None:
     """On the terminal, or into a file."""
     import io
@@ -147,7 +143,9 @@ def _watch(client: Client, interval: float, server: str, pool: str | None) -> No
                 except ApiError as error:
                     lost = str(error)
                 width, height = console.size
-                screen = board(shown, lost, width=width, height=height, server=title, footer=_keys(shown))
+                choose = "Tab: next pool   a: all pools   " if shown is not None and shown.choices else ""
+                footer = f"{choose}q or Ctrl-C: quit"
+                screen = board(shown, lost, width=width, height=height, server=title, footer=footer)
                 live.update(screen, refresh=True)
                 key = next_key(interval)
     except KeyboardInterrupt:
@@ -160,11 +158,6 @@ def _after(shown: Overview) -> str | None:
         return None
     number = -1 if shown.selected is None else shown.choices.index(shown.selected)
     return shown.choices[number + 1] if number + 1 < len(shown.choices) else None
-
-
-def _keys(shown: Overview | None) -> str:
-    choose = "Tab: next pool   a: all pools   " if shown is not None and shown.choices else ""
-    return f"{choose}q or Ctrl-C: quit"
 
 
 @contextmanager

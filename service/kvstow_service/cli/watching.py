@@ -155,17 +155,12 @@ def wait(call: Call, condition: Condition, timeout: float) -> None:
         while not (status := _check(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
-                raise CommandError(
-                    f"not {condition} after {timeout:g} s: {status.words}", _hint(status), ExitCode.NOT_READY
-                )
+                hint = (status.error and hint_for(status.error)) or "`kvstow doctor` shows problems"
+                words = f"not {condition} after {timeout:g} s: {status.words}"
+                raise CommandError(words, f"{hint}; --timeout waits longer", ExitCode.NOT_READY)
             lines.show(status.words)
             time.sleep(min(_POLL_SECONDS, left))
     click.echo(status.words)
-
-
-def _hint(status: _Status) -> str:
-    hint = status.error and hint_for(status.error)
-    return f"{hint or '`kvstow doctor` shows problems'}; --timeout waits longer"
 
 
 class _Lines:

@@ -194,13 +194,11 @@ class Engine:
         wait([self._result], DEADLINE_SECONDS)
 
     def _run(self) -> AttachedResult:
-        launcher = EngineLauncher(
-            [self._spec], on_request=self._count, may_begin=self._may_begin, children_log=self._log
-        )
-        return launcher.run(self._stop)
+        def count(finished: int) -> None:
+            self.finished = finished
 
-    def _count(self, finished: int) -> None:
-        self.finished = finished
+        launcher = EngineLauncher([self._spec], on_request=count, may_begin=self._may_begin, children_log=self._log)
+        return launcher.run(self._stop)
 
     def _may_begin(self, pid: int) -> bool:
         if not self._service.has_registered(pid):

@@ -62,7 +62,9 @@ class ReplayEngine:
         with closing(RemoteRanks(spec.num_ranks, spec.name, spec.socket, layout)) as ranks:
             identity = pool_identity(spec.shape, spec.num_ranks)
             offload = AttachedOffload(spec.socket, spec.name, identity, ranks, wanted_bytes=spec.wanted_bytes)
-            self._wait_for_ranks(ranks)
+            while not ranks.are_ready and not self._stop.is_set():
+                ranks.receive()
+                ranks.wait(_WAIT_SECONDS, -1)
             if spec.is_held:
                 self._wait_for_begin(offload, ranks)
             else:
@@ -82,11 +84,6 @@ class ReplayEngine:
             logging.disable(logging.WARNING)  # the processes see each other leave
         offload.close()  # after the ranks, which release their memory by themselves
         self._pipe.send(last)
-
-    def _wait_for_ranks(self, ranks: RemoteRanks) -> None:
-        while not ranks.are_ready and not self._stop.is_set():
-            ranks.receive()
-            ranks.wait(_WAIT_SECONDS, -1)
 
     def _wait_for_begin(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
         while not self._may_begin.is_set() and not self._stop.is_set():
