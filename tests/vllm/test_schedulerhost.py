@@ -70,9 +70,8 @@ def make_host(
 ) -> EmbeddedSchedulerHost:
     """A host that knows no rank, and vLLM's block pool unless not `binds`."""
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
-    host = EmbeddedSchedulerHost(
-        options, make_process(**process), groups, build={"vllm": "1"}, make_events=lambda _: None
-    )
+    config, cache = SimpleNamespace(kv_events_config=None), SimpleNamespace(kv_cache_groups=[])
+    host = EmbeddedSchedulerHost(options, make_process(**process), groups, config, cache)
     if binds:
         host.bind(FakeBlockPool(8))
     return host

@@ -151,7 +151,7 @@ def ranks_leave_sessions_under_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def unwanted_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.attachedcontrol.AttachedControl.discard", lambda self, answer: None)
+    patch.setattr(f"{SHARED}.controlplane.AttachedControl.discard", lambda self, answer: None)
 
 
 class Mutant(NamedTuple):

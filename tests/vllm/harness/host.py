@@ -21,9 +21,9 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 SHARED = "kvstow_service.connectors.engine_core"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
-from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
@@ -38,7 +38,14 @@ class SchedulerHost(ABC):
     """Lazy stores look ahead as far as this many steps can evict: a store holds its GPU blocks for as many steps."""
 
     def __init__(
-        self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, *, by_layer: bool = False
+        self,
+        options: ConnectorOptions,
+        process: VLLMProcess,
+        groups: KVGroups,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        by_layer: bool = True,
     ) -> None:
         """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
         self.side: SchedulerSide | None = None
@@ -46,6 +53,7 @@ class SchedulerHost(ABC):
         self.stats: StatsFeed
         """Made with the side."""
         self._options, self._process, self._groups = options, process, groups
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
@@ -61,9 +69,9 @@ class SchedulerHost(ABC):
         """`hellos` of all ranks, in order. Also makes the `stats`. Returns None, after logging why, if there can be no
         offload."""
 
-    @abstractmethod
     def _take_report(self, report: RankReport) -> DesiredState | None:
-        """Take a report that a rank sent with a step. Raises `KvstowError` for a report that is not accepted."""
+        """Take a report that a rank sent with a step. The ranks of an attached engine report to the service."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -154,6 +162,10 @@ class SchedulerHost(ABC):
         if self._has_failed:  # the same error would come at every step
             return
         self.side = self._make_side(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
+
+    def _event_feed(self, source: BlockSource) -> EventFeed | None:
+        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+        return event_feed(self._vllm_config, source, specs)
 
     def _new_side(self, control: ControlPlane, pool: BlockPool, events: EventFeed | None) -> SchedulerSide:
         options, process = self._options, self._process

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-
-import vllm
 
 from kvstow.control.launchorder import LaunchOrder
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
-from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankUpdate
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
@@ -57,13 +53,10 @@ class TPUOffloadConnector(OffloadConnector):
                 "a failed load of this model (several KV groups or a window) is not computed: the first such request "
                 "waits until it is aborted, and loads are bypassed from then on"
             )
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        ranks_unknown = replace(process, num_ranks=0)  # the ranks report how many they are
+        packages = ("vllm", "tpu-inference", "jax")
         return EmbeddedSchedulerHost(
-            options,
-            replace(process, num_ranks=0),  # the ranks report how many they are
-            groups,
-            build={"vllm": vllm.__version__, "tpu-inference": version("tpu-inference"), "jax": version("jax")},
-            make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
+            options, ranks_unknown, groups, vllm_config, kv_cache_config, packages=packages, by_layer=False
         )
 
     def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:

@@ -9,8 +9,7 @@ import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
 from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.attachedcontrol import (
+from kvstow_service.connectors.engine_core.controlplane import (
     LAYER_WAIT_SECONDS,
     MOST_AHEAD,
     SILENT_SECONDS,
@@ -18,6 +17,7 @@ from kvstow_service.connectors.vllm.attachedcontrol import (
     AttachState,
     sharing_word,
 )
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
