@@ -93,21 +93,21 @@ MUTANTS = [
     ),
     Mutant(
         "requests_that_let_nothing_be_stored_are_stored",
-        f"{ENGINE_CORE}/storefinders.py",
+        f"{ENGINE_CORE}/stores.py",
         " or not tracked.may_store:",
         ":",
         f"{HINT_TESTS}::test_nothing_of_it_is_stored",
     ),
     Mutant(
         "the_backlog_stores_what_must_not_be_stored",
-        f"{ENGINE_CORE}/stores.py",
+        f"{ENGINE_CORE}/gpublocks.py",
         "if block_hash is not None and not self._gpu.is_unstored(block_hash):",
         "if block_hash is not None:",
         f"{HINT_TESTS}::test_the_backlog_stores_none_of_its_blocks",
     ),
     Mutant(
         "what_must_not_be_stored_is_stored_lazily",
-        f"{ENGINE_CORE}/storefinders.py",
+        f"{ENGINE_CORE}/stores.py",
         " and not self._gpu.is_unstored(content):",
         ":",
         f"{HINT_TESTS}::test_lazily_none_of_its_blocks_is_stored_until_another_request_has_them",
@@ -1550,7 +1550,7 @@ MUTANTS = [
     # -- what a key means --------------------------------------------------------------------------------------
     Mutant(
         "a_block_of_an_unknown_hash_is_the_models",
-        f"{ENGINE_CORE}/stores.py",
+        f"{ENGINE_CORE}/gpublocks.py",
         "return [self._mix(each) if each in known else None for each in hashes]",
         "return [self._mix(each) if each in known else each for each in hashes]",
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",

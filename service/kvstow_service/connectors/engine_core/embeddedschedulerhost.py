@@ -19,6 +19,7 @@ from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
@@ -27,7 +28,6 @@ from kvstow_service.connectors.engine_core.offloadmetrics import read_family
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
 _HEAD_START_SECONDS = 1.0  # for vLLM's start, which ends soon after; until then, ranks report with the steps

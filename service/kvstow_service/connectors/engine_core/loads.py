@@ -157,19 +157,21 @@ class Loads:
         groups: KVGroups,
         null_block: int,
         observe: Observe,
-        shared: SharedLoads,
         policy: LoadPolicy,
         meter: PrefillMeter,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        drafts: bool = False,
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
-        time of each lookup."""
+        time of each lookup. `drafts`: see `VLLMProcess`."""
         self._control, self._draft, self._groups = control, draft, groups
-        self._null_block, self._observe, self._shared = null_block, observe, shared
+        self._null_block, self._observe = null_block, observe
+        self._shared = SharedLoads(draft, groups, clock, drafts=drafts)
         self._finder = control.hit_finder(groups)
         self._asked: deque[_AskedLoad] = deque()
         self._under_way: dict[int, TrackedRequest] = {}  # by op
-        self._policy, self._meter, self._clock = policy, meter, clock
+        self._policy, self._meter = policy, meter
         self._layered: dict[int, PromptPart] = {}
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
@@ -300,6 +302,11 @@ class Loads:
             source = tracked.source(self._control.source_key)
             self._control.count_lookup(queried // alignment, num_tokens // alignment, source)
 
+    def ended(self, tracked: TrackedRequest) -> None:
+        """The request continues without a load, or has ended."""
+        self.release_hit(tracked)
+        self._shared.ended(tracked)
+
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Stop holding the request's hit."""
         self._release_lease(tracked)
@@ -371,7 +378,7 @@ class Loads:
         else:
             self._meter.load_began()
             tokens = PromptPart.between(tracked.start, end)
-            self._asked.append(_AskedLoad(tracked, tokens, targets, answer, self._clock()))
+            self._asked.append(_AskedLoad(tracked, tokens, targets, answer, time.perf_counter()))
             self._shared.begun(tracked, num_tokens)
         self._policy.begun(choice, len(targets))
         self.take_begun()
@@ -407,7 +414,7 @@ class Loads:
         """A load has ended on every rank."""
         tokens = self._layered.pop(op_id, None)
         if (queued := self._queued.pop(op_id, None)) is not None:
-            self._policy.ended(queued.num_blocks, None if failed else self._clock() - queued.at)
+            self._policy.ended(queued.num_blocks, None if failed else time.perf_counter() - queued.at)
             self._meter.load_ended()
             tokens = queued.tokens
         if tokens is not None and not failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvstow.prefill import PrefillCost, PrefillFit, PrefillNews, PromptPart
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -17,13 +17,6 @@ _WEIGHT = 0.2
 """The weight of the newest step that only decodes."""
 _LEAST_SHARE = 0.5
 """The least share of its time with which a step that also decodes counts."""
-
-
-class ScheduledStep(Protocol):
-    """The part of vLLM's `SchedulerOutput` that is read. Its `scheduled_spec_decode_tokens` are drafts."""
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
 
 
 class _Planned(NamedTuple):
@@ -48,6 +41,8 @@ class PrefillMeter:
     """
 
     def __init__(self, least_tokens: int = LEAST_TOKENS, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.requests: Mapping[str, TrackedRequest] = {}
+        """Those that vLLM has, by name."""
         self._least_tokens, self._clock = least_tokens, clock
         self._fit = PrefillFit()
         self._planned: deque[_Planned] = deque()
@@ -60,17 +55,11 @@ class PrefillMeter:
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def planned(
-        self,
-        number: int,
-        step: ScheduledStep,
-        requests: Mapping[str, TrackedRequest],
-        load_seconds: float = 0.0,
-    ) -> bool:
-        """Steps have ascending numbers. `requests`: those that vLLM has, by name, before it counts this step's tokens
-        as computed. `load_seconds`: how long the loads by layer within this step take. Returns whether `ended` is to be
-        called: not for steps that compute nothing."""
-        scheduled = step.num_scheduled_tokens
+    def planned(self, number: int, step: Any, load_seconds: float = 0.0) -> bool:
+        """Steps have ascending numbers. `step`: vLLM's `SchedulerOutput`, before vLLM counts its tokens as computed.
+        `load_seconds`: how long the loads by layer within this step take. Returns whether `ended` is to be called: not
+        for steps that compute nothing."""
+        scheduled: Mapping[str, int] = step.num_scheduled_tokens
         if not scheduled:
             return False
         drafts: Mapping[str, Any] = getattr(step, "scheduled_spec_decode_tokens", None) or {}
@@ -79,7 +68,7 @@ class PrefillMeter:
             total = sum(scheduled.values())
             for name, count in scheduled.items():
                 if count > 1 + (len(drafts.get(name, ())) if drafts else 0):
-                    tracked = requests.get(name)
+                    tracked = self.requests.get(name)
                     start = 0 if tracked is None else tracked.request.num_computed_tokens
                     prompts = prompts.with_part(PromptPart.between(start, start + count))
         now = self._look()

@@ -12,6 +12,7 @@ from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
@@ -20,7 +21,6 @@ from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
-from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, process_start
 
 logger = logging.getLogger("kvstow.vllm")

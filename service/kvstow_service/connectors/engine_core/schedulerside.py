@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, KnownHashes
 from kvstow_service.connectors.engine_core.hints import UnstoredHashes, hints_of
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads, SharedLoads
+from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepDraft
-from kvstow_service.connectors.engine_core.storefinders import EagerStores, LazyStores, RecurrentStates, StoreFinder
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep, StepDraft
 from kvstow_service.connectors.engine_core.stores import (
-    BlockPool,
+    EagerStores,
     EndedRequests,
-    GPUBlocks,
-    KnownHashes,
+    LazyStores,
+    RecurrentStates,
+    StoreFinder,
     Stores,
-    WrittenBlocks,
 )
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
 
@@ -70,9 +70,9 @@ class SchedulerSide:
                 self._gpu.known_hashes.note = events.name
         self._draft = StepDraft()
         null_block = pool.null_block.block_id
-        self._shared_loads = SharedLoads(self._draft, groups, clock, drafts=drafts)
         self.policy, self._meter = policy, meter
-        self._loads = Loads(control, self._draft, groups, null_block, observe, self._shared_loads, policy, meter)
+        meter.requests = self._requests
+        self._loads = Loads(control, self._draft, groups, null_block, observe, policy, meter, clock, drafts=drafts)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
@@ -80,7 +80,6 @@ class SchedulerSide:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
         else:
             self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
-        self._stores.offer_again = self._finder.offer_again
         self._states = RecurrentStates(self._gpu, self._stores) if groups.has_states else None
         self._ended = EndedRequests(control, groups, self._stores, clock)
 
@@ -125,7 +124,10 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._draft.number)
-        self._note_first_computed(tracked, load_tokens)
+        first = tracked.start + load_tokens
+        if tracked.loading and not load_tokens:  # the load has ended, and vLLM continues after its last good block
+            first = request.num_computed_tokens
+        tracked.computed_from = min(tracked.computed_from, first)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
@@ -135,8 +137,7 @@ class SchedulerSide:
             if by_layer:  # no other call follows
                 self._finder.admitted(tracked)
             return True
-        self._loads.release_hit(tracked)
-        self._shared_loads.ended(tracked)
+        self._loads.ended(tracked)
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
             tracked.withheld = False
             if not request.skip_reading_prefix_cache:
@@ -146,13 +147,6 @@ class SchedulerSide:
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
         return True
-
-    @staticmethod
-    def _note_first_computed(tracked: TrackedRequest, load_tokens: int) -> None:
-        first = tracked.start + load_tokens
-        if tracked.loading and not load_tokens:  # the load has ended, and vLLM continues after its last good block
-            first = tracked.request.num_computed_tokens
-        tracked.computed_from = min(tracked.computed_from, first)
 
     def fetched_tokens(self, request: Request) -> int:
         """How many of the tokens that the request loads in this admission came from the fleet tier."""
@@ -171,8 +165,7 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
-        self._loads.release_hit(tracked)
-        self._shared_loads.ended(tracked)
+        self._loads.ended(tracked)
         self.policy.finished(request.request_id)
         if self._gpu.known_hashes is not None:
             self._gpu.known_hashes.add_ended(tracked)
@@ -188,8 +181,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             if tracked is not None:
-                self._loads.release_hit(tracked)
-                self._shared_loads.ended(tracked)
+                self._loads.ended(tracked)
                 if self._gpu.unstored is not None:
                     self._gpu.unstored.end(tracked)
             adapter = None if self._adapters is None else self._adapters.of(request)
@@ -210,7 +202,7 @@ class SchedulerSide:
 
     # -- one step -------------------------------------------------------------------------------------------
 
-    def plan_step(self, step: Step) -> PlannedStep:
+    def plan_step(self, step: Any) -> PlannedStep:
         """What starts with this step: loads of the requests admitted in it, and stores of what older steps computed."""
         if self._adapters is not None:
             self._adapters.move_on()
@@ -220,17 +212,15 @@ class SchedulerSide:
         self.settle()
         room = self._stores.next_step()
         states = self._states.blocks_computed(step) if self._states is not None else ()
-        number, scheduled = self._draft.number, step.num_scheduled_tokens
-        written = WrittenBlocks(number, scheduled, self._requests, self._groups.in_tables, states)
-        offered = self._finder.offer_due(step, number, written, room)
+        offered = self._finder.offer_due(step, self._draft.number, states, room)
         if self._states is not None:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
-        is_timed = self._meter.planned(number + 1, step, self._requests, self.policy.layer_seconds)
-        self.policy.planned(scheduled)
+        is_timed = self._meter.planned(self._draft.number + 1, step, self.policy.layer_seconds)
+        self.policy.planned(step.num_scheduled_tokens)
         return self._draft.take()._replace(is_timed=is_timed)
 
     def take_planned(self) -> PlannedStep:
@@ -259,8 +249,8 @@ class SchedulerSide:
                 self._observe(f"{settled.direction}_size", len(settled.blocks) * self.control.slot_bytes)
             if settled.direction == "load":
                 self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")
-            elif not_stored := self._stores.store_settled(settled):
-                self._finder.offer_again(not_stored)
+            else:
+                self._stores.store_settled(settled)
 
     @property
     def has_pending_stores(self) -> bool:

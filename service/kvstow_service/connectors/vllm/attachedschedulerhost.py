@@ -17,6 +17,7 @@ from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
 from kvstow.stats import DIRECTIONS
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import AttachedBlocks
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
@@ -32,7 +33,6 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
 from kvstow_service.connectors.vllm import engineidentity
 

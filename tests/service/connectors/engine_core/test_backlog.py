@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 
 from kvstow.keys import make_key
-from kvstow_service.connectors.engine_core.stores import Backlog, GPUBlocks, RetryPause
+from kvstow_service.connectors.engine_core.gpublocks import Backlog, GPUBlocks
+from kvstow_service.connectors.engine_core.stores import RetryPause
 
 HASH_BYTES = 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 
-from kvstow_service.connectors.engine_core.stores import GPUBlocks
+from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks
 
 
 def test_a_held_block_is_not_handed_out() -> None:

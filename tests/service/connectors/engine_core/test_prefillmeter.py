@@ -52,7 +52,8 @@ class Meter(PrefillMeter):
             name: SimpleNamespace(request=SimpleNamespace(num_computed_tokens=computed.get(name, 0)))
             for name in planned.num_scheduled_tokens
         }
-        self.planned(self.number, planned, requests, load_seconds)
+        self.requests = requests
+        self.planned(self.number, planned, load_seconds)
         return self.number
 
     def run(self, planned: Any, seconds: float, load_seconds: float = 0.0, **computed: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -34,6 +35,7 @@ SHORT_WINDOW, WINDOW = KVGroup(1, 2, 1, window=3), KVGroup(1, 2, 1, window=5)
 WITH_SHORT_WINDOW, WITH_WINDOW = KVGroups((FULL, SHORT_WINDOW), 2), KVGroups((FULL, WINDOW), 2)
 
 
+@cache
 def hashes_of(tokens: str) -> list[bytes]:
     """Chained hashes of the full hash blocks; a character is a token."""
     hashes, parent = [], b""
@@ -43,6 +45,7 @@ def hashes_of(tokens: str) -> list[bytes]:
     return hashes
 
 
+@cache
 def keys_of(tokens: str, group: KVGroup = FULL) -> list[bytes]:
     """Keys of the group's full blocks."""
     step = group.hashes_per_block
