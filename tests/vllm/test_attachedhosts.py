@@ -187,7 +187,7 @@ def test_a_failed_host_has_no_session_and_no_hits(bench: Bench) -> None:
 @pytest.fixture
 def worker(tmp_path: Path) -> Any:
     options = ConnectorOptions(attach=tmp_path / "none", lock=False)
-    host = AttachedWorkerHost(options, make_process(), BLOCKS, tmp_path / "none")
+    host = AttachedWorkerHost(options, make_process(), BLOCKS)
     yield host
     host.close()
 

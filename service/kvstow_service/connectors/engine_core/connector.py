@@ -35,9 +35,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     KVStow does not support.
     """
 
-    _half: SchedulerHost | WorkerHost[Any]
+    _half: SchedulerHost | WorkerHost
     _host: SchedulerHost  # only in the scheduler's half
-    _rank: WorkerHost[Any]  # only in a worker's half
+    _rank: WorkerHost  # only in a worker's half
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -77,7 +77,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> SchedulerHost: ...
 
     @abstractmethod
-    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
         """Takes no memory yet."""
 
     # -- both halves ----------------------------------------------------------------------------------------

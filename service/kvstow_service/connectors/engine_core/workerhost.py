@@ -7,13 +7,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from kvstow.attach.hello import RankSession
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.layout import KVLayout
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent, Rendezvous
@@ -33,17 +32,7 @@ _REPORT_SECONDS = 1.5  # the agent reports every second
 logger = logging.getLogger("kvstow.vllm")
 
 
-class Geometry(Protocol):
-    """Where a block's bytes lie in the engine's KV cache."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-
-G = TypeVar("G", bound=Geometry)
-
-
-class WorkerHost(ABC, Generic[G]):
+class WorkerHost(ABC):
     """One rank's worker side. Used by the worker's main thread.
 
     At the start, it refuses settings that the user has to change. After any other error, then or later, the rank
@@ -67,15 +56,15 @@ class WorkerHost(ABC, Generic[G]):
     # What hosts differ in.
 
     @abstractmethod
-    def _read_geometry(self, kv_cache: Any) -> G:
-        """How the engine's KV cache lies in memory. Raises `ConfigError`."""
+    def _read_geometry(self, kv_cache: Any) -> Any:
+        """Where a block's bytes lie in the engine's KV cache: its `layout` is a `KVLayout`. Raises `ConfigError`."""
 
     def _fence_of(self, kv_cache: Any) -> Callable[[], Fence | None]:
         """Makes fences for the steps launched so far. None if the copies need none."""
         return lambda: None
 
     @abstractmethod
-    def _make_plane(self, geometry: G) -> RankDataPlane:
+    def _make_plane(self, geometry: Any) -> RankDataPlane:
         """Pins nothing yet. If it raises, nothing is left behind."""
 
     @abstractmethod
@@ -91,8 +80,6 @@ class WorkerHost(ABC, Generic[G]):
     @abstractmethod
     def news(self) -> tuple[RankReport | None, RankSession | None]:
         """Messages for the scheduler's half, after a step."""
-
-    # What they have in common.
 
     def register(self, kv_cache: Any) -> None:
         """Build the data plane around the engine's KV cache, and begin to pin. Returns before pinning is done, unless
@@ -145,7 +132,7 @@ class WorkerHost(ABC, Generic[G]):
         return plane, slot_bytes
 
 
-class PoolWorkerHost(WorkerHost[G]):
+class PoolWorkerHost(WorkerHost):
     """A worker with a pool of its own and an agent."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:

@@ -59,7 +59,7 @@ class TPUOffloadConnector(OffloadConnector):
             options, ranks_unknown, groups, vllm_config, kv_cache_config, packages=packages, by_layer=False
         )
 
-    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
         import jax
 
         from kvstow_service.connectors.tpu.runnerhost import RunnerHost

@@ -65,7 +65,7 @@ def read_cache(runner: Runner, num_blocks: int) -> ShardedKV:
 logger = logging.getLogger("kvstow.vllm")
 
 
-class RunnerHost(PoolWorkerHost[ShardedKV]):
+class RunnerHost(PoolWorkerHost):
     """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
     frees the cache and makes a new one when weights change, and calls no connector. The blocks of the old weights are
     dropped with it."""

@@ -54,10 +54,11 @@ class KVStowConnector(OffloadConnector):
 
         return AttachedSchedulerHost(options, process, groups, vllm_config, kv_cache_config)
 
-    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
-        from kvstow_service.connectors.vllm.tensorhost import worker_host
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
+        from kvstow_service.connectors.vllm import tensorhost
 
-        return worker_host(options, process, kv_cache_config)
+        host = tensorhost.EmbeddedWorkerHost if options.attach is None else tensorhost.AttachedWorkerHost
+        return host(options, process, kv_cache_config.num_blocks)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -234,53 +234,39 @@ def build_plane(
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
         return HostPool(config, registrar, numa_node=numa_node)
 
-    return plane_around(rank, kv, config, options, make_pool, sender)
+    return _plane_around(rank, kv, config, options, make_pool, sender)
 
 
-def plane_around(
+def _plane_around(
     rank: int,
     kv: KVGeometry,
     config: PoolConfig,
     options: ConnectorOptions,
     make_pool: MakePool,
-    sender: ReportSequence | None = None,
+    sender: ReportSequence | None,
 ) -> DataPlane:
-    """A rank's data plane around `kv` and the pool that `make_pool` makes. Behaves like `build_plane` if it raises."""
     by_layer = options.load_path != "async"
-    device = kv.tensors[0].device
-    parts = kv.parts if by_layer else None
+    device, parts = kv.tensors[0].device, kv.parts if by_layer else None
+    mover: CudaDevice | CpuDevice
     with ExitStack() as undo:
         if device.type == "cuda":
-            mover: CudaDevice | CpuDevice
-            pool, mover = _on_cuda(options, kv, make_pool, parts, undo)
+            from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
+
+            registrar = CudaRegistrar(device.index)
+            pool = make_pool(registrar, registrar.numa_node)
+            undo.callback(pool.close)
+            strategy = CudaOptions(strategy=options.copy_strategy)
+            mover = CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy, parts=parts)
         elif device.type == "cpu":
-            pool, mover = _on_cpu(config, kv, make_pool, parts, undo)
+            pool = make_pool(cpu_registrar(config), None)
+            undo.callback(pool.close)
+            mover = CpuDevice(pool, kv.layout, kv.tensors, parts)
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
         plane = DataPlane(rank, pool, mover, reports=sender, layers=mover if by_layer else None)
         undo.pop_all()
     return plane
-
-
-def _on_cpu(
-    config: PoolConfig, kv: KVGeometry, make_pool: MakePool, parts: tuple[Part, ...] | None, undo: ExitStack
-) -> tuple[SlotPool, CpuDevice]:
-    pool = make_pool(cpu_registrar(config), None)
-    undo.callback(pool.close)
-    return pool, CpuDevice(pool, kv.layout, kv.tensors, parts)
-
-
-def _on_cuda(
-    options: ConnectorOptions, kv: KVGeometry, make_pool: MakePool, parts: tuple[Part, ...] | None, undo: ExitStack
-) -> tuple[SlotPool, CudaDevice]:
-    from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
-
-    registrar = CudaRegistrar(kv.tensors[0].device.index)
-    pool = make_pool(registrar, registrar.numa_node)
-    undo.callback(pool.close)
-    strategy = CudaOptions(strategy=options.copy_strategy)
-    return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy, parts=parts)
 
 
 def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
@@ -315,7 +301,7 @@ def build_attached_plane(
         numa.append(numa_node)
         return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
 
-    plane = plane_around(rank, kv, config, options, make_pool, sender)
+    plane = _plane_around(rank, kv, config, options, make_pool, sender)
     pool = plane.pool
     assert isinstance(pool, MappedPool)
     return AttachedWorker(socket, plane, pool, engine=engine, replicated=replicated, numa_node=numa[0])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvstow.attach.hello import RankSession
@@ -30,7 +29,7 @@ from kvstow_service.connectors.vllm.rankdataplane import (
 _REPORT_SECONDS = 0.5
 
 
-class _TensorHost(WorkerHost[KVGeometry]):
+class _TensorHost(WorkerHost):
     """A worker whose KV cache is torch tensors, by layer."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
@@ -41,7 +40,7 @@ class _TensorHost(WorkerHost[KVGeometry]):
     def _read_geometry(self, kv_cache: Mapping[str, Any]) -> KVGeometry:
         geometry = kv_geometry(kv_cache, self._num_blocks)
         pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
-        self.side.expect_layers(geometry.part_of)
+        self.side.waits.part_of = geometry.part_of
         self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
         return geometry
 
@@ -49,7 +48,7 @@ class _TensorHost(WorkerHost[KVGeometry]):
         return fence_of(kv_cache)
 
 
-class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
+class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
     """A worker with a pool of its own and an agent."""
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
@@ -63,9 +62,8 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
 class AttachedWorkerHost(_TensorHost):
     """A worker that uses the node service's memory."""
 
-    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process, num_blocks)
-        self._socket = socket
         self._reported = RankSession()
         self._report_at = 0.0
 
@@ -88,9 +86,10 @@ class AttachedWorkerHost(_TensorHost):
         return None, session
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
+        assert self._options.attach is not None
         return build_attached_plane(
             self._process.rank,
-            self._socket,
+            self._options.attach,
             self._options,
             geometry,
             engine=self._process.engine_id,
@@ -100,10 +99,3 @@ class AttachedWorkerHost(_TensorHost):
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
         return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions)
-
-
-def worker_host(options: ConnectorOptions, process: VLLMProcess, kv_cache_config: Any) -> WorkerHost[KVGeometry]:
-    num_blocks = kv_cache_config.num_blocks
-    if options.attach is not None:
-        return AttachedWorkerHost(options, process, num_blocks, options.attach)
-    return EmbeddedWorkerHost(options, process, num_blocks)
