@@ -80,7 +80,7 @@ class AdapterFiles(NamedTuple):
                 continue
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb", buffering=0) as opened:
-                hashlib.file_digest(opened, lambda: digest)  # type: ignore[arg-type,return-value]
+                hashlib.file_digest(opened, lambda: digest)
         return digest.digest()
 
 

@@ -119,21 +119,13 @@ class SharedLoads:
 logger = logging.getLogger("kvstow.vllm")
 
 
-class _AskedLoad(NamedTuple):
-    """A load of these tokens into the blocks `targets` that the pool has not agreed to yet."""
+class _Load(NamedTuple):
+    """A load before the step, of these tokens into the blocks `targets`, asked for at the time `at`."""
 
     tracked: TrackedRequest
     tokens: PromptPart
     targets: tuple[int, ...]
     answer: Awaited[Op | None]
-    at: float
-
-
-class _Queued(NamedTuple):
-    """A load before the step, of these tokens in so many blocks, asked for at the time `at`."""
-
-    tokens: PromptPart
-    num_blocks: int
     at: float
 
 
@@ -169,15 +161,14 @@ class Loads:
         self._null_block, self._observe = null_block, observe
         self._shared = SharedLoads(draft, groups, clock, drafts=drafts)
         self._finder = control.hit_finder(groups)
-        self._asked: deque[_AskedLoad] = deque()
-        self._under_way: dict[int, TrackedRequest] = {}  # by op
+        self._asked: deque[_Load] = deque()  # those that the pool has not agreed to yet
+        self._under_way: dict[int, _Load] = {}  # by op
         self._policy, self._meter = policy, meter
-        self._layered: dict[int, PromptPart] = {}
+        self._layered: dict[int, PromptPart] = {}  # tokens of the loads by layer under way, by op
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
         self._promised: list[TrackedRequest] = []  # those whose load was promised to vLLM in this step
         self._unwanted: list[Awaited[Op | None]] = []
-        self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
     @property
     def are_under_way(self) -> bool:
@@ -378,7 +369,7 @@ class Loads:
         else:
             self._meter.load_began()
             tokens = PromptPart.between(tracked.start, end)
-            self._asked.append(_AskedLoad(tracked, tokens, targets, answer, time.perf_counter()))
+            self._asked.append(_Load(tracked, tokens, targets, answer, time.perf_counter()))
             self._shared.begun(tracked, num_tokens)
         self._policy.begun(choice, len(targets))
         self.take_begun()
@@ -387,14 +378,13 @@ class Loads:
         """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
         as long as this step may wait. The pool answers them in the order in which they were asked for."""
         while self._asked:
-            tracked, tokens, targets, answer, at = self._asked[0]
+            tracked, _, targets, answer, _ = load = self._asked[0]
             if not (self._control.wait(answer) if wait else answer.done):
                 return
             self._asked.popleft()
             if (op := answer.value) is not None:
                 self._draft.add_load(op, tracked.request.request_id)
-                self._under_way[op.op_id] = tracked
-                self._queued[op.op_id] = _Queued(tokens, len(targets), at)
+                self._under_way[op.op_id] = load
             else:
                 self._policy.ended(len(targets))
                 self._meter.load_ended()
@@ -413,20 +403,14 @@ class Loads:
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
         tokens = self._layered.pop(op_id, None)
-        if (queued := self._queued.pop(op_id, None)) is not None:
-            self._policy.ended(queued.num_blocks, None if failed else time.perf_counter() - queued.at)
+        if (load := self._under_way.pop(op_id, None)) is not None:
+            tracked, tokens, targets, _, at = load
+            self._policy.ended(len(targets), None if failed else time.perf_counter() - at)
             self._meter.load_ended()
-            tokens = queued.tokens
+            tracked.load_failed = failed
+            (self._shared.ended if failed else self._shared.done)(tracked)
         if tokens is not None and not failed:
             self._meter.loaded(tokens)
-        tracked = self._under_way.pop(op_id, None)
-        if tracked is None:
-            return
-        tracked.load_failed = failed
-        if failed:
-            self._shared.ended(tracked)
-        else:
-            self._shared.done(tracked)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True

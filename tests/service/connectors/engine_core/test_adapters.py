@@ -199,7 +199,7 @@ def test_files_that_cannot_be_read_or_are_too_large_have_no_keys(
     def fail(*_: object) -> Any:
         raise OSError("input/output error")
 
-    monkeypatch.setattr(module.hashlib, "file_digest", fail)
+    monkeypatch.setattr("hashlib.file_digest", fail)
     assert "input/output error" in ask(make_adapters(), path).reason
 
 
