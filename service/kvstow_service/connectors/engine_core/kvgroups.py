@@ -4,7 +4,7 @@ longest hit among blocks that are known to be present, for all groups of a model
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import lcm
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,9 +108,8 @@ class KVGroups:
         return tuple(group for group in self.groups if not group.is_full)
 
     @property
-    def in_tables(self) -> tuple[KVGroup, ...]:
-        """The groups whose blocks are in a request's block table once their tokens are computed."""
-        return tuple(group for group in self.groups if not group.is_state)
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self.groups)
 
     def places(self, start: int, end: int) -> list[tuple[int, int]]:
         """The blocks (group, number) that are read to compute the token after `end` tokens, beyond those of the first
@@ -125,10 +124,6 @@ class KVGroups:
             tokens = {group.index: group.block_tokens for group in self.groups}
             places.sort(key=lambda place: ((place[1] + 1) * tokens[place[0]], place[0]))
         return places
-
-    @property
-    def has_states(self) -> bool:
-        return any(group.is_state for group in self.groups)
 
 
 def kv_groups(
@@ -167,22 +162,21 @@ def kv_groups(
 def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands_states_over: bool) -> KVGroup:
     kind = layer_spec(spec)
     name = type(kind).__name__
-    is_state = name == _STATE
     tokens = _block_tokens(spec, context_parallel)
     if tokens % hash_tokens:
         raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
-    hashes = tokens // hash_tokens
+    group = KVGroup(index, tokens, tokens // hash_tokens)
     if name in _FULL:
-        return KVGroup(index, tokens, hashes)
+        return group
     if name in _WINDOW:
         # No token attends to the extra tokens (vLLM 0.28), but vLLM treats them as cached once a load is done.
         extra = getattr(kind, "extra_retained_tokens", 0)
-        return KVGroup(index, tokens, hashes, window=kind.sliding_window + extra, late_tokens=extra)
+        return replace(group, window=kind.sliding_window + extra, late_tokens=extra)
     if name in _CHUNKED:
-        return KVGroup(index, tokens, hashes, chunk=kind.attention_chunk_size)
-    if is_state and hands_states_over and kind.mamba_cache_mode == "align":
-        return KVGroup(index, tokens, hashes, is_state=True)
-    if is_state:
+        return replace(group, chunk=kind.attention_chunk_size)
+    if name == _STATE:
+        if hands_states_over and kind.mamba_cache_mode == "align":
+            return replace(group, is_state=True)
         mode = f"{name} in mamba_cache_mode {kind.mamba_cache_mode!r}"
         raise ConfigError(f"KV cache group {index}", mode, "mamba_cache_mode 'align', with vLLM 0.30 or later")
     allowed = ", ".join(sorted(SERVED))

@@ -173,7 +173,9 @@ class EagerStores:
         step_blocks: int,
     ) -> None:
         """`requests`: the requests that vLLM has, by name; owned by the caller."""
-        self._groups, self._alignment = groups.in_tables, groups.alignment
+        # States are in no request's block table.
+        self._groups = tuple([group for group in groups.groups if not group.is_state])
+        self._alignment = groups.alignment
         self._gpu, self._stores, self._requests, self._events = gpu, stores, requests, events
         self._stride_blocks = sum(self._alignment // group.block_tokens for group in self._groups) or 1
         self._late_tokens = max((group.late_tokens for group in self._groups), default=0)
