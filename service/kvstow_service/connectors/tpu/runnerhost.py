@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -31,22 +31,6 @@ class Runner(Protocol):
     kv_cache_manager: Any
 
 
-class RunnerCell:
-    """A `KVCell`. The arrays stay with the runner, and its next step takes them from there."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def peek(self) -> Sequence[jax.Array]:
-        return self._runner.kv_caches
-
-    def take(self) -> Sequence[jax.Array]:
-        return self._runner.kv_caches
-
-    def put(self, arrays: Sequence[jax.Array]) -> None:
-        self._runner.kv_caches = list(arrays)
-
-
 def has_cache(runner: Runner) -> bool:
     """Whether the runner has a KV cache now. It may have freed the cache."""
     return bool(runner.kv_caches) and not any(array.is_deleted() for array in jax.tree.leaves(runner.kv_caches))
@@ -68,7 +52,7 @@ logger = logging.getLogger("kvstow.vllm")
 class RunnerHost(PoolWorkerHost):
     """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
     frees the cache and makes a new one when weights change, and calls no connector. The blocks of the old weights are
-    dropped with it."""
+    dropped with it. As a `KVCell`, this leaves the arrays with the runner, whose next step takes them from there."""
 
     def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:
         """Raises `InsufficientMemoryError`."""
@@ -81,8 +65,27 @@ class RunnerHost(PoolWorkerHost):
     def register(self, kv_cache: Runner) -> None:
         super().register(kv_cache)
         manager = kv_cache.kv_cache_manager
-        manager.delete_kv_cache = _before(manager.delete_kv_cache, self.suspend)
-        manager.reinitialize_kv_cache = _after(manager.reinitialize_kv_cache, self.resume)
+        delete, reinitialize = manager.delete_kv_cache, manager.reinitialize_kv_cache
+
+        def suspend_and_delete(*arguments: Any, **named: Any) -> Any:
+            self.suspend()
+            return delete(*arguments, **named)
+
+        def reinitialize_and_resume(*arguments: Any, **named: Any) -> Any:
+            result = reinitialize(*arguments, **named)
+            self.resume()
+            return result
+
+        manager.delete_kv_cache, manager.reinitialize_kv_cache = suspend_and_delete, reinitialize_and_resume
+
+    def peek(self) -> Sequence[jax.Array]:
+        arrays: Sequence[jax.Array] = self._kv_cache.kv_caches
+        return arrays
+
+    take = peek
+
+    def put(self, arrays: Sequence[jax.Array]) -> None:
+        self._kv_cache.kv_caches = list(arrays)
 
     def suspend(self) -> None:
         self._is_suspended = True
@@ -121,26 +124,9 @@ class RunnerHost(PoolWorkerHost):
         with ExitStack() as undo:
             pool = HostPool(config, cpu_registrar(config))
             undo.callback(pool.close)
-            device = JaxDevice(pool, RunnerCell(self._kv_cache), JaxOptions(bytes_in_flight=self._in_flight))
+            device = JaxDevice(pool, self, JaxOptions(bytes_in_flight=self._in_flight))
             undo.callback(device.close)
             plane = DataPlane(self._process.rank, pool, device, launcher=device, reports=self._sender)
             undo.pop_all()
         self._device, self._thread = device, threading.get_ident()
         return plane
-
-
-def _before(call: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
-    def both(*arguments: Any, **named: Any) -> Any:
-        first()
-        return call(*arguments, **named)
-
-    return both
-
-
-def _after(call: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
-    def both(*arguments: Any, **named: Any) -> Any:
-        result = call(*arguments, **named)
-        then()
-        return result
-
-    return both
