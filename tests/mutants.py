@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         "what_loads_have_saved_is_told_twice",
-        f"{ENGINE_CORE}/prefillmeter.py",
+        f"{ENGINE_CORE}/loadpolicy.py",
         "self._told, self._hits, self._waited = cost, PromptPart(), 0.0",
         "self._told, self._waited = cost, 0.0",
         f"{PREFILL_METER}::test_nothing_is_told_before_the_cost_is_known_and_then_everything_once",
@@ -184,14 +184,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads_that_others_hide_cost_time",
-        f"{ENGINE_CORE}/prefillmeter.py",
-        "if self._loads and not self._planned:",
-        "if self._loads:",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "if self._queued and not self._planned:",
+        "if self._queued:",
         f"{PREFILL_METER}::test_the_engine_waits_for_a_load_before_its_step_while_nothing_runs",
     ),
     Mutant(
         "loads_by_layer_give_time_back",
-        f"{ENGINE_CORE}/prefillmeter.py",
+        f"{ENGINE_CORE}/loadpolicy.py",
         "min(step.load_seconds, max(0.0, seconds - self._expected(step)))",
         "min(step.load_seconds, seconds - self._expected(step))",
         f"{PREFILL_METER}::test_the_engine_waits_for_a_load_by_layer_as_long_as_its_step_takes_longer",

@@ -96,8 +96,8 @@ ORDER = {
     "mooncake.mooncakestore mooncake.storechild hostedtiers",
     "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks hittable result driver "
     "engineprocess launcher summary",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess adapters trackedrequests loadpolicy "
+    "options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
     "attachedschedulerhost connector plugin",

@@ -19,12 +19,12 @@ from kvstow.prefill import PromptPart
 from kvstow.results import Awaited
 from kvstow_service.connectors.engine_core.controlplane import LATER, ControlPlane, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import (
     BegunLoad,
+    Choice,
     Hit,
     LoadWait,
     Request,
@@ -150,7 +150,6 @@ class Loads:
         null_block: int,
         observe: Observe,
         policy: LoadPolicy,
-        meter: PrefillMeter,
         clock: Callable[[], float] = time.monotonic,
         *,
         drafts: bool = False,
@@ -163,7 +162,7 @@ class Loads:
         self._finder = control.hit_finder(groups)
         self._asked: deque[_Load] = deque()  # those that the pool has not agreed to yet
         self._under_way: dict[int, _Load] = {}  # by op
-        self._policy, self._meter = policy, meter
+        self._policy = policy
         self._layered: dict[int, PromptPart] = {}  # tokens of the loads by layer under way, by op
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
@@ -256,7 +255,7 @@ class Loads:
         if begun is not None:
             del self._begun[tracked]
             self._shared.ended(tracked)
-            self._policy.waits_no_more(begun.num_blocks)
+            self._policy.waits(-begun.num_blocks)
         return begun
 
     def _drop_begun(self, tracked: TrackedRequest) -> None:
@@ -367,7 +366,6 @@ class Loads:
             self._lose(tracked, targets)
             return
         else:
-            self._meter.load_began()
             tokens = PromptPart.between(tracked.start, end)
             self._asked.append(_Load(tracked, tokens, targets, answer, time.perf_counter()))
             self._shared.begun(tracked, num_tokens)
@@ -387,7 +385,6 @@ class Loads:
                 self._under_way[op.op_id] = load
             else:
                 self._policy.ended(len(targets))
-                self._meter.load_ended()
                 logger.warning("request %s lost its hit and is computed: %s", tracked.request.request_id, answer.error)
                 self._lose(tracked, targets)
 
@@ -406,11 +403,10 @@ class Loads:
         if (load := self._under_way.pop(op_id, None)) is not None:
             tracked, tokens, targets, _, at = load
             self._policy.ended(len(targets), None if failed else time.perf_counter() - at)
-            self._meter.load_ended()
             tracked.load_failed = failed
             (self._shared.ended if failed else self._shared.done)(tracked)
         if tokens is not None and not failed:
-            self._meter.loaded(tokens)
+            self._policy.loaded(tokens)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True

@@ -15,11 +15,10 @@ from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LEAST_TOKENS, LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, process_start
 
@@ -181,6 +180,7 @@ class SchedulerHost(ABC):
             control.slot_bytes,
             is_possible=is_possible,
             block_tokens=self._groups.alignment,
+            least_tokens=min(LEAST_TOKENS, process.max_batched_tokens // 2),
         )
         return SchedulerSide(
             control,
@@ -193,7 +193,6 @@ class SchedulerHost(ABC):
             drafts=process.drafts,
             adapters=None if process.lora_settings is None else Adapters(process.lora_settings, process_start()),
             policy=policy,
-            meter=PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2)),
         )
 
     @property

@@ -16,7 +16,6 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, StepDraft
 from kvstow_service.connectors.engine_core.stores import (
     EagerStores,
@@ -53,7 +52,6 @@ class SchedulerSide:
         drafts: bool = False,
         adapters: Adapters | None = None,
         policy: LoadPolicy,
-        meter: PrefillMeter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
@@ -70,9 +68,8 @@ class SchedulerSide:
                 self._gpu.known_hashes.note = events.name
         self._draft = StepDraft()
         null_block = pool.null_block.block_id
-        self.policy, self._meter = policy, meter
-        meter.requests = self._requests
-        self._loads = Loads(control, self._draft, groups, null_block, observe, policy, meter, clock, drafts=drafts)
+        self.policy, policy.requests = policy, self._requests
+        self._loads = Loads(control, self._draft, groups, null_block, observe, policy, clock, drafts=drafts)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
@@ -219,8 +216,7 @@ class SchedulerSide:
         self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
-        is_timed = self._meter.planned(self._draft.number + 1, step, self.policy.layer_seconds)
-        self.policy.planned(step.num_scheduled_tokens)
+        is_timed = self.policy.planned(self._draft.number + 1, step)
         return self._draft.take()._replace(is_timed=is_timed)
 
     def take_planned(self) -> PlannedStep:
@@ -230,8 +226,8 @@ class SchedulerSide:
 
     def step_ended(self, number: int) -> None:
         """Rank 0 has computed the step."""
-        self._meter.ended(number)
-        if (news := self._meter.take_news()) is not None:
+        self.policy.step_ended(number)
+        if (news := self.policy.take_news()) is not None:
             self.control.note_prefill(news)
 
     def measure(self, completions: Iterable[Completion]) -> None:

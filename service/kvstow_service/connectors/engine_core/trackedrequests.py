@@ -14,7 +14,6 @@ from kvstow.results import Awaited, Lease
 from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
-from kvstow_service.connectors.engine_core.loadpolicy import Choice
 
 
 class Request(Protocol):
@@ -36,6 +35,19 @@ class Request(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]: ...
+
+
+class Choice(NamedTuple):
+    """Which way a load goes, and why."""
+
+    by_layer: bool
+    reason: str
+    """setting, alone, budget, burst, whole_prompt, no_room, engine or rank"""
+
+    @property
+    def label(self) -> str:
+        """One of `LOAD_CHOICES`."""
+        return f"{'layer' if self.by_layer else 'async'}_{self.reason}"
 
 
 class Hit(NamedTuple):

@@ -24,7 +24,6 @@ from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import Loads
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -54,7 +53,7 @@ class Pool:
         control = EmbeddedControl(self.engine)
         draft = StepDraft()
         policy = LoadPolicy("async", 0.0, 1)
-        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, policy, PrefillMeter())
+        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, policy)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

@@ -23,7 +23,6 @@ from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -132,8 +131,7 @@ class VllmHost:
         self.pool = FakeBlockPool(gpu_blocks)
         self.groups = groups
         self.observed: list[tuple[str, float]] = []
-        self.policy = LoadPolicy("async", 0.01, 64, self.clock)
-        self.meter = PrefillMeter(8, self.clock)
+        self.policy = LoadPolicy("async", 0.01, 64, self.clock, least_tokens=8)
         self.control: Any = EmbeddedControl(self.engine)
         self.side = SchedulerSide(
             self.control,
@@ -145,7 +143,6 @@ class VllmHost:
             step_blocks=step_blocks,
             drafts=drafts,
             policy=self.policy,
-            meter=self.meter,
             clock=self.clock,
             adapters=adapters,
         )

@@ -19,7 +19,6 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -54,8 +53,7 @@ class AttachedVllmHost(VllmHost):
         self.ranks = [FakeRank(link, memory=self.memory)]
         self.pool = FakeBlockPool(gpu_blocks)
         self.observed = []
-        self.policy = LoadPolicy("async", 0.01, 64, self.clock)
-        self.meter = PrefillMeter(8, self.clock)
+        self.policy = LoadPolicy("async", 0.01, 64, self.clock, least_tokens=8)
         self.side = SchedulerSide(
             self.control,
             groups,
@@ -64,7 +62,6 @@ class AttachedVllmHost(VllmHost):
             observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=STEP_BLOCKS,
             policy=self.policy,
-            meter=self.meter,
             clock=self.clock,
         )
         self._placed: set[str] = set()
