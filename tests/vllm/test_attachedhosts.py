@@ -60,11 +60,11 @@ class Bench:
         }
         for name, identity in identities.items():
             patch.setattr(engineidentity, name, identity)
-        config: Any = SimpleNamespace(kv_events_config=None)
+        vllm_config: Any = SimpleNamespace(kv_events_config=None)
         cache: Any = SimpleNamespace(kv_cache_groups=[], hash_block_size=16)
         options = ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0)
         groups = KVGroups((KVGroup(0, 16, 1),), 16)
-        self.host = AttachedSchedulerHost(options, make_process(), groups, config, cache, clock=self.clock)
+        self.host = AttachedSchedulerHost(options, make_process(), groups, vllm_config, cache, clock=self.clock)
         self.host.add_rank(RankHello(0, PAGE, 0, "node", 0, regions))
         self.host.bind(FakeBlockPool(8))
 
@@ -215,7 +215,7 @@ def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
     told = []
     for seconds in (0.0, 0.0, 0.1, 0.5, 0.5, 0.0):
         clock.advance(seconds)
-        told.append(worker.news()[1])
+        told.append(worker.news().session)
     assert told == [RankSession(1, 0), RankSession(1, 4), None, RankSession(1, 6), None, RankSession(2, 6)]
 
 
@@ -223,7 +223,7 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
     worker.register(kv_caches())
     worker.suspend()
     worker.follow(KVStowMetadata(ticket=SessionTicket(1, "secret")))
-    assert worker.news() == (None, None)
+    assert worker.news() == RankUpdate()
     worker.resume()
     worker.follow(KVStowMetadata(ticket=SessionTicket(2, "secret")))
     plane = worker.side.plane

@@ -296,7 +296,7 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
 
     def step() -> None:
         clock.advance(1.6)
-        host.receive(0, RankUpdate(report=worker.news()[0]))
+        host.receive(0, RankUpdate(report=worker.news().report))
         worker.follow(KVStowMetadata(desired=host.take_desired()))
 
     step()

@@ -120,17 +120,19 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.side.launched()
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
+        update = self._make_update()
+        return KVStowWorkerMetadata({self._rank.side.rank: [update]}) if any(update) else None
+
+    def _make_update(self) -> RankUpdate:
         rank = self._rank
         hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
-        update = RankUpdate(
-            rank.side.take_boot_completions(),
-            hello,
-            *rank.news(),
+        return rank.news()._replace(
+            completions=rank.side.take_boot_completions(),
+            hello=hello,
             timed_step=self._timed_step,
             layers_off=rank.side.take_layers_off(),
         )
-        return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         rank = self._rank

@@ -22,7 +22,7 @@ from kvstow.attach.hello import TRANSIENT_REFUSALS
 from kvstow.attach.wire import Message
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
-from kvstow.results import Awaited, Given, KeyRun, Lease, StoreGrant
+from kvstow.results import Awaited, Given, Lease, StoreGrant
 from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
@@ -196,6 +196,10 @@ class _Question(NamedTuple):
     answer: Answer[Hits]
     fetched: tuple[range, ...] = ()
 
+    def covers(self, local: int, end: int) -> bool:
+        """Whether the answer says what can be loaded from `local` on."""
+        return self.start <= local and (local < self.end if self.is_last else end <= self.end)
+
 
 class AttachedHits:
     """Finds hits in the node service's pool, and waits for answers no longer than its step may.
@@ -214,7 +218,7 @@ class AttachedHits:
 
     def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
         question = self._questions.get(tracked)
-        if question is None or not _covers(question, local, end):
+        if question is None or not question.covers(local, end):
             self.forget(tracked)
             if not self._control.finds_hits:
                 return None
@@ -241,14 +245,19 @@ class AttachedHits:
             self._control.discard(question.answer)
 
     def _ask(self, tracked: TrackedRequest, start: int, end: int, hold: Hold) -> _Question | None:
-        keys = [
-            key
-            for group in self._groups.groups
-            for key in tracked.keys(group, start // group.block_tokens, end // group.block_tokens)
-        ]
+        keys: list[bytes] = []
+        for group in self._groups.groups:
+            keys += tracked.keys(group, start // group.block_tokens, end // group.block_tokens)
         if self._groups.is_plain:
             keys = keys[:_MOST_KEYS]
-        return self._put(tracked, start, end, keys, hold) if 0 < len(keys) <= _MOST_KEYS else None
+        if not 0 < len(keys) <= _MOST_KEYS:
+            return None
+        if self._groups.is_plain:
+            answer = self._control.find(keys, hold=hold, count=False)
+        else:
+            answer = self._control.find_prompt(keys)
+        self._questions[tracked] = question = _Question(start, end, keys, False, self._clock(), answer)
+        return question
 
     def _ask_for_hit(self, tracked: TrackedRequest, asked: _Question, local: int, end: int) -> _Question | None:
         """Ask for the blocks of the longest hit, now that it is known which blocks are present."""
@@ -257,21 +266,10 @@ class AttachedHits:
         present = KeyPresence(lambda keys: [key in found for key in keys])
         end = longest_end(present, self._groups, tracked.keys, local, end)
         keys = tracked.keys_of_places(self._groups, local, end) if end > local else ()
-        return self._put(tracked, local, end, keys, Hold.ALL, self._fetched(tracked, asked)) if keys else None
-
-    def _put(
-        self,
-        tracked: TrackedRequest,
-        start: int,
-        end: int,
-        keys: Sequence[bytes],
-        hold: Hold,
-        fetched: tuple[range, ...] = (),
-    ) -> _Question:
-        is_prompt = not self._groups.is_plain and hold != Hold.ALL
-        answer = self._control.find_prompt(keys) if is_prompt else self._control.find(keys, hold=hold, count=False)
-        question = _Question(start, end, keys, hold == Hold.ALL, self._clock(), answer, fetched)
-        self._questions[tracked] = question
+        if not keys:
+            return None
+        answer, fetched = self._control.find(keys, hold=Hold.ALL, count=False), self._fetched(tracked, asked)
+        self._questions[tracked] = question = _Question(local, end, keys, True, self._clock(), answer, fetched)
         return question
 
     def _take(self, tracked: TrackedRequest, question: _Question, local: int, end: int) -> Hit | None:
@@ -280,13 +278,15 @@ class AttachedHits:
             return None
         if question.is_last:
             return Hit(question.start, question.end, lease, fetched=question.fetched)
-        tokens = self._groups.full[0].block_tokens
-        hit = _hit_at((local - question.start) // tokens, runs)
-        if hit is None:
-            self._control.release_lease(lease)
-            return None
-        first, length = hit
-        return Hit(local, min(end, local + length * tokens), lease, first, self._fetched(tracked, question))
+        tokens, before = self._groups.full[0].block_tokens, 0  # the lease has the keys of all runs
+        number = (local - question.start) // tokens
+        for first, length in runs:
+            if first <= number < first + length:
+                end = min(end, local + (first + length - number) * tokens)
+                return Hit(local, end, lease, before + number - first, self._fetched(tracked, question))
+            before += length
+        self._control.release_lease(lease)
+        return None
 
     def _fetched(self, tracked: TrackedRequest, question: _Question) -> tuple[range, ...]:
         """The tokens of the blocks that the fleet tier has brought, of an answer to `_ask`."""
@@ -300,24 +300,6 @@ class AttachedHits:
                     found.append(range((number + begin - at) * size, (number + end - at) * size))
             at += count
         return tuple(found)
-
-
-def _covers(question: _Question, local: int, end: int) -> bool:
-    """Whether the answer says what can be loaded from `local` on."""
-    if question.is_last:
-        return question.start <= local < question.end
-    return question.start <= local and end <= question.end
-
-
-def _hit_at(number: int, runs: Sequence[KeyRun]) -> tuple[int, int] | None:
-    """The position of key `number` in the lease, which holds the keys of all runs, and how many keys its run has from
-    there."""
-    before = 0
-    for first, length in runs:
-        if first <= number < first + length:
-            return before + number - first, first + length - number
-        before += length
-    return None
 
 
 LAYER_WAIT_SECONDS = 0.002

@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from kvstow.attach.hello import RankSession
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent, Rendezvous
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerside import (
@@ -78,8 +76,8 @@ class WorkerHost(ABC):
         """Handle what came with a step, besides its plan."""
 
     @abstractmethod
-    def news(self) -> tuple[RankReport | None, RankSession | None]:
-        """Messages for the scheduler's half, after a step."""
+    def news(self) -> RankUpdate:
+        """What the scheduler's half gets after a step, besides what has ended on this rank."""
 
     def register(self, kv_cache: Any) -> None:
         """Build the data plane around the engine's KV cache, and begin to pin. Returns before pinning is done, unless
@@ -156,15 +154,15 @@ class PoolWorkerHost(WorkerHost):
         except Exception:  # vLLM's step continues; the next report is answered again
             logger.exception("rank %d cannot apply the desired state", self._process.rank)
 
-    def news(self) -> tuple[RankReport | None, RankSession | None]:
+    def news(self) -> RankUpdate:
         """What the agent would report, once a second while it reaches no server, because serving depends on no
         server."""
         now = time.monotonic()
         if self.agent is None or now < self._report_at:
-            return None, None
+            return RankUpdate()
         self._report_at = now + _REPORT_SECONDS
         before, self._reports_sent = self._reports_sent, self.agent.sent
-        return self.side.report() if self._reports_sent == before else None, None
+        return RankUpdate(report=self.side.report() if self._reports_sent == before else None)
 
     def close(self) -> None:
         if self.agent is not None:

@@ -90,14 +90,8 @@ class TPUOffloadConnector(OffloadConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._fails_requests else self._bad_blocks
 
-    def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
-        side, metadata = self._rank.side, super().build_connector_worker_meta()
-        staged = self._rank.take_staged()
-        if not side.ended_loads and not staged:
-            return metadata
-        metadata = metadata or KVStowWorkerMetadata()
-        metadata.updates.setdefault(side.rank, []).append(RankUpdate(ended_loads=side.ended_loads, staged=staged))
-        return metadata
+    def _make_update(self) -> RankUpdate:
+        return super()._make_update()._replace(ended_loads=self._rank.side.ended_loads, staged=self._rank.take_staged())
 
     # -- scheduler ------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ from kvstow.attach.hello import RankSession
 from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.worker import AttachedWorker
 from kvstow.devices.base import Fence
-from kvstow.messages import RankReport
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, WorkerHost
@@ -72,18 +71,18 @@ class AttachedWorkerHost(_TensorHost):
         if metadata.ticket is not None and isinstance(plane, AttachedWorker):
             plane.join(metadata.ticket)
 
-    def news(self) -> tuple[RankReport | None, RankSession | None]:
+    def news(self) -> RankUpdate:
         """Reports a new session at once, and more memory twice a second."""
         plane = self.side.plane
         session = plane.session if isinstance(plane, AttachedWorker) else RankSession()
         if session == self._reported:
-            return None, None
+            return RankUpdate()
         now = time.monotonic()
         is_new = (session.number, session.slots > 0) != (self._reported.number, self._reported.slots > 0)
         if not is_new and now < self._report_at:
-            return None, None
+            return RankUpdate()
         self._reported, self._report_at = session, now + _REPORT_SECONDS
-        return None, session
+        return RankUpdate(session=session)
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
         assert self._options.attach is not None
