@@ -471,4 +471,3 @@ class AttachedControl(AttachedEngine):
 
 
 ControlPlane = EmbeddedControl | AttachedControl
-HitFinder = EmbeddedHits | AttachedHits
