@@ -17,7 +17,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.app import create_app
-from kvstow_api.conditions.table import TABLE
+from kvstow_api.conditions.evidence import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
@@ -180,7 +180,7 @@ def test_every_readiness_check_is_explained() -> None:
     host = make_api_host(
         EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
     )
-    assert explained("check") == set(create_app(host).state.kvstow.health.probes["readyz"].checks)
+    assert explained("check") == set(create_app(host).state.kvstow.probes["readyz"].checks)
 
 
 def test_the_page_of_benchmarks_is_made_of_their_results() -> None:

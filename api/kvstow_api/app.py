@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -14,18 +13,15 @@ from starlette.middleware import Middleware
 from kvstow_api import problems
 from kvstow_api.admission import AdmissionMiddleware
 from kvstow_api.appstate import AppState
-from kvstow_api.auth import AuthMiddleware, Credentials
+from kvstow_api.auth import AuthMiddleware
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.head import HeadMiddleware
 from kvstow_api.host import ApiHost
-from kvstow_api.metrics.collector import Collector
+from kvstow_api.metrics import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.page.live import StatusPage
-from kvstow_api.regularfile import TokenFile
-from kvstow_api.requests import HttpCounters, RequestMiddleware
+from kvstow_api.requests import RequestMiddleware
 from kvstow_api.routes import ROUTERS
-
-logger = logging.getLogger("kvstow.api")
 
 
 def create_app(host: ApiHost) -> FastAPI:
@@ -34,14 +30,7 @@ def create_app(host: ApiHost) -> FastAPI:
     The lifespan must run: it measures the event loop, and ends operations when the server stops. Registers a
     collector with the host's registry. Raises `ConfigError` if the token file cannot be used.
     """
-    credentials = Credentials(
-        admins=_tokens("token_file", host.token_file),
-        viewers=_tokens("viewer_token_file", host.viewer_token_file),
-        agent=host.agent_token,
-        certificates=host.client_certificates,
-    )
-    http = HttpCounters()
-    state = AppState.of(host, http, credentials)
+    state = AppState(host)
     app = FastAPI(
         title="KVStow admin API",
         description="Watch and control the KV cache in host memory under traffic.",
@@ -52,9 +41,9 @@ def create_app(host: ApiHost) -> FastAPI:
         redirect_slashes=False,
         lifespan=_lifespan,
         middleware=[
-            Middleware(RequestMiddleware, counters=http, journal=state.journal),
+            Middleware(RequestMiddleware, counters=state.http, journal=state.journal),
             Middleware(AdmissionMiddleware, allowed_hosts=host.allowed_hosts),
-            Middleware(AuthMiddleware, credentials=credentials, addresses=host.addresses),
+            Middleware(AuthMiddleware, credentials=state.credentials, addresses=host.addresses),
             Middleware(BodyMiddleware),
             Middleware(HeadMiddleware),
         ],
@@ -69,25 +58,14 @@ def create_app(host: ApiHost) -> FastAPI:
     return app
 
 
-def _tokens(setting: str, path: Path | None) -> TokenFile | None:
-    if path is None:
-        return None
-    tokens = TokenFile(path)
-    if tokens.exposure is not None:
-        logger.warning("%s %s: %s", setting, path, tokens.exposure)
-    return tokens
-
-
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: AppState = app.state.kvstow
-    state.loop.start()
-    state.sampler.start()
-    state.watch.start()
+    tasks = [asyncio.create_task(part.run()) for part in (state.loop, state.sampler, state.watch)]
     try:
         yield
     finally:
-        await state.watch.stop()
-        await state.sampler.stop()
-        await state.loop.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await run_in_threadpool(state.operations.close)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -11,9 +10,8 @@ from fastapi import Depends, Request
 
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.table import Conditions
-from kvstow_api.directory import Directory, TierMeasurements
 from kvstow_api.eventstream import EventStreams
-from kvstow_api.health import Check, Health, LoopMonitor, host_checks
+from kvstow_api.health import Check, LoopMonitor, make_probes
 from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.journal import Journal
@@ -22,65 +20,30 @@ from kvstow_api.requests import HttpCounters
 from kvstow_api.sampler import Sampler
 
 
-@dataclass(frozen=True, slots=True)
 class AppState:
-    """Made by `create_app`, never shared between two applications."""
+    """Made by `create_app`, never shared between two applications. `settings_lock` is held while settings are compared
+    and changed. Raises `ConfigError` if the token file cannot be used."""
 
-    host: ApiHost
-    conditions: Conditions
-    health: Health
-    loop: LoopMonitor
-    operations: Operations
-    journal: Journal
-    streams: EventStreams
-    sampler: Sampler
-    watch: HostWatch
-    clocks: RankClocks
-    http: HttpCounters
-    credentials: Credentials
-    settings_lock: asyncio.Lock
-    """Held while settings are compared and changed."""
-    started: datetime
-    started_at: float
-    """`started` on the host's clock."""
-
-    @classmethod
-    def of(cls, host: ApiHost, http: HttpCounters, credentials: Credentials) -> AppState:
-        loop = LoopMonitor()
-        journal = Journal()
-        sampler, clocks = Sampler(host.directory, journal), RankClocks()
-        watch = HostWatch(host.host_memory, host.orphaned_memory, lambda: _measure_tier(host.directory), host.clock)
-        process = [Check("loop", loop.failure), *host_checks(host.ready_checks)]
-        conditions = Conditions(host, process, sampler, watch, clocks, credentials)
-        return cls(
-            host=host,
-            conditions=conditions,
-            health=Health(host, process, conditions.failures),
-            loop=loop,
-            operations=Operations(host.clock, journal),
-            journal=journal,
-            streams=EventStreams(host.directory, journal),
-            sampler=sampler,
-            watch=watch,
-            clocks=clocks,
-            http=http,
-            credentials=credentials,
-            settings_lock=asyncio.Lock(),
-            started=datetime.now(UTC),
-            started_at=host.clock(),
-        )
-
-    @property
-    def directory(self) -> Directory:
-        return self.host.directory
+    def __init__(self, host: ApiHost) -> None:
+        self.host, self.directory = host, host.directory
+        self.started, self._started_at = datetime.now(UTC), host.clock()
+        self.credentials = Credentials.of(host)
+        self.http = HttpCounters()
+        self.settings_lock = asyncio.Lock()
+        self.loop = LoopMonitor()
+        self.journal = Journal()
+        self.clocks = RankClocks()
+        self.sampler = Sampler(host.directory, self.journal)
+        self.watch = HostWatch(host)
+        process = [Check("loop", self.loop.failure), *map(Check, host.ready_checks, host.ready_checks.values())]
+        self.conditions = Conditions(host, process, self.sampler, self.watch, self.clocks, self.credentials)
+        self.probes = make_probes(host, process, self.conditions.failures)
+        self.operations = Operations(host.clock, self.journal)
+        self.streams = EventStreams(host.directory, self.journal)
 
     @property
     def uptime(self) -> float:
-        return self.host.clock() - self.started_at
-
-
-def _measure_tier(directory: Directory) -> TierMeasurements | None:
-    return None if directory.tier is None else directory.tier.measure()
+        return self.host.clock() - self._started_at
 
 
 async def _state_of(request: Request) -> AppState:

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
+from kvstow_api.host import ApiHost
 from kvstow_api.limitedlog import LimitedLog
 from kvstow_api.problems import problem
 from kvstow_api.regularfile import TokenFile
@@ -93,6 +94,19 @@ class Credentials(NamedTuple):
     viewers: TokenFile | None = None
     agent: str | None = None
     certificates: bool = False
+
+    @classmethod
+    def of(cls, host: ApiHost) -> Credentials:
+        """Raises `ConfigError` if a token file cannot be used."""
+        found = cls(
+            admins=None if host.token_file is None else TokenFile(host.token_file),
+            viewers=None if host.viewer_token_file is None else TokenFile(host.viewer_token_file),
+            agent=host.agent_token,
+            certificates=host.client_certificates,
+        )
+        for setting, exposure in (found.exposures or {}).items():
+            logger.warning("%s %s: %s", setting, getattr(host, setting), exposure)
+        return found
 
     @property
     def guard_changes(self) -> bool:

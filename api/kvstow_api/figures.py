@@ -116,7 +116,7 @@ def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | 
     return SessionSample(time, loaded, max(rank.store_bytes_total for rank in ranks))
 
 
-def curves_of(pool: str | None, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:
+def curves_of(pool: str | None, recent: Sequence[Sample] = (), kept: Sequence[Sample] = ()) -> CurvesView:
     """`recent`: those of the last `NOW_SECONDS`. `kept` are `CURVE_INTERVAL` apart."""
     return CurvesView(
         pool=pool,

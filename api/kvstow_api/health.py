@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstow.stats import Histogram
@@ -17,11 +16,8 @@ from kvstow_api.host import ApiHost, HealthCheck
 
 logger = logging.getLogger("kvstow.api")
 
-_NO_EXCLUSION: frozenset[str] = frozenset()
 
-
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """`failure` is None for a check that fails while a condition of the table says so."""
 
     name: str
@@ -35,16 +31,6 @@ class Check:
         except Exception as error:  # the probe must answer whatever a host's check raises
             logger.exception("health check %s raised", self.name)
             return f"the check raised {type(error).__name__}"
-
-
-class _Unknown(dict[str, str]):
-    """In place of the failures that conditions tell, if they could not be read: all of these checks fail."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def get(self, name: str, default: object = None) -> str:
-        return f"the check raised {type(self._error).__name__}"
 
 
 class Finding(NamedTuple):
@@ -88,15 +74,20 @@ class Probe:
         self._conditions = conditions
         self.checks = {check.name: check for check in checks}
 
-    def run(self, exclude: Collection[str] = _NO_EXCLUSION) -> Verdict:
+    def run(self, exclude: Collection[str] = frozenset()) -> Verdict:
         """Run all checks except those in `exclude`."""
         told = self._tell()
-        return Verdict(self.name, tuple(_find(check, check.name in exclude, told) for check in self.checks.values()))
+        return Verdict(
+            self.name,
+            tuple(
+                Finding(name, None if name in exclude else check.run(told), check.required, name in exclude)
+                for name, check in self.checks.items()
+            ),
+        )
 
     def run_one(self, name: str) -> Verdict:
         """Run one of `checks`, which is required here even if it is informational."""
-        check = self.checks[name]
-        found = Finding(name, check.run(self._tell()), required=True, excluded=False)
+        found = Finding(name, self.checks[name].run(self._tell()), required=True, excluded=False)
         return Verdict(f"{self.name}/{name}", (found,))
 
     def _tell(self) -> Mapping[str, str]:
@@ -104,11 +95,7 @@ class Probe:
             return self._conditions()
         except Exception as error:  # the probe must answer
             logger.exception("the conditions of %s could not be read", self.name)
-            return _Unknown(error)
-
-
-def _find(check: Check, excluded: bool, told: Mapping[str, str]) -> Finding:
-    return Finding(check.name, None if excluded else check.run(told), check.required, excluded)
+            return dict.fromkeys(self.checks, f"the check raised {type(error).__name__}")
 
 
 _INTERVAL = 0.25
@@ -123,16 +110,7 @@ class LoopMonitor:
         self._allowed = allowed
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._histogram = Histogram(_BOUNDS)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="kvstow-loop-lag")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        self._has_stopped = False
 
     def record(self, lag: float) -> None:
         self._recent.append(lag)
@@ -140,7 +118,7 @@ class LoopMonitor:
 
     def failure(self) -> str | None:
         """Why the check `loop` fails; None if it passes."""
-        if self._task is not None and self._task.done():
+        if self._has_stopped:
             return "the measurement of the event loop has stopped"
         worst = max(self._recent, default=0.0)
         if worst > self._allowed:
@@ -150,29 +128,29 @@ class LoopMonitor:
     def snapshot(self) -> Histogram:
         return self._histogram.copy()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + _INTERVAL
-            await asyncio.sleep(_INTERVAL)
-            self.record(max(0.0, loop.time() - due))
+        try:
+            while True:
+                due = loop.time() + _INTERVAL
+                await asyncio.sleep(_INTERVAL)
+                self.record(max(0.0, loop.time() - due))
+        finally:
+            self._has_stopped = True
 
 
-class Health:
-    """The probes `livez`, `readyz` and `startupz` of one server. `process`: checks of the host's own process."""
-
-    def __init__(self, host: ApiHost, process: list[Check], failures: Callable[[], Mapping[str, str]]) -> None:
-        """`failures`: those that conditions tell, by the names of the checks."""
-        answering = Check("server", lambda: None)
-        self.probes: Mapping[str, Probe] = {
-            "livez": Probe("livez", [answering, *host_checks(host.live_checks)]),
-            "readyz": Probe("readyz", [*_told_by_conditions(host), *process], failures),
-            "startupz": Probe("startupz", [answering, *host_checks(host.startup_checks)]),
-        }
-
-
-def host_checks(checks: Mapping[str, HealthCheck]) -> list[Check]:
-    return [Check(name, failure) for name, failure in checks.items()]
+def make_probes(
+    host: ApiHost, process: Sequence[Check], failures: Callable[[], Mapping[str, str]]
+) -> Mapping[str, Probe]:
+    """The probes `livez`, `readyz` and `startupz`. `process`: checks of the host's own process. `failures`: those that
+    conditions tell, by the names of the checks."""
+    answering = Check("server", lambda: None)
+    probes = (
+        Probe("livez", [answering, *map(Check, host.live_checks, host.live_checks.values())]),
+        Probe("readyz", [*_told_by_conditions(host), *process], failures),
+        Probe("startupz", [answering, *map(Check, host.startup_checks, host.startup_checks.values())]),
+    )
+    return {probe.name: probe for probe in probes}
 
 
 def _told_by_conditions(host: ApiHost) -> Iterator[Check]:

@@ -7,11 +7,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
 from kvstow_api.directory import HostMemory, OrphanedMemory, TierMeasurements
+from kvstow_api.host import ApiHost
 
 logger = logging.getLogger("kvstow.api")
 
@@ -38,30 +40,22 @@ class Measured(NamedTuple):
 class HostWatch:
     """Runs on the event loop, and measures on a thread."""
 
-    def __init__(
-        self,
-        memory: Callable[[], HostMemory] | None,
-        orphans: Callable[[], Sequence[OrphanedMemory]],
-        tier: Callable[[], TierMeasurements | None],
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, host: ApiHost) -> None:
         self.measured = Measured()
-        self._memory, self._orphans, self._tier = memory, orphans, tier
+        self._host = host
         self._failing: set[str] = set()
-        self._now, self._looked = now, float("-inf")
+        self._looked = float("-inf")
         self._measuring = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="kvstow-host-watch")
-
-    async def stop(self) -> None:
-        tasks = [task for task in (self._task, self._look) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._task = self._look = None
+    async def run(self) -> None:
+        try:
+            for looks in count():
+                await self._renew(at_all=looks % _RARELY == 0)
+                await asyncio.sleep(INTERVAL)
+        finally:
+            if self._look is not None:
+                self._look.cancel()
 
     async def look(self, *, max_age: float = 0.0) -> None:
         """Measure everything now, unless the last such measurement ended less than `max_age` seconds ago.
@@ -69,7 +63,7 @@ class HostWatch:
         Callers share the measurement that is under way, so however many there are, they occupy one thread, and none
         waits for the work of another one.
         """
-        if self._now() - self._looked < max_age:
+        if self._host.clock() - self._looked < max_age:
             return
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._renew(at_all=True))
@@ -80,13 +74,15 @@ class HostWatch:
         async with self._measuring:
             self.measured = await run_in_threadpool(self._measure, at_all)
         if at_all:
-            self._looked = self._now()
+            self._looked = self._host.clock()
 
     def _measure(self, at_all: bool) -> Measured:
-        memory = None if self._memory is None else self._try("memory of the host", self._memory)
+        host, tier = self._host, self._host.directory.tier
+        memory = None if host.host_memory is None else self._try("memory of the host", host.host_memory)
         if not at_all:
             return self.measured._replace(memory=memory)
-        return Measured(memory, self._try("orphaned memory", self._orphans), self._try("the tier's store", self._tier))
+        orphans = self._try("orphaned memory", host.orphaned_memory)
+        return Measured(memory, orphans, None if tier is None else self._try("the tier's store", tier.measure))
 
     def _try(self, what: str, measure: Callable[[], _T]) -> _T | None:
         try:
@@ -98,13 +94,6 @@ class HostWatch:
             return None
         self._failing.discard(what)
         return found
-
-    async def _run(self) -> None:
-        looks = 0
-        while True:
-            await self._renew(at_all=looks % _RARELY == 0)
-            looks += 1
-            await asyncio.sleep(INTERVAL)
 
 
 class RankClocks:

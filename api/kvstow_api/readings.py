@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
-from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, SizeView, TierView, TransfersView
+from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.figures import saved_per_hour, seconds_per_ratio
+from kvstow_api.figures import CurvesView, curves_of, now_of, saved_per_hour, seconds_per_ratio
 from kvstow_api.sampler import Sampler
-from kvstow_api.sizing import Size, advise, derive
+from kvstow_api.sizing import with_sizes
 
 
 def settings_etag(pool: HostedPool) -> str:
@@ -67,7 +66,7 @@ def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -
         drain_mode=facade.admin.drain_status.mode,
         bypassed=[direction for direction in DIRECTIONS if getattr(bypass, direction)],
         pending=stats.transfers.pending,
-        now=sampler.now_of_pool(hosted.name),
+        now=now_of(sampler.of_pool(hosted.name).recent),
     )
 
 
@@ -116,6 +115,12 @@ def tier_view(directory: Directory) -> TierView:
     return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))
 
 
+def curves_view(sampler: Sampler, pool: str) -> CurvesView:
+    """What the status page draws of a pool."""
+    samples = sampler.of_pool(pool)
+    return curves_of(pool, samples.recent, samples.kept)
+
+
 _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 _NO_EVIDENCE = (
     "too early to tell: that takes 150 requests that have ended, and look-ups of four times the pool's blocks"
@@ -124,16 +129,13 @@ _NO_EVIDENCE = (
 
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
     """What other sizes of a pool would hit. O(sizes), apart from a sum over the pieces of the curve's window."""
-    facade = hosted.facade
+    facade, kept = hosted.facade, sampler.of_pool(hosted.name).kept
     pool, curve = facade.stats().pool, facade.curve()
-    total = hosted.stored_slot_bytes or facade.config.total_slot_bytes
-    sizing = None if curve is None else derive(curve, pool.usable_slots, pool.policy)
-    kept = sampler.kept(hosted.name)
     view = PoolCurveView(
         pool=hosted.name,
         policy=pool.policy,
         num_slots=pool.usable_slots,
-        num_bytes=pool.usable_slots * total,
+        num_bytes=pool.usable_slots * (hosted.stored_slot_bytes or facade.config.total_slot_bytes),
         slot_bytes=pool.slot_bytes,
         advice=_NO_EVIDENCE if facade.config.curve else _NO_CURVE,
         requests=0,
@@ -141,30 +143,4 @@ def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
         items=[],
         saved_seconds_per_hour=saved_per_hour(kept),
     )
-    if curve is None or sizing is None:
-        return view
-
-    def shown(size: Size) -> SizeView:
-        times, point = size.num_slots / sizing.now.num_slots, points[size.num_slots]
-        return SizeView(
-            num_slots=size.num_slots,
-            num_bytes=size.num_slots * total,
-            times=times,
-            lru=point.lru,
-            own=point.own,
-            ratio=size.ratio,
-        )
-
-    points = {point.num_slots: point for point in curve.points}
-    return replace(
-        view,
-        advice=advise(sizing, total, seconds_per_ratio(kept)),
-        requests=sizing.requests,
-        blocks=sizing.blocks,
-        items=[shown(size) for size in sizing.sizes],
-        k=curve.k,
-        everything=sizing.everything,
-        next_useful=None if sizing.next is None else shown(sizing.next),
-        enough=None if sizing.enough is None else shown(sizing.enough),
-        end=None if sizing.end is None else shown(sizing.end),
-    )
+    return view if curve is None else with_sizes(view, curve, seconds_per_ratio(kept))

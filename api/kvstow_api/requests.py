@@ -49,22 +49,23 @@ class HttpCounters:
     on any thread."""
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[RouteKey, int], int] = {}
+        self._requests: dict[tuple[str, str, str], int] = {}
         self._seconds: dict[RouteKey, Histogram] = {}
         self.inflight = 0
 
     def count(self, key: RouteKey, status: int, seconds: float) -> None:
-        self._requests[key, status] = self._requests.get((key, status), 0) + 1
+        series = (*key, str(status))
+        self._requests[series] = self._requests.get(series, 0) + 1
         if key not in self._seconds:
             self._seconds[key] = Histogram(_BOUNDS)
         self._seconds[key].observe(seconds)
 
-    def requests(self) -> list[tuple[RouteKey, int, int]]:
-        """Route, status and count."""
-        return [(key, status, count) for (key, status), count in list(self._requests.items())]
+    def requests(self) -> dict[tuple[str, str, str], int]:
+        """By method, route and status."""
+        return self._requests.copy()
 
-    def seconds(self) -> list[tuple[RouteKey, Histogram]]:
-        return [(key, histogram.copy()) for key, histogram in list(self._seconds.items())]
+    def seconds(self) -> dict[RouteKey, Histogram]:
+        return {key: histogram.copy() for key, histogram in self._seconds.copy().items()}
 
 
 class RequestMiddleware:

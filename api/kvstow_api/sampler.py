@@ -16,12 +16,8 @@ from kvstow_api.figures import (
     CURVE_INTERVAL,
     CURVE_POINTS,
     NOW_SECONDS,
-    CurvesView,
-    NowView,
     Sample,
     SessionSample,
-    curves_of,
-    now_of,
     sample_session,
     session_now,
 )
@@ -120,7 +116,7 @@ class Sampler:
 
     def __init__(self, directory: Directory, journal: Journal) -> None:
         self._directory, self._journal = directory, journal
-        self._pools: dict[str, _PoolSamples] = {}
+        self._pools: dict[str, PoolSamples] = {}
         self._sessions: dict[str, _SessionSamples] = {}
         self._ranks: dict[tuple[str, int], tuple[str, str | None, str | None]] = {}
         self._tiers: dict[tuple[str, str], str] = {}
@@ -132,36 +128,10 @@ class Sampler:
         )
         self._ticks = 0
         self._failing = False
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="kvstow-sampler")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    def curves_of(self, pool: str | None) -> CurvesView:
-        """Of the pool of this name; without points for None, and until its second sample for a curve is taken."""
-        samples = None if pool is None else self._pools.get(pool)
-        return curves_of(pool, (), ()) if samples is None else curves_of(pool, samples.recent, samples.kept)
-
-    def now_of_pool(self, pool: str) -> NowView:
-        """The present figures in `curves_of`."""
-        samples = self._pools.get(pool)
-        return now_of(() if samples is None else samples.recent)
-
-    def kept(self, pool: str) -> Sequence[Sample]:
-        """The samples behind the curves of a pool, the oldest first."""
-        samples = self._pools.get(pool)
-        return () if samples is None else tuple(samples.kept)
-
-    def recent(self, pool: str) -> Sequence[Sample]:
-        """The last samples of a pool, the oldest first."""
-        samples = self._pools.get(pool)
-        return () if samples is None else tuple(samples.recent)
+    def of_pool(self, pool: str) -> PoolSamples:
+        """The samples of a pool; empty until its first one."""
+        return self._pools.get(pool) or PoolSamples("")
 
     def rejected_lately(self) -> Mapping[str, int]:
         """Connections of engines that were refused within `REJECTED_SECONDS`, by reason."""
@@ -171,7 +141,7 @@ class Sampler:
     def now_of_session(self, session: SessionStatus) -> SessionStatus:
         """With the rates of the last seconds."""
         samples = self._sessions.get(session.id)
-        return session_now(session, () if samples is None else samples.recent)
+        return session if samples is None else session_now(session, samples.recent)
 
     def tick(self) -> None:
         """Take a sample of each pool and each session. The curves have every fifth one, beginning with the first. They
@@ -188,7 +158,7 @@ class Sampler:
         for pool in pools:
             samples = former.get(pool.name)
             if samples is None or samples.engine_id != pool.facade.engine_id:
-                samples = _PoolSamples(pool.facade.engine_id)
+                samples = PoolSamples(pool.facade.engine_id)
             self._pools[pool.name] = samples
             self._sample(pool, samples)
         noted, self._ranks = self._ranks, {}
@@ -241,7 +211,7 @@ class Sampler:
             reason=reason,
         )
 
-    def _sample(self, pool: HostedPool, samples: _PoolSamples) -> None:
+    def _sample(self, pool: HostedPool, samples: PoolSamples) -> None:
         readiness = pool.facade.readiness()
         if readiness.state != samples.state and not self._is_growth(samples.state, readiness.state):
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
@@ -290,7 +260,7 @@ class Sampler:
         it is not an event."""
         return self._directory.is_node and (before, state) == ("ready", "pinning")
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             try:
                 self.tick()
@@ -311,7 +281,7 @@ class _SessionSamples:
         self.recent: deque[SessionSample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
 
 
-class _PoolSamples:
+class PoolSamples:
     """The samples of one life of a pool."""
 
     def __init__(self, engine_id: str) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from tests.api.test_conditions import RANK, SESSION
 
 from kvstow_api.answers import PoolView
-from kvstow_api.client.client import decode
 from kvstow_api.columns import LISTS, POOLS, SESSIONS, Table, rank_state
 from kvstow_api.figures import NowView
 from kvstow_api.openapi import EXAMPLES
 
-POOL = decode(PoolView, EXAMPLES["PoolView"])
+POOL = msgspec.convert(EXAMPLES["PoolView"], PoolView)
 NOW = NowView(
     seconds=10.0,
     hit_ratio=0.25,

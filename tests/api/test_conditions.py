@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from tests.api.conftest import AGENT
 
@@ -17,12 +18,11 @@ from kvstow.stats import EngineState, SlotCounts
 from kvstow.status import BypassStatus, ClaimsStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import DoctorView, PoolCurveView
-from kvstow_api.client.client import decode
-from kvstow_api.conditions.evidence import Evidence
-from kvstow_api.conditions.table import TABLE, failures_of, find_conditions
+from kvstow_api.conditions.evidence import TABLE, Evidence
+from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostMemory
 from kvstow_api.figures import Sample
-from kvstow_api.hostwatch import RankClocks
+from kvstow_api.hostwatch import Measured, RankClocks
 from kvstow_api.openapi import EXAMPLES
 
 GIB = 1 << 30
@@ -64,11 +64,15 @@ RANK = RankStatus(
 DAY = 86_400
 
 
-LARGER = decode(PoolCurveView, EXAMPLES["PoolCurveView"])
+def host(**changes: Any) -> Measured:
+    return Measured(HOST._replace(**changes))
+
+
+LARGER = msgspec.convert(EXAMPLES["PoolCurveView"], PoolCurveView)
 """A curve on which twice the size would be worth its memory."""
 FITS = replace(LARGER, next_useful=None)
-CLAIMS = decode(ClaimsStatus, EXAMPLES["PoolView"]["claims"])
-SESSION = replace(decode(SessionStatus, EXAMPLES["SessionStatus"]), state="attached", registered_slots=8)
+CLAIMS = msgspec.convert(EXAMPLES["PoolView"]["claims"], ClaimsStatus)
+SESSION = replace(msgspec.convert(EXAMPLES["SessionStatus"], SessionStatus), state="attached", registered_slots=8)
 EMBEDDED = {one.name for one in TABLE if one.of in ("host", "pool")}
 
 
@@ -95,7 +99,7 @@ def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
         sessions=[SESSION],
         kept=[sample(0), sample(5, evicted=7)],
         clock_offsets={0: 0.5, 1: -1.0},
-        host=HOST,
+        measured=host(),
         certificate_seconds_left=7 * DAY,
         exposed_files={},
         curve=FITS,
@@ -153,9 +157,9 @@ FIRING = [
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
     ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
     ("pinning", "error", evidence(replace(RANK, error_reason="hugepages", chunks_failed=1))),
-    ("memory_limit", "error", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB))),
-    ("memory_limit", "warning", evidence(host=HOST._replace(headroom_bytes=(64 << 20) - 1))),
-    ("huge_pages", "warning", evidence(host=HOST._replace(huge_pages="never"))),
+    ("memory_limit", "error", evidence(replace(RANK, pinned_bytes=0), measured=host(headroom_bytes=8 * GIB))),
+    ("memory_limit", "warning", evidence(measured=host(headroom_bytes=(64 << 20) - 1))),
+    ("huge_pages", "warning", evidence(measured=host(huge_pages="never"))),
     ("numa", "warning", evidence(replace(RANK, notice="the pool is not bound to NUMA node 1 of its device: no"))),
     ("memlock", "warning", evidence(replace(RANK, pin_mode="populate", notice="mlock failed; RLIMIT_MEMLOCK is 8"))),
     ("clocks", "warning", evidence(clock_offsets={0: 1.1})),
@@ -196,10 +200,10 @@ SILENT = [
     ("stores_dropped", evidence(recent=lately(stored=3, skipped_bypass=9, dropped_draining=2, dropped_purged=1))),
     ("stores_dropped", evidence(recent=[sample(0, dropped_cpu_full=7), sample(0.1, dropped_cpu_full=7)])),
     ("no_slots", with_readiness(0, sessions=[])),
-    ("memory_limit", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB + (64 << 20)))),
-    ("memory_limit", evidence(host=HOST._replace(headroom_bytes=64 << 20))),
-    ("huge_pages", evidence(host=HOST._replace(huge_pages="always"))),
-    ("huge_pages", evidence(host=HOST._replace(huge_pages="reserved"))),
+    ("memory_limit", evidence(replace(RANK, pinned_bytes=0), measured=host(headroom_bytes=8 * GIB + (64 << 20)))),
+    ("memory_limit", evidence(measured=host(headroom_bytes=64 << 20))),
+    ("huge_pages", evidence(measured=host(huge_pages="always"))),
+    ("huge_pages", evidence(measured=host(huge_pages="reserved"))),
     ("numa", evidence(replace(RANK, notice="something else"))),
     ("memlock", evidence(replace(RANK, pin_mode="populate"))),  # nobody asked for a lock
     ("memlock", evidence(replace(RANK, pin_mode="cuda", locked_bytes=0))),  # the driver needs none
@@ -218,15 +222,15 @@ def test_healthy_evidence_has_no_conditions(check: str, given: Evidence) -> None
 
 @pytest.mark.parametrize(("huge_pages", "cure"), [("reserved", "vm.nr_hugepages"), ("madvise", "memory limit of the")])
 def test_the_fix_for_too_little_memory_fits_the_kind_of_memory(huge_pages: str, cure: str) -> None:
-    short = HOST._replace(headroom_bytes=GIB, huge_pages=huge_pages)
-    (one,) = diagnose(evidence(replace(RANK, pinned_bytes=0), host=short)).conditions
+    short = host(headroom_bytes=GIB, huge_pages=huge_pages)
+    (one,) = diagnose(evidence(replace(RANK, pinned_bytes=0), measured=short)).conditions
     assert cure in one.fix
 
 
 def test_one_refusal_is_one_condition() -> None:
-    short = HOST._replace(headroom_bytes=GIB)
+    short = host(headroom_bytes=GIB)
     refused = replace(RANK, state="degraded", error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB)
-    told = diagnose(with_readiness(8, refused, state="degraded", host=short))
+    told = diagnose(with_readiness(8, refused, state="degraded", measured=short))
     assert [one.name for one in told.conditions] == ["pinning"]
 
 
@@ -260,7 +264,7 @@ def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
             unknown,
             kept=[],
             clock_offsets={},
-            host=None,
+            measured=Measured(),
             certificate_seconds_left=None,
             exposed_files=None,
             curve=replace(FITS, items=[], advice="nothing can be said yet"),

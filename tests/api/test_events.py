@@ -281,9 +281,9 @@ async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: py
 
     monkeypatch.setattr(sampler, "tick", tick)
     monkeypatch.setattr("kvstow_api.sampler._INTERVAL", 0.0)
-    sampler.start()
+    watching = asyncio.create_task(sampler.run())
     await asyncio.wait_for(seen.wait(), 20)
-    await sampler.stop()
+    watching.cancel()
     assert caplog.text.count("sampling the pools failed") == 1
 
 

@@ -24,6 +24,7 @@ from kvstow_api.figures import (
     seconds_per_ratio,
 )
 from kvstow_api.journal import Journal
+from kvstow_api.readings import curves_view
 from kvstow_api.sampler import Sampler
 
 
@@ -94,13 +95,13 @@ def test_a_curve_has_every_fifth_sample_and_five_minutes(engine: OffloadEngine, 
     ranks.store(keys[:3])
     for _ in range(5):
         sampler.tick()
-    first, last = sampler.kept("host")
+    first, last = sampler.of_pool("host").kept
     assert (first.stats.transfers.store.bytes, last.stats.transfers.store.bytes) == (0, 3 * 4096)
     for _ in range(5 * 100):
         sampler.tick()
-    assert {len(one.points) for one in sampler.curves_of("host").items} == {CURVE_POINTS}
+    assert {len(one.points) for one in curves_view(sampler, "host").items} == {CURVE_POINTS}
     assert CURVE_POINTS * CURVE_INTERVAL == 300.0  # as the page says
-    assert {len(one.points) for one in sampler.curves_of(None).items} == {0}
+    assert {len(one.points) for one in curves_of(None).items} == {0}
 
 
 def test_evicted_is_for_room_and_dropped_is_without_failures(
@@ -120,7 +121,7 @@ def test_evicted_is_for_room_and_dropped_is_without_failures(
     sampler.tick()
     assert engine.stats().evictions["operator"] == 3
     assert engine.stats().stores["failed"] == 1
-    now = sampler.now_of_pool("host")
+    now = now_of(sampler.of_pool("host").recent)
     assert (now.evicted_blocks_per_second, now.dropped_blocks_per_second) == (1.0, 1.0)
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import OrphanedMemory
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch
 
 pytestmark = pytest.mark.anyio
@@ -34,8 +37,13 @@ def measuring() -> Measuring:
     return Measuring()
 
 
-async def test_all_who_wait_share_one_measurement(measuring: Measuring) -> None:
-    watch = HostWatch(None, measuring, lambda: None, FakeClock(0.0))
+def make_watch(engine: OffloadEngine, measuring: Measuring, clock: FakeClock) -> HostWatch:
+    directory = EmbeddedDirectory(engine, 16)
+    return HostWatch(ApiHost(directory, version="1", mode="test", orphaned_memory=measuring, clock=clock))
+
+
+async def test_all_who_wait_share_one_measurement(engine: OffloadEngine, measuring: Measuring) -> None:
+    watch = make_watch(engine, measuring, FakeClock(0.0))
     waiting = [asyncio.create_task(watch.look()) for _ in range(100)]
     await asyncio.sleep(0)  # all have asked
     waiting[0].cancel()  # the one that began it has gone
@@ -48,9 +56,11 @@ async def test_all_who_wait_share_one_measurement(measuring: Measuring) -> None:
     assert (measuring.begun, watch.measured.orphaned_bytes) == (2, 2), "later ones measure anew"
 
 
-async def test_a_recent_measurement_is_enough_for_those_who_accept_it(measuring: Measuring) -> None:
+async def test_a_recent_measurement_is_enough_for_those_who_accept_it(
+    engine: OffloadEngine, measuring: Measuring
+) -> None:
     clock = FakeClock(0.0)
-    watch = HostWatch(None, measuring, lambda: None, clock)
+    watch = make_watch(engine, measuring, clock)
     measuring.go_on.set()
     await watch.look(max_age=1.0)
     clock.advance(0.9)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_stall_is_reported_afterwards() -> None:
     monitor = LoopMonitor(allowed=0.05)
-    monitor.start()
+    task = asyncio.create_task(monitor.run())
     try:
         assert monitor.failure() is None
         await asyncio.sleep(0)  # the monitor goes to sleep
@@ -21,7 +21,7 @@ async def test_a_stall_is_reported_afterwards() -> None:
             await asyncio.sleep(0.001)
         assert "lagged by" in (monitor.failure() or "")
     finally:
-        await monitor.stop()
+        task.cancel()
 
 
 def test_an_old_stall_is_forgotten() -> None:
@@ -41,9 +41,6 @@ async def test_a_monitor_that_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError(lag)
 
     monkeypatch.setattr(monitor, "record", broken)
-    monitor.start()
-    while monitor.failure() is None:
-        await asyncio.sleep(0.01)
+    with pytest.raises(RuntimeError):
+        await monitor.run()
     assert monitor.failure() == "the measurement of the event loop has stopped"
-    await monitor.stop()
-    await monitor.stop()

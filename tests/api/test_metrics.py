@@ -6,16 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families as parse_untyped
-from prometheus_client.registry import Collector
 from tests.api.conftest import CAPACITY
 from tests.api.tieredhost import TieredHost
 
@@ -65,15 +62,6 @@ FAMILIES = {
         kvstow_block_reuse_gap_seconds
     """,
 }
-
-
-class InfoCollector(Collector):
-    """A collector of a host, of a kind that ours do not use."""
-
-    def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("host_odd", "not finite", value=inf)
-        yield GaugeMetricFamily("host_odder", "not finite", value=-inf)
-        yield InfoMetricFamily("host_facts", "a \\ and a \n", value={"name": "host"})
 
 
 async def scrape(client: httpx.AsyncClient) -> dict[str, Metric]:
@@ -179,23 +167,6 @@ async def test_names_have_the_prefix_and_base_units(client: httpx.AsyncClient) -
     assert all(name.startswith("kvstow_") for name in names)
     assert not [name for name in names if name.endswith("_created")]
     assert not re.search(r"_(ms|milliseconds|mib|perc|percent)\b", text)
-
-
-async def test_the_text_is_what_prometheus_client_would_write(client: httpx.AsyncClient, launch: Any) -> None:
-    registry = CollectorRegistry()
-    client = await launch(registry=registry, build={"odd": 'a "quote", a \\ and a \n'})
-    ProcessCollector(registry=registry)
-    registry.register(InfoCollector())
-    await client.get("/metrics")  # so that both have the series of this request
-    ours = list(parse((await client.get("/metrics")).text))
-    theirs = list(parse(generate_latest(registry).decode()))
-    assert [(family.name, family.type, family.documentation) for family in ours] == [
-        (family.name, family.type, family.documentation) for family in theirs
-    ]
-    assert {"host_odd", "host_odder", "process_cpu_seconds", "host_facts_info"} <= {family.name for family in ours}
-    assert [(sample.name, sample.labels) for family in ours for sample in family.samples] == [
-        (sample.name, sample.labels) for family in theirs for sample in family.samples
-    ]
 
 
 async def test_values_are_those_of_the_engine(

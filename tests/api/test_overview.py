@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.api.test_columns import NOW, POOL
 from tests.api.test_conditions import FITS, GIB, LARGER, SESSION
@@ -16,7 +17,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
 from kvstow.status import MemoryStatus, RankStatus, TransferStatus
 from kvstow_api.answers import ConditionView, PoolCurveView, PoolView, ReadinessView, TransfersView
-from kvstow_api.client.client import decode
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.overview import (
@@ -50,9 +50,9 @@ READINESS = ReadinessView(
     ranks=(),
     memory=MemoryStatus(8 * GIB, 8 * GIB),
 )
-TRANSFER = decode(TransferStatus, EXAMPLES["TransferStatus"])
+TRANSFER = msgspec.convert(EXAMPLES["TransferStatus"], TransferStatus)
 TRANSFERS = TransfersView(
-    pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]),
+    pending=msgspec.convert(EXAMPLES["PendingTransfers"], PendingTransfers),
     load_choices={"layer_alone": 7, "async_burst": 1200},
     items=[TRANSFER],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.status import Curve, CurvePoint
-from kvstow_api.sizing import GAIN, LOSS, REST, Sizing, advise, derive
+from kvstow_api.answers import PoolCurveView
+from kvstow_api.sizing import GAIN, LOSS, REST, with_sizes
 
 NOW = 4096
 GIB = 1 << 30
@@ -24,14 +26,29 @@ def curve(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float]
     return Curve(points, max(everything, *ratios), 1.0, 2600, 33_280)
 
 
-def sizing(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float] | None = None) -> Sizing:
-    found = derive(curve(ratios, everything, lru), NOW, "auto")
-    assert found is not None
+def view(num_slots: int = NOW, policy: str = "auto") -> PoolCurveView:
+    """Before there is a curve."""
+    return PoolCurveView(
+        pool="host", policy=policy, num_slots=num_slots, num_bytes=num_slots * SLOT, slot_bytes=SLOT, advice="no",
+        requests=0, blocks=0, items=[],
+    )  # fmt: skip
+
+
+def sizing(
+    ratios: Sequence[float],
+    everything: float = 0.0,
+    lru: Sequence[float] | None = None,
+    *,
+    policy: str = "auto",
+    seconds: float | None = None,
+) -> PoolCurveView:
+    found = with_sizes(view(policy=policy), curve(ratios, everything, lru), seconds)
+    assert len(found.items) == len(ratios)
     return found
 
 
 def words(ratios: Sequence[float], everything: float = 0.0, seconds: float | None = None) -> str:
-    return advise(sizing(ratios, everything), SLOT, seconds)
+    return sizing(ratios, everything, seconds=seconds).advice
 
 
 def test_a_larger_size_is_named_with_its_gain_its_worth_and_its_end() -> None:
@@ -71,20 +88,18 @@ def test_no_size_helps_prompts_that_never_repeat() -> None:
 def test_a_pool_that_chooses_its_order_is_expected_to_choose_the_better_one() -> None:
     own, lru = [0.05, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3], [0.01, 0.02, 0.1, 0.2, 0.4, 0.4, 0.4]
     chosen = sizing(own, lru=lru)
-    assert chosen.next is not None
-    assert chosen.next.ratio == 0.4
-    fixed = derive(curve(own, lru=lru), NOW, "4")
-    assert fixed is not None
-    assert fixed.next is None
+    assert chosen.next_useful is not None
+    assert chosen.next_useful.ratio == 0.4
+    assert sizing(own, lru=lru, policy="4").next_useful is None
 
 
 def test_nothing_follows_where_the_curve_is_of_another_size() -> None:
     found = curve([0.1] * 7)
-    assert derive(found, NOW * 100, "auto") is None
-    assert derive(found, 0, "auto") is None
-    assert derive(replace(found, points=()), NOW, "auto") is None
+    assert with_sizes(view(NOW * 100), found, None) == view(NOW * 100)
+    assert with_sizes(view(0), found, None) == view(0)
+    assert with_sizes(view(), replace(found, points=()), None) == view()
     tiny = replace(found, points=(CurvePoint(0, 0.0, 0.0), CurvePoint(1, 0.1, 0.1), CurvePoint(2, 0.1, 0.1)))
-    assert derive(tiny, 2, "auto") is not None
+    assert with_sizes(view(2), tiny, None).items
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -97,21 +112,23 @@ def test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss
     given_ratios: list[float], everything: float
 ) -> None:
     found = sizing(given_ratios, everything)
-    if found.next is not None:
-        assert found.next.num_slots > NOW
-        assert found.next.ratio - found.now.ratio >= GAIN * found.next.doublings
-        assert found.end is None or found.end.num_slots >= found.next.num_slots
+    now, larger = found.items[3], found.next_useful
+    if larger is not None:
+        assert larger.num_slots > NOW
+        assert larger.ratio - now.ratio >= GAIN * math.log2(larger.times)
+        assert found.end is None or found.end.num_slots >= larger.num_slots
     if found.enough is not None:
         assert found.enough.num_slots < NOW
-        assert found.now.ratio - found.enough.ratio <= LOSS
+        assert now.ratio - found.enough.ratio <= LOSS
     if found.end is not None:
         assert found.end.num_slots >= NOW
+        assert found.everything is not None
         assert found.everything - found.end.ratio < REST
 
 
 @given(ratios)
 def test_a_larger_pool_is_never_said_to_hit_less(given_ratios: list[float]) -> None:
-    shown = [size.ratio for size in sizing(given_ratios).sizes]
+    shown = [size.ratio for size in sizing(given_ratios).items]
     assert shown == sorted(shown)
 
 
@@ -119,7 +136,7 @@ def test_a_larger_pool_is_never_said_to_hit_less(given_ratios: list[float]) -> N
 def test_more_hits_of_larger_pools_recommend_no_larger_size(given_ratios: list[float], at: int, more: float) -> None:
     """Nothing that a larger size gains delays the next useful one."""
     better = [ratio if number < at else min(1.0, ratio + more) for number, ratio in enumerate(given_ratios)]
-    before, after = sizing(given_ratios).next, sizing(better).next
+    before, after = sizing(given_ratios).next_useful, sizing(better).next_useful
     if before is not None:
         assert after is not None
         assert after.num_slots <= before.num_slots

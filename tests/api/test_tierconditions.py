@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from tests.api.conftest import CAPACITY, Launch
-from tests.api.test_conditions import diagnose, evidence
+from tests.api.test_conditions import HOST, diagnose, evidence
 from tests.api.tieredhost import TieredHost
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
 from kvstow_api.answers import TierView
-from kvstow_api.conditions.evidence import TierEvidence
-from kvstow_api.conditions.table import TABLE
+from kvstow_api.conditions.evidence import TABLE, Evidence
 from kvstow_api.directory import TierMeasurements
+from kvstow_api.hostwatch import Measured
 
 pytestmark = pytest.mark.anyio
 
@@ -45,13 +45,13 @@ OF_TIER = {one.name for one in TABLE if one.of == "tier"}
 OPEN = TierMeasurements(("8.8.8.8",), has_access_control=False)
 
 
-def tier(measured: TierMeasurements = TierMeasurements(), **changes: Any) -> TierEvidence:  # noqa: B008 - frozen
+def tier(measured: TierMeasurements = TierMeasurements(), **changes: Any) -> Evidence:  # noqa: B008 - frozen
     view = TierView(
         store="mooncake",
         url="mooncake://m:1",
         items=[POOL, replace(POOL, namespace="a2", **changes)],
     )
-    return TierEvidence(view, measured, 100 * MIB)
+    return evidence(tier=view, measured=Measured(HOST, tier=measured), granted_bytes=100 * MIB)
 
 
 def client(health: ClientHealth = CLIENT.health, **counted: int) -> dict[str, Any]:
@@ -86,8 +86,8 @@ SILENT = [
 
 
 @pytest.mark.parametrize(("name", "severity", "words", "given"), FIRING)
-def test_a_condition_has_cause_reason_and_fix(name: str, severity: str, words: str, given: TierEvidence) -> None:
-    (one,) = diagnose(evidence(tier=given)).conditions
+def test_a_condition_has_cause_reason_and_fix(name: str, severity: str, words: str, given: Evidence) -> None:
+    (one,) = diagnose(given).conditions
     assert (one.name, one.severity) == (name, severity)
     assert one.pool == (None if name in ("tier_access", "tier_memlock") else "a")
     assert words in one.what
@@ -97,14 +97,14 @@ def test_a_condition_has_cause_reason_and_fix(name: str, severity: str, words: s
 
 def test_clients_that_pools_share_are_told_of_once() -> None:
     given = tier(**client(ClientHealth("failed", "no"), corrupt_objects=2))
-    items = [replace(one, pool=pool, clients=given.view.items[1].clients) for one in given.view.items for pool in "ab"]
-    told = diagnose(evidence(tier=given._replace(view=replace(given.view, items=items))))
+    items = [replace(one, pool=pool, clients=given.tier.items[1].clients) for one in given.tier.items for pool in "ab"]
+    told = diagnose(given._replace(tier=replace(given.tier, items=items)))
     assert sorted(one.name for one in told.conditions) == ["tier_client", "tier_objects"]
 
 
 @pytest.mark.parametrize("given", SILENT)
-def test_a_healthy_tier_has_no_conditions(given: TierEvidence) -> None:
-    told = diagnose(evidence(tier=given))
+def test_a_healthy_tier_has_no_conditions(given: Evidence) -> None:
+    told = diagnose(given)
     assert told.conditions == []
     assert set(told.checked) >= OF_TIER
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstow_api.conditions.table import TABLE
+from kvstow_api.conditions.evidence import TABLE
 
 pytestmark = pytest.mark.deploy
 

@@ -23,12 +23,10 @@ from kvstow.stats import EngineStats, FaultStats, LookupStats
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
-from kvstow_api.auth import Credentials
 from kvstow_api.columns import LISTS
-from kvstow_api.conditions.table import TABLE
+from kvstow_api.conditions.evidence import TABLE
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.metrics.collector import Collector, tier_families
-from kvstow_api.requests import HttpCounters
+from kvstow_api.metrics import Collector, tier_metrics
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
@@ -71,7 +69,7 @@ def app_state() -> AppState:
     host = make_api_host(
         EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
     )
-    return AppState.of(host, HttpCounters(), Credentials())
+    return AppState(host)
 
 
 @cache
@@ -82,7 +80,7 @@ def node_state() -> AppState:
     ticker = Ticker(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)))
     checks = {"node": lambda: None}
     host = make_api_host(node, ticker, AdminSockets(), AdminOptions(), mode="node", startup_checks=checks)
-    return AppState.of(host, HttpCounters(), Credentials())
+    return AppState(host)
 
 
 def scraped() -> Iterator[str]:
@@ -95,12 +93,12 @@ def scraped() -> Iterator[str]:
             yield family.name
 
 
-def tier_metrics() -> Iterator[str]:
+def metrics_of_a_tier() -> Iterator[str]:
     """Of a host with a fleet tier, those included that have no sample before they are measured."""
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = TieredHost(engine, FakeClock())
     host.begin()
-    for family in tier_families(host.directory(4)):
+    for family in tier_metrics(host.directory(4).tier):
         yield f"{family.name}_total" if family.type == "counter" else family.name
     host.close()
     engine.close()
@@ -126,7 +124,7 @@ def flags(command: click.Command) -> Iterator[str]:
 def known() -> frozenset[str]:
     found = {
         *scraped(),
-        *tier_metrics(),
+        *metrics_of_a_tier(),
         *flags(app),
         *(one.name for one in TABLE),
         *get_args(RankState),
@@ -138,7 +136,7 @@ def known() -> frozenset[str]:
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}
     found |= {rule["labels"]["severity"] for rule in ALERTS}
-    found |= {f"/{probe}" for probe in app_state().health.probes}
+    found |= {f"/{probe}" for probe in app_state().probes}
     return frozenset(found | set(re.findall(r'getLogger\("([\w.]+)"\)', sources())))
 
 
@@ -172,6 +170,6 @@ def test_every_check_of_readiness_has_an_alert() -> None:
     expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
     (others,) = re.findall(r'check=~"([^"]+)"', expressions["KvstowNotReady"])
     assert {*own, *others.split("|")} == {
-        check for state in (app_state(), node_state()) for check in state.health.probes["readyz"].checks
+        check for state in (app_state(), node_state()) for check in state.probes["readyz"].checks
     }
     assert set(own.values()) <= expressions.keys()

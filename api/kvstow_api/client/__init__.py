@@ -7,7 +7,6 @@
 Imports neither FastAPI nor pydantic.
 """
 
-from kvstow_api.client.client import ApiError, Client, ProbeResult, Route
-from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
+from kvstow_api.client.client import DEFAULT_SERVER, ApiError, Client, Endpoint, ProbeResult, Route
 
 __all__ = ["DEFAULT_SERVER", "ApiError", "Client", "Endpoint", "ProbeResult", "Route"]

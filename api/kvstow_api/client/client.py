@@ -3,26 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import ssl
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from datetime import datetime
-from functools import cache
-from types import NoneType, TracebackType, UnionType
-from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-from urllib.parse import quote
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
+from urllib.parse import quote, urlsplit
 
 import httpx
+import msgspec
 
-from kvstow.errors import KvstowError
+from kvstow.errors import ConfigError, KvstowError, SettingError
 from kvstow_api.answers import EventType, EventView, OperationView, ProblemView
-from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
 
 T = TypeVar("T")
 V = TypeVar("V")
-Convert = Callable[[Any], Any]
 
 _STREAM_SILENCE_SECONDS = 45.0  # the server sends at least a comment every 15 s
+
+
+DEFAULT_SERVER = "http://127.0.0.1:9595"
+
+_ALLOWED = "http://HOST:PORT, https://HOST:PORT or unix:/PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The address, token and TLS settings of a server.
+
+    `token_file` is read for each request, so a new token works at once. `tls` verifies the server, and may hold the
+    client's certificate; None uses the system's trust store.
+    """
+
+    url: str
+    uds: Path | None = None
+    token: str | None = field(default=None, repr=False)
+    token_file: Path | None = None
+    tls: ssl.SSLContext | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        server: str,
+        *,
+        token: str | None = None,
+        token_file: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> Self:
+        """From `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`. Raises `ConfigError`."""
+        if token is not None and token_file is not None:
+            raise SettingError("token_file", str(token_file), "cannot be combined with a token")
+        if server.startswith("unix:"):
+            path = server.removeprefix("unix:").removeprefix("//")
+            if not path.startswith("/"):
+                raise ConfigError("server", server, _ALLOWED)
+            return cls("http://localhost", Path(path), token, token_file, tls)
+        if not _is_url(server):
+            raise ConfigError("server", server, _ALLOWED)
+        return cls(server.rstrip("/"), None, token, token_file, tls)
+
+    def credentials(self) -> Mapping[str, str]:
+        """The header with the token, if there is one. Raises `ConfigError` if its file cannot be read."""
+        token = self.token
+        if self.token_file is not None:
+            try:
+                lines = self.token_file.read_text(encoding="latin-1").split()
+            except OSError as error:
+                raise ConfigError("token_file", str(self.token_file), f"a readable file ({error.strerror})") from None
+            token = lines[0] if lines else None
+        return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    plain = not (parts.query or parts.fragment or parts.username) and parts.path in ("", "/")
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and plain
 
 
 class ApiError(KvstowError):
@@ -104,7 +165,7 @@ class Client:
             raise self._failure(answer)
         try:
             return _read(route, answer)
-        except (ValueError, TypeError, KeyError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             request = f"{route.method} {path}"
             message = f"{self._not_kvstow()}, or is another version: unexpected answer to {request}: {error}"
             raise ApiError(message) from error
@@ -121,34 +182,29 @@ class Client:
         `after` or, without one, from the last `recent` events on. With `pool`, those of other pools are left out;
         events of blocks need it where there are several pools. Returns when the server ends the stream, raises when
         the connection breaks."""
-        _, query = _filled("", {"types": types, "recent": recent, "pool": pool})
-        resumed = {"Last-Event-ID": after} if after else {}
-        with (
-            self._as_api_errors(),
-            self._http.stream(
-                "GET",
-                "/v1/events",
-                params=query,
-                headers={**self._endpoint.credentials(), "Accept": "text/event-stream", **resumed},
-                timeout=httpx.Timeout(self._timeout, read=_STREAM_SILENCE_SECONDS),
-            ) as answer,
-        ):
-            if answer.status_code >= 400:
-                answer.read()
-                raise self._failure(answer)
-            yield from parse_events(answer.iter_lines())
+        given = {"types": types, "recent": recent, "pool": pool}
+        headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
+        yield from parse_events(self._lines("GET", "/v1/events", given, None, headers))
 
     def record(self, pool: str, *, seconds: float, max_bytes: int) -> Generator[str, None, None]:
         """Records the requests of a pool: yields the lines of the trace as they come, the last one about the recording
         itself. Empty lines show that the server is alive. Raises when the connection breaks."""
-        path, _ = _filled("/v1/pools/{pool}/trace", {"pool": pool})
+        body = {"seconds": seconds, "max_bytes": max_bytes}
+        yield from self._lines("POST", "/v1/pools/{pool}/trace", {"pool": pool}, body, {})
+
+    def _lines(
+        self, method: str, path: str, given: Mapping[str, Any], body: Any, headers: Mapping[str, str]
+    ) -> Iterator[str]:
+        """The lines of an answer as they come."""
+        path, query = _filled(path, given)
         with (
             self._as_api_errors(),
             self._http.stream(
-                "POST",
+                method,
                 path,
-                json={"seconds": seconds, "max_bytes": max_bytes},
-                headers=self._endpoint.credentials(),
+                params=query,
+                json=body,
+                headers={**self._endpoint.credentials(), **headers},
                 timeout=httpx.Timeout(self._timeout, read=_STREAM_SILENCE_SECONDS),
             ) as answer,
         ):
@@ -177,8 +233,8 @@ class Client:
 
     def _failure(self, answer: httpx.Response) -> ApiError:
         try:
-            problem = decode(ProblemView, json.loads(answer.content))
-        except (ValueError, TypeError):
+            problem = msgspec.json.decode(answer.content, type=ProblemView)
+        except (msgspec.DecodeError, UnicodeDecodeError):
             status = answer.status_code
             return ApiError(
                 f"{self._not_kvstow()}: it answers with status {status} and no problem of KVStow", status=status
@@ -221,10 +277,8 @@ def _read(route: Route[T], answer: httpx.Response) -> T:
         return cast(T, ProbeResult(answer.is_success, answer.text))
     if kind in (str, NoneType):
         return cast(T, answer.text if kind is str else None)
-    value = json.loads(answer.content)
-    if kind is dict:
-        return cast(T, value)
-    return cast(T, decode(OperationView if route.operation and answer.status_code == 202 else kind, value))
+    is_operation = route.operation and answer.status_code == 202
+    return cast(T, msgspec.json.decode(answer.content, type=OperationView if is_operation else kind))
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[EventView]:
@@ -239,54 +293,3 @@ def parse_events(lines: Iterable[str]) -> Iterator[EventView]:
         if "data" in found:
             yield EventView(id=found.get("id", ""), type=found.get("event", ""), data=json.loads(found["data"]))
         found = {}
-
-
-def decode(cls: type[T], value: Any) -> T:
-    """An instance of the dataclass `cls`, and of the dataclasses within it, from JSON. Unknown fields are ignored.
-
-    Raises `ValueError` or `TypeError` if a field without a default is missing, or if `value` has another shape.
-    """
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{cls.__name__} is {type(value).__name__}; allowed: an object")
-    given: dict[str, Any] = {}
-    kind: type = cls
-    for name, (convert, is_required) in _fields_of(kind).items():
-        if name in value:
-            given[name] = convert(value[name])
-        elif is_required:
-            raise ValueError(f"{cls.__name__}.{name} is missing")
-    return cls(**given)
-
-
-@cache
-def _fields_of(cls: type) -> dict[str, tuple[Convert, bool]]:
-    """How each field is converted, and whether it must be there. Cached: resolving the type hints takes 0.3 ms."""
-    hints = get_type_hints(cls)
-    return {
-        field.name: (_converter(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(cls)
-    }
-
-
-def _converter(hint: Any) -> Convert:
-    """Turns JSON into a value of the type `hint`."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if is_dataclass(hint):
-        return lambda value: decode(hint, value)  # type: ignore[arg-type]
-    if hint is datetime:
-        return datetime.fromisoformat
-    if hint is float:
-        return float
-    if origin in (list, tuple):
-        item, container = _converter(arguments[0]), origin
-        return lambda values: container(map(item, values))
-    if origin in (dict, Mapping):
-        inner = _converter(arguments[1])
-        return lambda values: {key: inner(value) for key, value in values.items()}
-    if origin in (Union, UnionType):
-        parts = [part for part in arguments if part is not NoneType]
-        if all(get_origin(part) is Literal for part in parts):
-            return lambda value: value
-        (chosen,) = map(_converter, parts)
-        return lambda value: None if value is None else chosen(value)
-    return lambda value: value

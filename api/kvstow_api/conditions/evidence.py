@@ -1,9 +1,9 @@
-"""What conditions are found from."""
+"""The table of conditions, and what they are found from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from kvstow.messages import DesiredState
 from kvstow.status import (
@@ -11,22 +11,31 @@ from kvstow.status import (
     ClaimsStatus,
     DrainStatus,
     MemoryStatus,
+    MemoryWait,
     NamespaceStatus,
     RankStatus,
     Readiness,
     SessionStatus,
 )
-from kvstow_api.answers import ConditionView, PoolCurveView, Severity, TierView
-from kvstow_api.directory import HostMemory, OrphanedMemory, TierMeasurements
+from kvstow.tier.tierstatus import TierStatus
+from kvstow_api.answers import NO_TIER, ConditionView, PoolCurveView, Severity, TierView
 from kvstow_api.figures import Sample
+from kvstow_api.hostwatch import Measured
 
 
 class Evidence(NamedTuple):
     """Of a host, or of one of its pools. `failures`: what checks of the host's process report, by their names.
     `sessions`: of the host or the pool. `starting`: the sessions that are new, and need not have reported. `desired` is
-    None for a host, and `kept` and `recent` are empty: its pools have these samples. `host` is None if the host
-    measures nothing, `certificate_seconds_left` if the server does not use TLS. `exposed_files` describes the access
-    that other users have to each token file, by the name of its setting; None if no token file is set."""
+    None for a host, and `kept` and `recent` are empty: its pools have these samples. `certificate_seconds_left` is None
+    if the server does not use TLS. `exposed_files` describes the access that other users have to each token file, by
+    the name of its setting; None if no token file is set.
+
+    Of a server that engines attach to (`is_node`): its `memory`, `namespaces`, and `trust_eof` (see `Directory`);
+    `rejected`: connections in the last minutes, by reason. `tier` has no store while none is attached.
+
+    `pool`: the pool whose evidence this is; empty for that of the host. `granted_bytes` and `due_bytes`: see
+    `HostedPool`; `slot_bytes` are those of all ranks together. `curve`: what other sizes would hit. `claims`: what
+    hints do."""
 
     readiness: Readiness
     drain: DrainStatus
@@ -39,36 +48,38 @@ class Evidence(NamedTuple):
     kept: Sequence[Sample] = ()
     recent: Sequence[Sample] = ()
     clock_offsets: Mapping[int, float] = {}
-    host: HostMemory | None = None
+    measured: Measured = Measured()
     certificate_seconds_left: float | None = None
     exposed_files: Mapping[str, str] | None = None
-    node: NodeEvidence | None = None
-    """None where the server is embedded in an engine."""
-    tier: TierEvidence | None = None
-    """None while no store is attached."""
+    is_node: bool = False
+    memory: MemoryStatus = MemoryStatus(0, 0)
+    rejected: Mapping[str, int] = {}
+    namespaces: Sequence[NamespaceStatus] = ()
+    trust_eof: float | None = None
+    tier: TierView = NO_TIER
     pool: str = ""
-    """The pool whose evidence this is; empty for that of the host."""
     granted_bytes: int = 0
     due_bytes: int = 0
     slot_bytes: int = 0
-    """Of a pool: see `HostedPool`; `slot_bytes` are those of all ranks together."""
     integrity_error: str | None = None
     curve: PoolCurveView | None = None
-    """Of a pool: what other sizes would hit."""
     claims: ClaimsStatus | None = None
-    """Of a pool: what hints do in it."""
 
     @property
     def bytes_to_come(self) -> int:
         """Memory that is to be populated yet."""
-        if self.node is not None:
-            return max(0, self.node.memory.target_bytes - self.node.memory.populated_bytes)
+        if self.is_node:
+            return max(0, self.memory.target_bytes - self.memory.populated_bytes)
         return sum(max(0, rank.target_bytes - rank.pinned_bytes) for rank in self.readiness.ranks)
 
     @property
     def of_pool(self) -> str:
         """Names the pool in a command, where there may be several."""
-        return f" --pool {self.pool}" if self.node is not None and self.pool else ""
+        return f" --pool {self.pool}" if self.is_node and self.pool else ""
+
+    def name_of(self, rank: RankStatus) -> str:
+        """For sentences. The engines of a node have ranks of the same numbers."""
+        return f"rank {rank.rank} of session {rank.session}" if self.is_node else f"rank {rank.rank}"
 
     @property
     def reporting(self) -> list[RankStatus]:
@@ -79,23 +90,33 @@ class Evidence(NamedTuple):
         return ranks
 
 
-class NodeEvidence(NamedTuple):
-    """Of a server that engines attach to. `rejected`: in the last minutes, by reason. `trust_eof`: see `Directory`.
-    `orphans`: memory of node services that none uses, as far as this one sees."""
-
-    memory: MemoryStatus
-    rejected: Mapping[str, int]
-    namespaces: Sequence[NamespaceStatus]
-    trust_eof: float | None
-    orphans: Sequence[OrphanedMemory]
+Found = Iterator[ConditionView]
 
 
-class TierEvidence(NamedTuple):
-    """Of the fleet tier. `pool_bytes`: memory of all pools on this host."""
+class Condition(NamedTuple):
+    """`of`: what it is looked for in. `find` yields it once for each that it concerns, or raises `NothingToMeasure`.
+    `checks`: the checks of /readyz that fail while it lasts."""
 
-    view: TierView
-    measured: TierMeasurements
-    pool_bytes: int
+    name: str
+    of: Literal["host", "pool", "node", "tier"]
+    find: Callable[[Evidence], Found]
+    checks: tuple[str, ...]
+
+
+TABLE: list[Condition] = []
+"""All conditions, once `hosts` and `pools` are imported."""
+
+
+def condition(
+    name: str, of: Literal["host", "pool", "node", "tier"], *checks: str
+) -> Callable[[Callable[[Evidence], Found]], Callable[[Evidence], Found]]:
+    """Enters a function into the table; see `Condition`."""
+
+    def enter(find: Callable[[Evidence], Found]) -> Callable[[Evidence], Found]:
+        TABLE.append(Condition(name, of, find, checks))
+        return find
+
+    return enter
 
 
 class NothingToMeasure(Exception):
@@ -107,18 +128,19 @@ def make_condition(
     what: str,
     why: str,
     fix: str,
-    who: SessionStatus | RankStatus | None = None,
+    who: SessionStatus | RankStatus | TierStatus | MemoryWait | None = None,
     /,
     **evidence: float,
 ) -> ConditionView:
-    """`who`: the engine or the rank that it concerns. The table adds the name."""
-    rank = who.rank if isinstance(who, RankStatus) else None
-    session = who.id if isinstance(who, SessionStatus) else who.session if who else None
+    """`who`: what it concerns. The table adds the name."""
     return ConditionView(
-        name="", severity=severity, what=what, why=why, fix=fix, session=session, rank=rank, evidence=evidence
+        name="",
+        severity=severity,
+        what=what,
+        why=why,
+        fix=fix,
+        pool=who.pool if isinstance(who, TierStatus | MemoryWait) else None,
+        session=who.id if isinstance(who, SessionStatus) else getattr(who, "session", None),
+        rank=getattr(who, "rank", None),
+        evidence=evidence,
     )
-
-
-def rank_name(evidence: Evidence, rank: RankStatus) -> str:
-    """A rank, for sentences. The engines of a node have ranks of the same numbers."""
-    return f"rank {rank.rank}" if evidence.node is None else f"rank {rank.rank} of session {rank.session}"

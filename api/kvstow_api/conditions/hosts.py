@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from kvstow.bytesize import format_size
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_api.answers import ConditionView, Severity
-from kvstow_api.conditions.evidence import Evidence, NodeEvidence, NothingToMeasure, TierEvidence, make_condition
+from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
 from kvstow_api.conditions.pools import session_name
 from kvstow_api.directory import NO_POOL
 from kvstow_api.sampler import REJECTED_SECONDS
@@ -24,8 +20,8 @@ CERTIFICATE_DAYS = 7
 _DAY_SECONDS = 86_400
 
 
-def find_process(evidence: Evidence) -> Iterator[ConditionView]:
-    """Failed checks of the process itself."""
+@condition("process", "host")
+def find_process(evidence: Evidence) -> Found:
     for name, failure in evidence.failures.items():
         yield make_condition(
             "error",
@@ -35,8 +31,8 @@ def find_process(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_certificate(evidence: Evidence) -> Iterator[ConditionView]:
-    """A TLS certificate that has expired, or is about to."""
+@condition("certificate", "host")
+def find_certificate(evidence: Evidence) -> Found:
     left = evidence.certificate_seconds_left
     if left is None:
         raise NothingToMeasure("the admin server does not use TLS")
@@ -53,8 +49,8 @@ def find_certificate(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_token_files(evidence: Evidence) -> Iterator[ConditionView]:
-    """Token files that other users of the machine may read or change."""
+@condition("token_files", "host")
+def find_token_files(evidence: Evidence) -> Found:
     if evidence.exposed_files is None:
         raise NothingToMeasure("no token file is set")
     for setting, exposure in evidence.exposed_files.items():
@@ -67,8 +63,25 @@ def find_token_files(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_bypass(evidence: Evidence) -> Iterator[ConditionView]:
-    """Directions that an operator has switched off."""
+@condition("drain", "pool")
+@condition("drain", "host", "engine")
+def find_drain(evidence: Evidence) -> Found:
+    drain = evidence.drain
+    if drain.active:
+        yield make_condition(
+            "warning",
+            f"an operator drains the {'engine' if not evidence.is_node else 'pool' if evidence.pool else 'node'} "
+            f"(mode {drain.mode}): "
+            + ("nothing is in flight" if drain.drained else f"{counted(drain.pending_transfers, 'transfer')} left"),
+            "the cache accepts nothing new" + ("" if evidence.pool else ", and /readyz fails"),
+            f"`kvstow undrain{evidence.of_pool}` lets it serve again",
+            pending_transfers=drain.pending_transfers,
+        )
+
+
+@condition("bypass", "pool")
+@condition("bypass", "host")
+def find_bypass(evidence: Evidence) -> Found:
     bypass = evidence.bypass
     if off := bypassed(bypass):
         yield make_condition(
@@ -80,23 +93,8 @@ def find_bypass(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_drain(evidence: Evidence) -> Iterator[ConditionView]:
-    """A host or a pool that an operator drains."""
-    drain = evidence.drain
-    if drain.active:
-        yield make_condition(
-            "warning",
-            f"an operator drains the {'engine' if evidence.node is None else 'pool' if evidence.pool else 'node'} "
-            f"(mode {drain.mode}): "
-            + ("nothing is in flight" if drain.drained else f"{counted(drain.pending_transfers, 'transfer')} left"),
-            "the cache accepts nothing new" + ("" if evidence.pool else ", and /readyz fails"),
-            f"`kvstow undrain{evidence.of_pool}` lets it serve again",
-            pending_transfers=drain.pending_transfers,
-        )
-
-
-def find_pause(evidence: Evidence) -> Iterator[ConditionView]:
-    """Pools whose pinning an operator has paused."""
+@condition("pinning_paused", "pool")
+def find_pause(evidence: Evidence) -> Found:
     readiness = evidence.readiness
     if evidence.desired is not None and evidence.desired.paused:
         yield make_condition(
@@ -117,9 +115,9 @@ _USUAL_SECONDS = 10.0
 """How long memory may take to change hands, before that is a matter for people."""
 
 
-def find_memory(evidence: Evidence) -> Iterator[ConditionView]:
-    """Memory that the node could not get."""
-    memory = _node(evidence).memory
+@condition("node_memory", "node", "memory")
+def find_memory(evidence: Evidence) -> Found:
+    memory = evidence.memory
     if memory.failure:
         yield make_condition(
             "error",
@@ -132,9 +130,9 @@ def find_memory(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_populating(evidence: Evidence) -> Iterator[ConditionView]:
-    """Memory that is still being populated, as after each start."""
-    memory = _node(evidence).memory
+@condition("populating", "node", "pinned")
+def find_populating(evidence: Evidence) -> Found:
+    memory = evidence.memory
     if memory.populated_bytes < memory.target_bytes and not memory.failure:
         yield make_condition(
             "info",
@@ -146,37 +144,34 @@ def find_populating(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_waits(evidence: Evidence) -> Iterator[ConditionView]:
-    """Pools that wait for memory that engines hold."""
+@condition("memory_wait", "node")
+def find_waits(evidence: Evidence) -> Found:
     sessions = {session.id: session for session in evidence.sessions}
-    for wait in _node(evidence).memory.waits:
+    for wait in evidence.memory.waits:
         holder = sessions.get(wait.session)
         name = f"session {wait.session}" + (f" ({holder.engine}, pool {holder.pool})" if holder else " (which is gone)")
-        yield replace(
-            make_condition(
-                "warning" if wait.seconds > _USUAL_SECONDS else "info",
-                f"pool {wait.pool} waits for {format_size(wait.num_bytes)} that {name} holds",
-                "memory moves from one pool to another only when nobody can reach it any more",
-                f"nothing, for some seconds; if it lasts, `kvstow detach {wait.session} --kill` ends what holds it",
-                num_bytes=wait.num_bytes,
-            ),
-            pool=wait.pool,
-            session=wait.session,
+        yield make_condition(
+            "warning" if wait.seconds > _USUAL_SECONDS else "info",
+            f"pool {wait.pool} waits for {format_size(wait.num_bytes)} that {name} holds",
+            "memory moves from one pool to another only when nobody can reach it any more",
+            f"nothing, for some seconds; if it lasts, `kvstow detach {wait.session} --kill` ends what holds it",
+            wait,
+            num_bytes=wait.num_bytes,
         )
-    for notice in _node(evidence).memory.notices:
+    for notice in evidence.memory.notices:
         yield make_condition(
             "info",
             notice,
             "until then a pool has less memory than it should",
             "nothing, for some seconds; then `kvstow get operations` and `kvstow get transfers` show what is under way",
-            recalled_bytes=_node(evidence).memory.recalled_bytes,
+            recalled_bytes=evidence.memory.recalled_bytes,
         )
 
 
-def find_kept(evidence: Evidence) -> Iterator[ConditionView]:
-    """Memory that engines have given back and have all the same."""
+@condition("memory_kept", "node")
+def find_kept(evidence: Evidence) -> Found:
     by_id = {session.id: session for session in evidence.sessions}
-    for kept in _node(evidence).memory.kept:
+    for kept in evidence.memory.kept:
         there = [by_id[session] for session in kept.sessions if session in by_id]
         names = " or ".join(session_name(evidence, session) for session in there) or "an engine that is gone"
         first = there[0] if there else None
@@ -192,9 +187,9 @@ def find_kept(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_keeper(evidence: Evidence) -> Iterator[ConditionView]:
-    """A service whose keeper is gone."""
-    memory = _node(evidence).memory
+@condition("keeper", "node")
+def find_keeper(evidence: Evidence) -> Found:
+    memory = evidence.memory
     if memory.keeper is None:
         raise NothingToMeasure("the service has no keeper (--state)")
     if memory.keeper == "gone":
@@ -207,9 +202,9 @@ def find_keeper(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_orphaned_memory(evidence: Evidence) -> Iterator[ConditionView]:
-    """Memory that an earlier service has left behind."""
-    for orphan in _node(evidence).orphans:
+@condition("orphaned_memory", "node")
+def find_orphaned_memory(evidence: Evidence) -> Found:
+    for orphan in evidence.measured.orphans or ():
         yield make_condition(
             "warning",
             orphan.words,
@@ -219,8 +214,8 @@ def find_orphaned_memory(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_lost(evidence: Evidence) -> Iterator[ConditionView]:
-    """Engines that have gone and left processes behind."""
+@condition("session_lost", "node")
+def find_lost(evidence: Evidence) -> Found:
     for session in evidence.sessions:
         if session.state == "lost":
             held = session.leased_slots + session.quarantined_slots
@@ -236,7 +231,8 @@ def find_lost(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_attaching(evidence: Evidence) -> Iterator[ConditionView]:
+@condition("session_attaching", "node")
+def find_attaching(evidence: Evidence) -> Found:
     """Engines that have not registered a slot on every rank. Ranks that never report are told as silent."""
     for session in evidence.sessions:
         late = [rank.rank for rank in session.ranks if not rank.pinned_slots and rank.pid is not None]
@@ -253,9 +249,9 @@ def find_attaching(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_rejected(evidence: Evidence) -> Iterator[ConditionView]:
-    """Engines that could not attach lately."""
-    rejected = {reason: count for reason, count in _node(evidence).rejected.items() if count}
+@condition("rejected", "node")
+def find_rejected(evidence: Evidence) -> Found:
+    rejected = {reason: count for reason, count in evidence.rejected.items() if count}
     if rejected:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
         yield make_condition(
@@ -267,9 +263,9 @@ def find_rejected(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_sharing(evidence: Evidence) -> Iterator[ConditionView]:
-    """Namespaces whose engines share no blocks with others."""
-    namespaces = _node(evidence).namespaces
+@condition("sharing", "node")
+def find_sharing(evidence: Evidence) -> Found:
+    namespaces = evidence.namespaces
     if not namespaces:
         raise NothingToMeasure(NO_POOL)
     for namespace in namespaces:
@@ -285,9 +281,9 @@ def find_sharing(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_trust_eof(evidence: Evidence) -> Iterator[ConditionView]:
-    """Whether memory may be reused by time instead of by the end of a process."""
-    seconds = _node(evidence).trust_eof
+@condition("trust_eof", "node")
+def find_trust_eof(evidence: Evidence) -> Found:
+    seconds = evidence.trust_eof
     if seconds is not None:
         yield make_condition(
             "warning",
@@ -298,74 +294,68 @@ def find_trust_eof(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def _node(evidence: Evidence) -> NodeEvidence:
-    assert evidence.node is not None, "these conditions are of nodes only"
-    return evidence.node
-
-
 # -- the fleet tier ---------------------------------------------------------------------------------------------------
 
 
-def find_failed_clients(evidence: Evidence) -> Iterator[ConditionView]:
-    """Clients of the store that do not try again."""
+@condition("tier_client", "tier", "tier")
+def find_failed_clients(evidence: Evidence) -> Found:
     told = set[str]()
-    for one in _tier(evidence).view.items:
+    for one in evidence.tier.items:
         for client in one.clients:
             if client.health.state == "failed" and client.purpose not in told:  # the pools of a node share clients
                 told.add(client.purpose)
-                yield _of(
-                    one,
+                yield make_condition(
                     "error",
                     f"{client.purpose} ({_name(one)}) have failed: {client.health.reason}",
                     "they do not try again by themselves, so nothing is put or fetched by them",
                     "remove the cause, then restart the service",
+                    one,
                     restarts=client.stats.restarts,
                 )
 
 
-def find_down(evidence: Evidence) -> Iterator[ConditionView]:
-    """A store that gives no answers."""
-    given = _tier(evidence)
-    for one in given.view.items:
+@condition("tier_down", "tier", "tier")
+def find_down(evidence: Evidence) -> Found:
+    for one in evidence.tier.items:
         if one.state == "down":
-            yield _of(
-                one,
+            yield make_condition(
                 "warning",
-                f"the store {given.view.url} is left alone by {_name(one)}: {one.reason}",
+                f"the store {evidence.tier.url} is left alone by {_name(one)}: {one.reason}",
                 "requests compute what other nodes have; nothing else is affected",
                 "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s",
+                one,
                 opened=one.counters.breaker_opened,
                 timeouts=sum(client.stats.timeouts for client in one.clients),
                 restarts=sum(client.stats.restarts for client in one.clients),
             )
 
 
-def find_off(evidence: Evidence) -> Iterator[ConditionView]:
-    """Namespaces that do not use the store."""
-    for one in _tier(evidence).view.items:
+@condition("tier_off", "tier")
+def find_off(evidence: Evidence) -> Found:
+    for one in evidence.tier.items:
         if one.state == "off":
-            yield _of(
-                one,
+            yield make_condition(
                 "warning",
                 f"{_name(one)} does not use the store: {one.reason}",
                 "its requests compute what other nodes have, and other nodes what it has",
                 "remove the cause; an engine that has reset its prefix cache uses the store again when it restarts",
+                one,
             )
 
 
-def find_lost_time(evidence: Evidence) -> Iterator[ConditionView]:
-    """Requests that wait longer for the store than computing takes."""
-    for one in _tier(evidence).view.items:
+@condition("tier_time", "tier")
+def find_lost_time(evidence: Evidence) -> Found:
+    for one in evidence.tier.items:
         if loses_time(one):
             waited, saved = one.counters.wait_seconds, one.counters.saved_seconds
-            yield _of(
-                one,
+            yield make_condition(
                 "warning",
                 f"since the start, requests of {_name(one)} have waited {duration(waited)} for the store, and saved "
                 f"{duration(saved)}",
                 "without the store they would have been served sooner",
                 "compare the rate of fetches with what the network should give (`kvstow get tier`); until it is "
                 "fixed, start the service without --tier",
+                one,
                 wait_seconds=waited,
                 saved_seconds=saved,
                 cut_waits=one.counters.cut_waits,
@@ -373,52 +363,51 @@ def find_lost_time(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_corrupt_objects(evidence: Evidence) -> Iterator[ConditionView]:
-    """Objects that are not what was put."""
+@condition("tier_objects", "tier")
+def find_corrupt_objects(evidence: Evidence) -> Found:
     told = set[str]()
-    for one in _tier(evidence).view.items:
+    for one in evidence.tier.items:
         corrupt = sum(client.stats.corrupt_objects for client in one.clients if client.purpose not in told)
         told |= {client.purpose for client in one.clients if client.stats.corrupt_objects}
         if corrupt:
-            yield _of(
-                one,
+            yield make_condition(
                 "error",
                 f"{counted(corrupt, 'object')} that {_name(one)} has fetched were not what was put",
                 "they were not loaded, and were removed; but the store or the network changes bytes",
                 "check memory, disks and network cards of the store's machines; to be sure, empty the store",
+                one,
                 corrupt_objects=corrupt,
                 fetched_blocks=one.counters.fetched_blocks,
             )
 
 
-def find_access(evidence: Evidence) -> Iterator[ConditionView]:
-    """A store that strangers may reach."""
-    given = _tier(evidence)
-    addresses, is_guarded = given.measured.public_addresses, given.measured.has_access_control
-    if addresses and not is_guarded:
+@condition("tier_access", "tier")
+def find_access(evidence: Evidence) -> Found:
+    measured = evidence.measured.tier
+    if measured is not None and measured.public_addresses and not measured.has_access_control:
         yield make_condition(
             "warning",
-            f"the store {given.view.url} has the public address {', '.join(addresses)}, and has no access control",
+            f"the store {evidence.tier.url} has the public address {', '.join(measured.public_addresses)}, and has no "
+            "access control",
             "anyone who can reach it can read and delete the blocks of all nodes",
             "bind it to an address of a private network, and let only the nodes reach its ports (in Kubernetes with a "
             "NetworkPolicy); a Redis can ask for a password",
-            public_addresses=len(addresses),
+            public_addresses=len(measured.public_addresses),
         )
 
 
-def find_tier_memlock(evidence: Evidence) -> Iterator[ConditionView]:
-    """A limit of locked memory that is too small for RDMA."""
-    given = _tier(evidence)
-    limit = given.measured.memlock_bytes
-    if given.measured.pins_memory and limit is not None and limit < given.pool_bytes:
+@condition("tier_memlock", "tier")
+def find_tier_memlock(evidence: Evidence) -> Found:
+    measured, needed = evidence.measured.tier, evidence.granted_bytes
+    limit = None if measured is None or not measured.pins_memory else measured.memlock_bytes
+    if limit is not None and limit < needed:
         yield make_condition(
             "warning",
-            f"RDMA has to lock {format_size(given.pool_bytes)} of the pools, and RLIMIT_MEMLOCK is "
-            f"{format_size(limit)}",
+            f"RDMA has to lock {format_size(needed)} of the pools, and RLIMIT_MEMLOCK is {format_size(limit)}",
             "the network card cannot register the memory, so nothing is put or fetched",
             "LimitMEMLOCK=infinity for the service, in Kubernetes a setting of the container runtime; then restart it",
             memlock_bytes=limit,
-            pool_bytes=given.pool_bytes,
+            pool_bytes=needed,
         )
 
 
@@ -429,14 +418,5 @@ def loses_time(tier: TierStatus) -> bool:
     return tier.prefill_tokens_per_second is not None and counters.wait_seconds > max(1.0, counters.saved_seconds)
 
 
-def _of(one: TierStatus, severity: Severity, what: str, why: str, fix: str, **found: float) -> ConditionView:
-    return replace(make_condition(severity, what, why, fix, **found), pool=one.pool)
-
-
 def _name(one: TierStatus) -> str:
     return one.namespace if one.namespace == one.pool else f"{one.namespace} of pool {one.pool}"
-
-
-def _tier(evidence: Evidence) -> TierEvidence:
-    assert evidence.tier is not None  # else nothing is looked for
-    return evidence.tier

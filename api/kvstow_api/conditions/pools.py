@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from kvstow.bytesize import format_size
 from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
-from kvstow_api.answers import ConditionView
-from kvstow_api.conditions.evidence import Evidence, NothingToMeasure, make_condition, rank_name
+from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
 from kvstow_api.figures import ends_of_now
 from kvstow_api.texts import counted, duration, percent
 
@@ -25,13 +24,13 @@ PIN_FIXES = {
 }
 
 
-def find_pinning(evidence: Evidence) -> Iterator[ConditionView]:
-    """Ranks that could not pin the whole pool."""
+@condition("pinning", "pool", "ranks")
+def find_pinning(evidence: Evidence) -> Found:
     for rank in evidence.readiness.ranks:
         if rank.error_reason in PIN_FIXES:
             yield make_condition(
                 "error",
-                f"{rank_name(evidence, rank)} stopped pinning at {format_size(rank.pinned_bytes)} of "
+                f"{evidence.name_of(rank)} stopped pinning at {format_size(rank.pinned_bytes)} of "
                 f"{format_size(rank.target_bytes)}: {rank.error or rank.error_reason}",
                 "the pool has only as many usable slots as the rank with the fewest",
                 PIN_FIXES[rank.error_reason],
@@ -41,14 +40,15 @@ def find_pinning(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_giving_back(evidence: Evidence) -> Iterator[ConditionView]:
+@condition("giving_back", "pool")
+def find_giving_back(evidence: Evidence) -> Found:
     """Ranks that have more memory than their smaller pool needs. On a node, memory goes from pool to pool."""
     for rank in evidence.readiness.ranks:
         left = rank.resident_bytes - rank.target_bytes
-        if evidence.node is None and left > GIVEN_BACK_BYTES:
+        if not evidence.is_node and left > GIVEN_BACK_BYTES:
             yield make_condition(
                 "info",
-                f"{rank_name(evidence, rank)} has yet to give back {format_size(left)} of memory",
+                f"{evidence.name_of(rank)} has yet to give back {format_size(left)} of memory",
                 "memory of a pool that has become smaller is unregistered chunk by chunk, slowly beside busy steps",
                 "nothing; `kvstow get ranks -o wide` shows what is resident",
                 rank,
@@ -56,12 +56,12 @@ def find_giving_back(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_memory_limit(evidence: Evidence) -> Iterator[ConditionView]:
-    """Memory still to be pinned, compared with what the memory limit leaves."""
-    host = evidence.host
+@condition("memory_limit", "host")
+def find_memory_limit(evidence: Evidence) -> Found:
+    host = evidence.measured.memory
     if host is None or host.headroom_bytes is None:
         raise NothingToMeasure("the memory limit cannot be read")
-    failed = evidence.node is not None and evidence.node.memory.failure
+    failed = evidence.is_node and evidence.memory.failure
     if failed or any(rank.error_reason in PIN_FIXES for rank in evidence.readiness.ranks):
         return  # what has been refused has a condition of its own
     needed = evidence.bytes_to_come
@@ -71,7 +71,7 @@ def find_memory_limit(evidence: Evidence) -> Iterator[ConditionView]:
             "error",
             f"{format_size(needed)} are still to be pinned, but {host.limit}",
             "if all ranks are on this host, pinning will stop before the pool has its full size"
-            if evidence.node is None
+            if not evidence.is_node
             else "populating will stop before the node has all of its memory",
             PIN_FIXES["hugepages"]
             if host.huge_pages == "reserved"
@@ -88,13 +88,13 @@ def find_memory_limit(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_huge_pages(evidence: Evidence) -> Iterator[ConditionView]:
-    """Transparent huge pages switched off; pools in reserved huge pages do not need them."""
-    if evidence.node is not None:
+@condition("huge_pages", "host")
+def find_huge_pages(evidence: Evidence) -> Found:
+    if evidence.is_node:
         raise NothingToMeasure("memory of a node gets huge pages whatever the machine's setting is")
-    if evidence.host is None or not evidence.host.huge_pages:
+    if evidence.measured.memory is None or not evidence.measured.memory.huge_pages:
         raise NothingToMeasure("the kernel's setting for transparent huge pages cannot be read")
-    if evidence.host.huge_pages == "never":
+    if evidence.measured.memory.huge_pages == "never":
         yield make_condition(
             "warning",
             "transparent huge pages are disabled on this machine",
@@ -104,8 +104,8 @@ def find_huge_pages(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_share(evidence: Evidence) -> Iterator[ConditionView]:
-    """Pools with less than half of the memory that they should have."""
+@condition("share", "pool")
+def find_share(evidence: Evidence) -> Found:
     granted, due = evidence.granted_bytes, evidence.due_bytes
     if granted < SHARE_RATIO * due:
         yield make_condition(
@@ -118,13 +118,13 @@ def find_share(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_numa(evidence: Evidence) -> Iterator[ConditionView]:
-    """Pools that are not bound to the NUMA node of their device."""
+@condition("numa", "pool")
+def find_numa(evidence: Evidence) -> Found:
     for rank in evidence.reporting:
         if rank.notice and "NUMA" in rank.notice:
             yield make_condition(
                 "warning",
-                f"{rank_name(evidence, rank)}: {rank.notice}",
+                f"{evidence.name_of(rank)}: {rank.notice}",
                 "copies between sockets are slower, and share one link",
                 "allow mbind (seccomp profile or CAP_SYS_NICE), or start the rank with numactl on the device's node",
                 rank,
@@ -132,13 +132,14 @@ def find_numa(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_memlock(evidence: Evidence) -> Iterator[ConditionView]:
+@condition("memlock", "pool")
+def find_memlock(evidence: Evidence) -> Found:
     """Pools that should be locked and are not. RLIMIT_MEMLOCK does not apply to memory that CUDA registers."""
     for rank in evidence.reporting:
         if rank.pin_mode == "populate" and rank.notice and "RLIMIT_MEMLOCK" in rank.notice:
             yield make_condition(
                 "warning",
-                f"{rank_name(evidence, rank)} has locked {format_size(rank.locked_bytes)} of "
+                f"{evidence.name_of(rank)} has locked {format_size(rank.locked_bytes)} of "
                 f"{format_size(rank.pinned_bytes)}",
                 "on a machine with swap, memory that is not locked may be swapped out",
                 "raise LimitMEMLOCK of the container runtime (CAP_IPC_LOCK helps only root), or disable swap",
@@ -163,8 +164,8 @@ _BUSY: Mapping[str, tuple[str, str]] = {
 """States in which a slot cannot be evicted, in words, and what ends them."""
 
 
-def find_failed(evidence: Evidence) -> Iterator[ConditionView]:
-    """An engine, or its records, that only a restart repairs."""
+@condition("engine_failed", "pool", "engine")
+def find_failed(evidence: Evidence) -> Found:
     state, reason = evidence.readiness.state, evidence.readiness.reason
     if evidence.integrity_error:
         yield make_condition(
@@ -173,7 +174,7 @@ def find_failed(evidence: Evidence) -> Iterator[ConditionView]:
             "this is a defect of KVStow, and what is cached cannot be trusted",
             "run `kvstow bypass --load --store`, save the log, and restart the process",
         )
-    elif evidence.node is None and (state == "stopped" or (state == "degraded" and not _has_other_reason(evidence))):
+    elif not evidence.is_node and (state == "stopped" or (state == "degraded" and not _has_other_reason(evidence))):
         yield make_condition(
             "error",
             f"the engine is {state}: {reason}",
@@ -187,7 +188,8 @@ def _has_other_reason(evidence: Evidence) -> bool:
     return is_stuck or any(_is_bad(rank) or _silence(evidence, rank) for rank in evidence.readiness.ranks)
 
 
-def find_silent_ranks(evidence: Evidence) -> Iterator[ConditionView]:
+@condition("rank_silent", "pool", "ranks")
+def find_silent_ranks(evidence: Evidence) -> Found:
     """Ranks that do not report. During the start-up grace they need not have."""
     for rank in evidence.readiness.ranks:
         silence = _silence(evidence, rank)
@@ -195,7 +197,7 @@ def find_silent_ranks(evidence: Evidence) -> Iterator[ConditionView]:
             who = f" (pid {rank.pid} on {rank.host})" if rank.pid is not None else ""
             yield make_condition(
                 "error",
-                f"{rank_name(evidence, rank)}{who} {silence}",
+                f"{evidence.name_of(rank)}{who} {silence}",
                 f"it may be stopped or hang, and its transfers with it; until then {_WITHOUT_HITS}",
                 f"look at the process: `ps -o stat,wchan -p {rank.pid}` on {rank.host} (T is stopped), and its log"
                 if rank.pid is not None
@@ -212,14 +214,14 @@ def _silence(evidence: Evidence, rank: RankStatus) -> str:
     return f"has been silent for {duration(age)}" if age > evidence.report_timeout else ""
 
 
-def find_failed_ranks(evidence: Evidence) -> Iterator[ConditionView]:
-    """Ranks that cannot copy, or say that they are not well."""
+@condition("rank_failed", "pool", "ranks")
+def find_failed_ranks(evidence: Evidence) -> Found:
     for rank in evidence.readiness.ranks:
         if _is_bad(rank) and rank.error_reason not in PIN_FIXES and not _silence(evidence, rank):
             reason = ": ".join(part for part in (rank.error_reason, rank.error) if part)
             yield make_condition(
                 "error",
-                f"{rank_name(evidence, rank)} is {rank.state}" + (f" ({reason})" if reason else ""),
+                f"{evidence.name_of(rank)} is {rank.state}" + (f" ({reason})" if reason else ""),
                 _WITHOUT_HITS,
                 "see the rank's log (kvstow.agent, kvstow.dataplane); if it has failed, restart its process",
                 rank,
@@ -237,11 +239,11 @@ def rank_failure(rank: RankStatus, report_timeout: float) -> bool:
     return age is None or age > report_timeout or _is_bad(rank)
 
 
-def find_stuck(evidence: Evidence) -> Iterator[ConditionView]:
-    """Engines whose oldest transfer is too old."""
+@condition("session_stuck", "host", "transfers")
+def find_stuck(evidence: Evidence) -> Found:
     for session in evidence.sessions:
         if session.state == "stuck":
-            end = f"`kvstow detach {session.id} --kill` ends it" if evidence.node else "a restart of the pod ends it"
+            end = f"`kvstow detach {session.id} --kill` ends it" if evidence.is_node else "a restart of the pod ends it"
             yield make_condition(
                 "error",
                 f"{session_name(evidence, session)} is stuck: "
@@ -256,13 +258,13 @@ def find_stuck(evidence: Evidence) -> Iterator[ConditionView]:
 
 
 def session_name(evidence: Evidence, session: SessionStatus) -> str:
-    if evidence.node is None:
+    if not evidence.is_node:
         return "the engine"
     return f"session {session.id} ({session.engine}, pool {session.pool})"
 
 
-def find_no_slots(evidence: Evidence) -> Iterator[ConditionView]:
-    """Pools that engines use, and that have no slot yet."""
+@condition("no_slots", "pool", "pool", "pinned")
+def find_no_slots(evidence: Evidence) -> Found:
     live = [session for session in evidence.sessions if session.state != "lost"]
     if live and not evidence.readiness.usable_slots:
         yield make_condition(
@@ -274,11 +276,12 @@ def find_no_slots(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_growing(evidence: Evidence) -> Iterator[ConditionView]:
+@condition("growing", "pool", "pinned")
+def find_growing(evidence: Evidence) -> Found:
     """Pools that do not have all of their slots yet. Engines of a node register what the pool has one after another."""
     readiness = evidence.readiness
     usable, whole = readiness.usable_slots, readiness.capacity_slots
-    if evidence.node is not None:
+    if evidence.is_node:
         if evidence.bytes_to_come and evidence.slot_bytes:
             whole = max(whole, evidence.due_bytes // evidence.slot_bytes)
         attached = [one.registered_slots for one in evidence.sessions if one.state in ("attached", "stuck")]
@@ -301,7 +304,8 @@ def find_growing(evidence: Evidence) -> Iterator[ConditionView]:
     )
 
 
-def find_dropped_stores(evidence: Evidence) -> Iterator[ConditionView]:
+@condition("stores_dropped", "pool")
+def find_dropped_stores(evidence: Evidence) -> Found:
     """Blocks that were offered in the last seconds and not stored, by reason. Not what an operator has switched off."""
     offered = _since(
         evidence, lambda stats: sum(count for name, count in stats.stores.items() if name != "skipped_bypass")
@@ -348,8 +352,8 @@ LINK_RATIO = 0.5
 THRASHING_REUSE = 0.1
 
 
-def find_clocks(evidence: Evidence) -> Iterator[ConditionView]:
-    """Ranks whose clock differs from the server's."""
+@condition("clocks", "host")
+def find_clocks(evidence: Evidence) -> Found:
     if not evidence.clock_offsets:
         raise NothingToMeasure("no rank has sent its time")
     for rank, offset in sorted(evidence.clock_offsets.items()):
@@ -364,8 +368,8 @@ def find_clocks(evidence: Evidence) -> Iterator[ConditionView]:
             )
 
 
-def find_links(evidence: Evidence) -> Iterator[ConditionView]:
-    """Ranks that move bytes at less than half the rate of the fastest."""
+@condition("links", "pool")
+def find_links(evidence: Evidence) -> Found:
     rates = {direction: _rates(evidence.reporting, direction) for direction in ("load", "store")}
     compared = {direction: of_ranks for direction, of_ranks in rates.items() if len(of_ranks) > 1}
     if not compared:
@@ -376,7 +380,7 @@ def find_links(evidence: Evidence) -> Iterator[ConditionView]:
             if rate < LINK_RATIO * fastest:
                 yield make_condition(
                     "warning",
-                    f"{rank_name(evidence, rank)} {direction}s at {format_size(int(rate))}/s, "
+                    f"{evidence.name_of(rank)} {direction}s at {format_size(int(rate))}/s, "
                     f"the fastest rank at {format_size(int(fastest))}/s",
                     "a transfer ends when its slowest rank has finished, so this rank slows all of them down",
                     "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and other users of the link",
@@ -400,8 +404,8 @@ def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus
     return found
 
 
-def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
-    """A pool that evicts blocks before they are reused."""
+@condition("thrashing", "pool")
+def find_thrashing(evidence: Evidence) -> Found:
     samples = evidence.kept
     if len(samples) < 2:
         raise NothingToMeasure("the server has not sampled its counters for long enough")
@@ -424,15 +428,15 @@ def find_thrashing(evidence: Evidence) -> Iterator[ConditionView]:
         )
 
 
-def find_size(evidence: Evidence) -> Iterator[ConditionView]:
-    """A pool that a larger size would help, or that a smaller one would do for."""
+@condition("pool_size", "pool")
+def find_size(evidence: Evidence) -> Found:
     curve = evidence.curve
     if curve is None or not curve.items:
         raise NothingToMeasure(curve.advice if curve is not None else "there is no curve")
     better = curve.next_useful or curve.enough
     if better is None or evidence.bytes_to_come:  # a pool that still grows is about to have another size
         return
-    if evidence.node is None:
+    if not evidence.is_node:
         fix = (
             f"`kvstow resize {format_size(better.num_slots * curve.slot_bytes).replace(' ', '')}`, up to the maximum "
             "of this host (`kvstow get pools -o wide`); `kvstow plot curve` draws all sizes"
@@ -456,8 +460,8 @@ def find_size(evidence: Evidence) -> Iterator[ConditionView]:
     )
 
 
-def find_hints(evidence: Evidence) -> Iterator[ConditionView]:
-    """What hints of clients do, as soon as there is evidence."""
+@condition("hints", "pool")
+def find_hints(evidence: Evidence) -> Found:
     claims = evidence.claims
     if claims is None:
         return

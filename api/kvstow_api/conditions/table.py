@@ -4,17 +4,15 @@ alerts read it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple
 
 from kvstow.status import BypassStatus, DrainStatus, SessionStatus
 from kvstow_api.answers import ConditionView, DoctorView, Severity
 from kvstow_api.auth import Credentials
-from kvstow_api.conditions import hosts, pools
-from kvstow_api.conditions.evidence import Evidence, NodeEvidence, NothingToMeasure, TierEvidence
-from kvstow_api.directory import NO_POOL, HostedPool, TierMeasurements
+from kvstow_api.conditions.evidence import TABLE, Condition, Evidence, NothingToMeasure
+from kvstow_api.directory import NO_POOL, HostedPool
 from kvstow_api.health import Check
 from kvstow_api.host import ApiHost
 from kvstow_api.hostreadiness import host_readiness
@@ -23,68 +21,6 @@ from kvstow_api.readings import curve_view, sessions_now, tier_view
 from kvstow_api.sampler import Sampler
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
-
-
-class Condition(NamedTuple):
-    """`of`: what it is looked for in. `find` yields it once for each that it concerns, or raises `NothingToMeasure`.
-    `check`: the check of /readyz that fails while it lasts."""
-
-    name: str
-    of: Literal["host", "pool", "node", "tier"]
-    find: Callable[[Evidence], Iterator[ConditionView]]
-    checks: tuple[str, ...] = ()
-
-
-TABLE = (
-    Condition("process", "host", hosts.find_process),
-    Condition("drain", "host", hosts.find_drain, ("engine",)),
-    Condition("bypass", "host", hosts.find_bypass),
-    Condition("session_stuck", "host", pools.find_stuck, ("transfers",)),
-    Condition("memory_limit", "host", pools.find_memory_limit),
-    Condition("huge_pages", "host", pools.find_huge_pages),
-    Condition("certificate", "host", hosts.find_certificate),
-    Condition("token_files", "host", hosts.find_token_files),
-    Condition("clocks", "host", pools.find_clocks),
-    # -- of each pool
-    Condition("engine_failed", "pool", pools.find_failed, ("engine",)),
-    Condition("rank_silent", "pool", pools.find_silent_ranks, ("ranks",)),
-    Condition("rank_failed", "pool", pools.find_failed_ranks, ("ranks",)),
-    Condition("pinning", "pool", pools.find_pinning, ("ranks",)),
-    Condition("giving_back", "pool", pools.find_giving_back),
-    Condition("no_slots", "pool", pools.find_no_slots, ("pool", "pinned")),
-    Condition("growing", "pool", pools.find_growing, ("pinned",)),
-    Condition("stores_dropped", "pool", pools.find_dropped_stores),
-    Condition("drain", "pool", hosts.find_drain),
-    Condition("bypass", "pool", hosts.find_bypass),
-    Condition("pinning_paused", "pool", hosts.find_pause),
-    Condition("share", "pool", pools.find_share),
-    Condition("numa", "pool", pools.find_numa),
-    Condition("memlock", "pool", pools.find_memlock),
-    Condition("links", "pool", pools.find_links),
-    Condition("thrashing", "pool", pools.find_thrashing),
-    Condition("pool_size", "pool", pools.find_size),
-    Condition("hints", "pool", pools.find_hints),
-    # -- of a server that engines attach to
-    Condition("node_memory", "node", hosts.find_memory, ("memory",)),
-    Condition("populating", "node", hosts.find_populating, ("pinned",)),
-    Condition("memory_wait", "node", hosts.find_waits),
-    Condition("memory_kept", "node", hosts.find_kept),
-    Condition("keeper", "node", hosts.find_keeper),
-    Condition("orphaned_memory", "node", hosts.find_orphaned_memory),
-    Condition("session_lost", "node", hosts.find_lost),
-    Condition("session_attaching", "node", hosts.find_attaching),
-    Condition("rejected", "node", hosts.find_rejected),
-    Condition("sharing", "node", hosts.find_sharing),
-    Condition("trust_eof", "node", hosts.find_trust_eof),
-    # -- while a store is attached
-    Condition("tier_client", "tier", hosts.find_failed_clients, ("tier",)),
-    Condition("tier_down", "tier", hosts.find_down, ("tier",)),
-    Condition("tier_off", "tier", hosts.find_off),
-    Condition("tier_time", "tier", hosts.find_lost_time),
-    Condition("tier_objects", "tier", hosts.find_corrupt_objects),
-    Condition("tier_access", "tier", hosts.find_access),
-    Condition("tier_memlock", "tier", hosts.find_tier_memlock),
-)
 
 
 def find_conditions(host: Evidence, pools: Sequence[Evidence]) -> DoctorView:
@@ -117,13 +53,13 @@ def failures_of(host: Evidence, pools: Sequence[Evidence]) -> dict[str, str]:
             found = [one.what for one in _concerned(condition, evidence)]
             for check in condition.checks:
                 # Pools of a node grow and shrink while it serves; its memory is populated once.
-                if check != "pinned" or evidence.node is None or not evidence.pool:
+                if check != "pinned" or not evidence.is_node or not evidence.pool:
                     failures.setdefault(check, []).extend(found)
     return {check: "; ".join(words) for check, words in failures.items() if words}
 
 
 def _looks(host: Evidence, pools: Sequence[Evidence]) -> Iterator[tuple[Condition, Evidence]]:
-    there = {"host": True, "node": host.node is not None, "tier": host.tier is not None, "pool": False}
+    there = {"host": True, "node": host.is_node, "tier": host.tier.store is not None, "pool": False}
     for condition in TABLE:
         if there[condition.of]:
             yield condition, host
@@ -138,7 +74,7 @@ def _concerned(condition: Condition, evidence: Evidence) -> Iterator[ConditionVi
 
 
 def _before(evidence: Evidence) -> str:
-    return f"pool {evidence.pool}: " if evidence.node is not None and evidence.pool else ""
+    return f"pool {evidence.pool}: " if evidence.is_node and evidence.pool else ""
 
 
 _NO_DRAIN = DrainStatus(
@@ -174,8 +110,8 @@ class Conditions:
 
     def gather(self) -> tuple[Evidence, list[Evidence]]:
         """The evidence of the host, and that of each pool."""
-        host, directory, measured = self._host, self._host.directory, self._watch.measured
-        sessions = sessions_now(directory, self._sampler)
+        host, directory = self._host, self._host.directory
+        sessions, pools = sessions_now(directory, self._sampler), directory.pools()
         failures = ((check.name, check.run()) for check in self._process)
         whole = Evidence(
             failures={name: failure for name, failure in failures if failure},
@@ -185,24 +121,17 @@ class Conditions:
             drain=directory.switches.drain_status,
             bypass=directory.switches.bypass,
             clock_offsets=self._clocks.offsets(),
+            measured=self._watch.measured,
             certificate_seconds_left=host.certificate_ends() - time.time() if host.certificate_ends else None,
             exposed_files=self._credentials.exposures,
-            host=measured.memory,
+            is_node=directory.is_node,
+            memory=directory.memory(),
+            rejected=self._sampler.rejected_lately(),
+            namespaces=directory.namespaces(),
+            trust_eof=directory.trust_eof,
+            tier=tier_view(directory),
+            granted_bytes=sum(pool.granted_bytes for pool in pools),
         )
-        pools = directory.pools()
-        if directory.is_node:
-            node = NodeEvidence(
-                memory=directory.memory(),
-                rejected=self._sampler.rejected_lately(),
-                namespaces=directory.namespaces(),
-                trust_eof=directory.trust_eof,
-                orphans=measured.orphans or (),
-            )
-            whole = whole._replace(node=node)
-        if directory.tier is not None:
-            pool_bytes = sum(pool.granted_bytes for pool in pools)
-            tier = TierEvidence(tier_view(directory), measured.tier or TierMeasurements(), pool_bytes)
-            whole = whole._replace(tier=tier)
         return whole, [self._of_pool(whole, pool) for pool in pools]
 
     def _starting(self, sessions: list[SessionStatus]) -> frozenset[str]:
@@ -213,15 +142,15 @@ class Conditions:
 
     def _of_pool(self, whole: Evidence, pool: HostedPool) -> Evidence:
         """With what is switched off in this pool alone."""
-        facade, admin = pool.facade, pool.facade.admin
+        facade, admin, samples = pool.facade, pool.facade.admin, self._sampler.of_pool(pool.name)
         return whole._replace(
             pool=pool.name,
             readiness=host_readiness(self._host.directory, pool),
             sessions=[one for one in whole.sessions if one.pool == pool.name],
             report_timeout=facade.config.report_timeout,
             desired=facade.desired(),
-            kept=self._sampler.kept(pool.name),
-            recent=self._sampler.recent(pool.name),
+            kept=samples.kept,
+            recent=samples.recent,
             granted_bytes=pool.granted_bytes,
             due_bytes=pool.due_bytes,
             slot_bytes=pool.stored_slot_bytes or facade.config.total_slot_bytes,

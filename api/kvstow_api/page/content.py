@@ -22,7 +22,7 @@ from kvstow_api.overview import (
     pool_to_show,
     select_ranks,
 )
-from kvstow_api.readings import curve_view, pool_views, sessions_now, tier_view, transfers_view
+from kvstow_api.readings import curve_view, curves_view, pool_views, sessions_now, tier_view, transfers_view
 
 _ROWS = 32
 _RANKS = 16
@@ -97,7 +97,7 @@ def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
     return PoolReadings(
         stats=pool.facade.stats(),
         ranks=live_ranks(app.directory, pool),
-        curves=app.sampler.curves_of(pool.name),
+        curves=curves_view(app.sampler, pool.name),
         curve=curve_view(app.sampler, pool),
     )
 

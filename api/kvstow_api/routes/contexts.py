@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from fastapi import HTTPException, Path, Query, Request
 
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow.status import ContextStatus
 from kvstow_api.answers import ContextsView, ContextView, PrefetchView, ReleasedView
 from kvstow_api.appstate import App
 from kvstow_api.auth import ACTOR, is_admin
@@ -30,23 +28,26 @@ def list_contexts(app: App, request: Request, query: Annotated[ContextsQuery, Qu
     them."""
     pool = choose_pool(app.directory, query.pool)
     page = pool.facade.contexts(query.position, query.page_size)
-    return ContextsView(
-        items=_shown(request, page.contexts), total=page.total, next_page_token=token_of(page.next_rank)
-    )
+    items = list(page.contexts)
+    if not is_admin(request.scope.get(ACTOR, "")):
+        items = [replace(one, context=None, name=None) for one in items]
+    return ContextsView(items=items, total=page.total, next_page_token=token_of(page.next_rank))
 
 
 @router.get("/{context}", responses=reading(404, 409))
 def get_context(app: App, request: Request, context: Id, query: Of) -> ContextView:
-    """One context: what each namespace has of it."""
-    return _view(request, choose_pool(app.directory, query.pool).facade, context)
+    """One context: what each namespace has of it. For admins alone: others could try which names are in use."""
+    if not is_admin(request.scope.get(ACTOR, "")):
+        raise HTTPException(403, "only admins see a context by its id: it could be found by trying names")
+    return _view(choose_pool(app.directory, query.pool).facade, context)
 
 
 @router.patch("/{context}", responses=changing(404, 409))
-def change_context(app: App, request: Request, context: Id, body: ContextPatch, query: Of) -> ContextView:
+def change_context(app: App, context: Id, body: ContextPatch, query: Of) -> ContextView:
     """Say when its next request is expected."""
     facade = choose_pool(app.directory, query.pool).facade
     facade.admin.set_context(context, body.resume_in_seconds)
-    return _view(request, facade, context)
+    return _view(facade, context)
 
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
@@ -65,14 +66,8 @@ def prefetch_context(app: App, context: Id, query: Of) -> PrefetchView:
     return PrefetchView(blocks=tier.prefetch(pool.name, context))
 
 
-def _view(request: Request, facade: PoolFacade, context: bytes) -> ContextView:
+def _view(facade: PoolFacade, context: bytes) -> ContextView:
     found = facade.context(context)
     if not found:
         raise NotFoundError(f"there is no context {context.hex()}")
-    return ContextView(items=_shown(request, found))
-
-
-def _shown(request: Request, contexts: Sequence[ContextStatus]) -> list[ContextStatus]:
-    if is_admin(request.scope.get(ACTOR, "")):
-        return list(contexts)
-    return [replace(one, context=None, name=None) for one in contexts]
+    return ContextView(items=found)

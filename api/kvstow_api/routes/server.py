@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
+from prometheus_client import generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
@@ -18,12 +19,12 @@ from kvstow_api.answers import BLOCK_EVENTS, DoctorView, EventView, InfoView, Lo
 from kvstow_api.appstate import App
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
-from kvstow_api.figures import CurvesView
+from kvstow_api.figures import CurvesView, curves_of
 from kvstow_api.health import Probe, Verdict
-from kvstow_api.metrics.families import MEDIA_TYPE, render
 from kvstow_api.openapi import Description, Responses, changing, reading
 from kvstow_api.page.live import StatusPage
 from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter, choose_pool, pool_if_any
+from kvstow_api.readings import curves_view
 from kvstow_api.streamlimit import LimitedStream
 
 # -- what machines poll -----------------------------------------------------------------------------------------------
@@ -54,13 +55,13 @@ Exclude = Annotated[str, Query(description="Checks to leave out, separated by co
 
 async def probe(request: Request, app: App, verbose: Verbose = None, exclude: Exclude = "") -> PlainTextResponse:
     """`ok`, or one line per check."""
-    chosen = app.health.probes[_PROBE_OF[request.scope["route"].path]]
+    chosen = app.probes[_PROBE_OF[request.scope["route"].path]]
     return _answer(chosen.run(_known(chosen, exclude)), verbose)
 
 
 async def check(request: Request, app: App, check: CheckName, verbose: Verbose = None) -> PlainTextResponse:
     """One check of a probe. Here an informational check fails the probe, too."""
-    chosen = app.health.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
+    chosen = app.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
     if check not in chosen.checks:
         raise HTTPException(404, f"{chosen.name} has no check {check!r}; it has: {', '.join(chosen.checks)}")
     return _answer(chosen.run_one(check), verbose)
@@ -75,7 +76,7 @@ for _path in _PROBE_OF:
 @probes_router.get("/metrics", response_class=Response, responses={**_METRICS_RESPONSES, **reading(guarded=False)})
 async def metrics(app: App) -> Response:
     """All metrics in Prometheus' text format, regardless of the Accept header."""
-    return Response(render(app.host.registry), media_type=MEDIA_TYPE)
+    return Response(generate_latest(app.host.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _known(chosen: Probe, exclude: str) -> frozenset[str]:
@@ -233,7 +234,7 @@ async def get_events(
 async def get_curves(app: App, query: Annotated[PoolQuery, Query()]) -> CurvesView:
     """What the status page draws of a pool: the last 5 minutes, every 5 s."""
     pool = pool_if_any(app.directory, query.pool)
-    return app.sampler.curves_of(None if pool is None else pool.name)
+    return curves_of(None) if pool is None else curves_view(app.sampler, pool.name)
 
 
 _MAX_AGE_FOR_STRANGERS = 1.0

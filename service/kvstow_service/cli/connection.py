@@ -66,7 +66,7 @@ class Connection:
     def take(cls, options: dict[str, Any], environ: Mapping[str, str]) -> Self:
         """Removes the connection flags from the command's options; `environ` has what they do not give. Raises
         `ConfigError`."""
-        from kvstow_api.client.endpoint import DEFAULT_SERVER
+        from kvstow_api.client.client import DEFAULT_SERVER
 
         timeout = options.pop("request_timeout")
         if not timeout:

@@ -79,7 +79,7 @@ async def test_a_rank_that_is_stopped_is_told_by_everything(
     assert (await get(client, "/v1/readiness"))["conditions"] == [one]
     assert f"[-]ranks failed: {one['what']} (informational)" in (await client.get("/readyz?verbose")).text
     assert one["what"] in html.unescape((await client.get("/")).text)
-    series = f'kvstow_condition{{condition="rank_silent",severity="error",pool="{NAMES[0]}",model="{MODEL}"}} 1.0'
+    series = f'kvstow_condition{{condition="rank_silent",model="{MODEL}",pool="{NAMES[0]}",severity="error"}} 1.0'
     assert series in (await client.get("/metrics")).text
 
 

@@ -25,13 +25,13 @@ async def test_curves_are_of_pools_and_end_with_them(launch: Any, node: FakeNode
         sampler.tick()
     curves = [(await get(client, f"/v1/curves?pool={name}"))["items"] for name in NAMES[:2]]
     assert [[len(one["points"]) for one in each] for each in curves] == [[1, 1, 1]] * 2
-    assert [sampler.kept(name)[-1].stats.stores["stored"] for name in NAMES[:2]] == [4, 0]
+    assert [sampler.of_pool(name).kept[-1].stats.stores["stored"] for name in NAMES[:2]] == [4, 0]
     node.end(node.engines[0])
     node.delete_pool(NAMES[0])
     node.attach(NAMES[0])  # another life of it
     sampler.tick()
     assert all(one["points"] == [] for one in (await get(client, f"/v1/curves?pool={NAMES[0]}"))["items"])
-    assert [one.stats.stores["stored"] for one in sampler.kept(NAMES[0])] == [0]
+    assert [one.stats.stores["stored"] for one in sampler.of_pool(NAMES[0]).kept] == [0]
 
 
 async def test_the_journal_names_pools_and_sessions(launch: Any, node: FakeNode) -> None:

@@ -120,16 +120,16 @@ def test_a_killed_copy_thread_turns_the_ranks_red_until_the_rank_is_replaced(sit
     rank.device.ticket(op.op_id).poll_error = SystemExit("killed")
     site.wait_for({"ranks"})
     assert not site.is_ready()
-    assert site.value('kvstow_rank_ready{pool="host",model="",rank="0"}') == 0
+    assert site.value('kvstow_rank_ready{model="",pool="host",rank="0"}') == 0
     site.hear(rank)
-    assert site.value('kvstow_transfers_total{pool="host",model="",direction="store",result="error"}') == 1
+    assert site.value('kvstow_transfers_total{direction="store",model="",pool="host",result="error"}') == 1
     assert site.engine.begin_store([b"another"], [1]).outcomes == {"dropped_not_ready": 1}
     rank.stop()
     site.start_rank()
     site.wait_for(HEALTHY)
     assert site.is_ready()
-    assert site.value('kvstow_rank_ready{pool="host",model="",rank="0"}') == 1
-    assert site.value('kvstow_rank_restarts_total{pool="host",model=""}') == 1
+    assert site.value('kvstow_rank_ready{model="",pool="host",rank="0"}') == 1
+    assert site.value('kvstow_rank_restarts_total{model="",pool="host"}') == 1
 
 
 def test_a_stuck_transfer_turns_the_transfers_red_until_it_ends(site: Site) -> None:
@@ -139,27 +139,27 @@ def test_a_stuck_transfer_turns_the_transfers_red_until_it_ends(site: Site) -> N
     site.clock.advance(site.engine.config.transfer_timeout + 0.1)
     site.wait_for({"transfers"})
     assert not site.is_ready()
-    assert site.value('kvstow_transfers_stuck{pool="host",model=""}') == 1
-    assert site.value('kvstow_errors_total{pool="host",model="",component="engine",code="transfer_stuck"}') == 1
+    assert site.value('kvstow_transfers_stuck{model="",pool="host"}') == 1
+    assert site.value('kvstow_errors_total{code="transfer_stuck",component="engine",model="",pool="host"}') == 1
     assert site.engine.begin_store([b"another"], [1]).outcomes == {"dropped_not_ready": 1}
     rank.device.ticket(op.op_id).finish()
     site.hear(rank)
     site.wait_for(HEALTHY)
     assert site.is_ready()
-    assert site.value('kvstow_transfers_stuck{pool="host",model=""}') == 0
+    assert site.value('kvstow_transfers_stuck{model="",pool="host"}') == 0
 
 
 def test_a_failed_pin_turns_the_ranks_red_until_another_attempt_succeeds(site: Site) -> None:
     site.start_rank({2: PinError("driver", "no more pages")})
     site.wait_for({"ranks", "pinned"})
     assert not site.is_ready()
-    assert site.value('kvstow_pin_failures_total{pool="host",model="",rank="0",reason="driver"}') == 1
-    assert site.value('kvstow_pin_progress_ratio{pool="host",model="",rank="0"}') == 0.5
+    assert site.value('kvstow_pin_failures_total{model="",pool="host",rank="0",reason="driver"}') == 1
+    assert site.value('kvstow_pin_progress_ratio{model="",pool="host",rank="0"}') == 0.5
     site.engine.admin.retry_pinning()
     site.wait_for(HEALTHY)
     assert site.is_ready()
-    assert site.value('kvstow_pin_failures_total{pool="host",model="",rank="0",reason="driver"}') == 1, "it is a count"
-    assert site.value('kvstow_pin_progress_ratio{pool="host",model="",rank="0"}') == 1
+    assert site.value('kvstow_pin_failures_total{model="",pool="host",rank="0",reason="driver"}') == 1, "it is a count"
+    assert site.value('kvstow_pin_progress_ratio{model="",pool="host",rank="0"}') == 1
 
 
 def test_no_fault_is_hidden_for_more_than_5_seconds() -> None:

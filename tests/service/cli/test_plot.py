@@ -7,18 +7,18 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.service.cli.conftest import CAPACITY, SLOT_BYTES, Host, Run
 
 from kvstow.errors import ConfigError, MissingPackageError
 from kvstow_api.answers import PoolCurveView
-from kvstow_api.client.client import decode
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.failures import ExitCode
 from kvstow_service.cli.plot import of_curve
 from kvstow_service.cli.plotting import Line, Plot, drawn, save
 
-VIEW = decode(PoolCurveView, EXAMPLES["PoolCurveView"])
+VIEW = msgspec.convert(EXAMPLES["PoolCurveView"], PoolCurveView)
 LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + CAPACITY // 2)]
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from io import StringIO
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from kvstow_api.answers import PoolView
-from kvstow_api.client.client import decode
 from kvstow_api.columns import POOLS, Table
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.board import row_table
 
-POOL = decode(PoolView, EXAMPLES["PoolView"])
+POOL = msgspec.convert(EXAMPLES["PoolView"], PoolView)
 LONG = "deepseek-r1-distill-qwen-32b-instruct-awq-0a1b2c"
 
 

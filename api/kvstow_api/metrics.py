@@ -1,0 +1,629 @@
+"""Metrics, computed from snapshots at scrape time: tables of families, each with what it reads.
+
+A new counter of `kvstow.stats` needs nothing here; a new figure of a rank is one row of `_OF_RANKS`. Counter and Gauge
+of prometheus_client are not used: with PROMETHEUS_MULTIPROC_DIR set, as in vLLM, they would write into the inference
+engine's own files.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from itertools import accumulate, chain
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+
+from prometheus_client import Metric
+from prometheus_client.registry import Collector as BaseCollector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+from kvstow.errors import PinError
+from kvstow.stats import DIRECTIONS, Counters, DirectionStats, EngineState, EngineStats, Exposed, Histogram
+from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
+from kvstow.tier.tierstatus import TierCounters, TierStatus
+from kvstow_api.answers import PoolCurveView
+from kvstow_api.appstate import AppState
+from kvstow_api.conditions.pools import rank_failure
+from kvstow_api.directory import HostedPool, HostTier, TierLabels
+from kvstow_api.hostreadiness import host_readiness
+from kvstow_api.operations import KINDS
+from kvstow_api.readings import curve_view
+from kvstow_api.sampler import CountedRank
+
+POOL = ("pool", "model")
+"""The labels of a pool: its name, and its model, which is empty if unknown."""
+RANK = (*POOL, "rank")
+TIER = ("tier", *POOL)
+"""The labels of a pool's tier: the name of the store, the pool, and its model."""
+
+_Over = Callable[[Iterable[float]], float]
+
+
+class Family(NamedTuple):
+    """A family of series. `read` gives the value of a subject, such as a pool; None for no series. With `labels`, it
+    gives a value for each of theirs, by one text or a tuple of texts. `over`: combines the values of several engines
+    into one, for families of ranks."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    text: str
+    read: Callable[[Any], Any]
+    labels: tuple[str, ...] = ()
+    over: _Over = sum
+
+    def of(self, names: Iterable[str], subjects: Iterable[tuple[Sequence[str], Any]]) -> Metric:
+        """`names`: the labels that each of `subjects` comes with."""
+        names, rows = (*names, *self.labels), list[tuple[Sequence[str], float | Histogram | None]]()
+        for values, subject in subjects:
+            found = self.read(subject)
+            if isinstance(found, Mapping):
+                rows += [((*values, *((at,) if isinstance(at, str) else at)), one) for at, one in found.items()]
+            else:
+                rows.append((values, found))
+        metric = Metric(f"kvstow_{self.name}", self.text, self.kind)
+        for values, value in rows:
+            if value is not None:
+                metric.samples += self._samples(dict(zip(names, values, strict=True)), value)
+        return metric
+
+    def _samples(self, labels: dict[str, str], value: float | Histogram) -> list[Sample]:
+        name = f"kvstow_{self.name}"
+        if not isinstance(value, Histogram):
+            return [Sample(f"{name}_total" if self.kind == "counter" else name, labels, value)]
+        counts = list(accumulate(value.counts))
+        ends = (*map(floatToGoString, value.bounds), "+Inf")
+        buckets = [
+            Sample(f"{name}_bucket", {**labels, "le": end}, count) for end, count in zip(ends, counts, strict=True)
+        ]
+        return [*buckets, Sample(f"{name}_count", labels, counts[-1]), Sample(f"{name}_sum", labels, value.sum)]
+
+
+_Read = str | Callable[[Any], Any]
+
+
+def gauge(name: str, text: str, read: _Read, labels: tuple[str, ...] = (), over: _Over = sum) -> Family:
+    """`read`: also the path of an attribute."""
+    return Family("gauge", name, text, attrgetter(read) if isinstance(read, str) else read, labels, over)
+
+
+def counter(name: str, text: str, read: _Read, labels: tuple[str, ...] = ()) -> Family:
+    return gauge(name, text, read, labels)._replace(kind="counter")
+
+
+# -- pools ------------------------------------------------------------------------------------------------------------
+
+
+class PoolSnapshot(NamedTuple):
+    """A pool at the moment of a scrape. `ranks`: those of all its live engines, by number; `counted`: what the ranks of
+    each number have counted in all its engines, ended ones included."""
+
+    hosted: HostedPool
+    stats: EngineStats
+    readiness: Readiness
+    ranks: Mapping[int, Sequence[RankStatus]]
+    counted: Sequence[CountedRank]
+    session_states: Mapping[SessionState, int]
+    curve: PoolCurveView
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The values of `POOL`."""
+        return self.hosted.name, self.hosted.model
+
+    def tokens(self, blocks: int) -> int | None:
+        """None while the number of tokens in a block is unknown."""
+        return None if self.stats.block_tokens is None else blocks * self.stats.block_tokens
+
+
+def _exposed(
+    kind: type, path: str = "", labels: tuple[str, ...] = ()
+) -> Iterator[tuple[Exposed, Any, tuple[str, ...]]]:
+    """What this dataclass and those within it expose, how it is read, and the direction for which it stands."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        found = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Exposed)]
+        if found:
+            yield found[0], attrgetter(path + name), labels
+        elif is_dataclass(hint):
+            inner = hint if isinstance(hint, type) else type(hint)
+            yield from _exposed(inner, f"{path}{name}.", (name,) if inner is DirectionStats else labels)
+
+
+def _counters(kind: type) -> Iterator[Family]:
+    """The families that the counters of this dataclass are annotated with."""
+    places: dict[Exposed, dict[tuple[str, ...], Callable[[Any], Any]]] = {}
+    for one, read, labels in _exposed(kind):
+        places.setdefault(one, {})[labels] = read
+    for one, reads in places.items():
+        is_histogram = isinstance(reads[next(iter(reads))](kind()), Histogram)
+        labels = ("direction",) if () not in reads else (one.label,) if one.label else ()
+        yield Family(
+            "histogram" if is_histogram else "counter",
+            one.name,
+            one.text,
+            reads[()] if () in reads else partial(_by_direction, reads),
+            labels,
+        )
+
+
+def _by_direction(reads: Mapping[tuple[str, ...], Callable[[Any], Any]], counters: Any) -> Mapping[Any, Any]:
+    return {labels: read(counters) for labels, read in reads.items()}
+
+
+def _curve_ratios(pool: PoolSnapshot) -> Mapping[tuple[str, str], float]:
+    curve = pool.curve
+    ratios = {(f"{size.times:.4g}", "policy"): size.ratio for size in curve.items}
+    ratios |= {(f"{size.times:.4g}", "lru"): size.lru for size in curve.items}
+    return {**ratios, ("inf", "policy"): curve.everything or 0.0} if ratios else {}
+
+
+def _settings(pool: PoolSnapshot) -> Mapping[tuple[str, ...], float]:
+    config = pool.hosted.facade.config
+    tokens = "" if config.block_tokens is None else str(config.block_tokens)
+    return {(str(config.slot_bytes), tokens, str(config.num_ranks), pool.stats.pool.policy): 1}
+
+
+_ENGINE_COUNTERS = tuple(_counters(Counters))
+_OF_POOLS = (
+    gauge("pool_capacity_blocks", "Configured slots, the same on every rank", "stats.pool.capacity_slots"),
+    gauge("pool_usable_blocks", "Slots that the pool can use on every rank", "stats.pool.usable_slots"),
+    gauge("pool_block_bytes", "Size of a slot on one rank", "stats.pool.slot_bytes"),
+    gauge(
+        "pool_granted_bytes", "What the pool has of the host's memory, on all ranks together", "hosted.granted_bytes"
+    ),
+    gauge(
+        "pool_due_bytes",
+        "What the pool should have: as much as it has use for, up to its fair share",
+        "hosted.due_bytes",
+    ),
+    gauge(
+        "sessions",
+        "Engines that use the pool, by state",
+        lambda pool: {state: pool.session_states.get(state, 0) for state in SESSION_STATES},
+        ("state",),
+    ),
+    gauge("pool_blocks", "Usable slots of one rank by state", lambda pool: asdict(pool.stats.pool.slots), ("state",)),
+    gauge("leases", "Open leases", "stats.pool.leases"),
+    counter(
+        "evicted_bytes",
+        "Bytes evicted on one rank, by reason",
+        lambda pool: {name: count * pool.stats.pool.slot_bytes for name, count in pool.stats.evictions.items()},
+        ("reason",),
+    ),
+    gauge(
+        "curve_hit_ratio",
+        "Share of the blocks that a pool of so many times the size would have hit, by the order of eviction (inf: one "
+        "that never evicts)",
+        _curve_ratios,
+        ("times", "order"),
+    ),
+    gauge(
+        "curve_useful_bytes",
+        "Size that the curve recommends, on all ranks together: a larger one that is worth its memory, a smaller one "
+        "that is enough, or the present one",
+        lambda pool: (
+            (pool.curve.next_useful or pool.curve.enough or pool.curve).num_bytes if pool.curve.items else None
+        ),
+    ),
+    gauge(
+        "curve_requests",
+        "Requests that the curve rests on",
+        lambda pool: pool.curve.requests if pool.curve.items else None,
+    ),
+    gauge(
+        "transfers_inflight",
+        "Ops that some rank has not finished",
+        lambda pool: {"load": pool.stats.transfers.pending.loads, "store": pool.stats.transfers.pending.stores},
+        ("direction",),
+    ),
+    gauge(
+        "transfer_inflight_bytes",
+        "Bytes of these ops on one rank",
+        lambda pool: {
+            "load": pool.stats.transfers.pending.load_bytes,
+            "store": pool.stats.transfers.pending.store_bytes,
+        },
+        ("direction",),
+    ),
+    gauge("transfers_stuck", "Ops older than the transfer timeout", "stats.transfers.pending.stuck"),
+    gauge("transfer_oldest_seconds", "Age of the oldest op", "stats.transfers.pending.oldest_seconds"),
+    counter(
+        "transfers",
+        "Ops that ended, by result",
+        lambda pool: {
+            (name, result): getattr(pool.stats.transfers.of(name), result)
+            for name in DIRECTIONS
+            for result in ("ok", "error")
+        },
+        ("direction", "result"),
+    ),
+    counter(
+        "loads_begun",
+        "Loads that began, by their way (layer: within the step that computes with it; async: before it) and why",
+        lambda pool: {tuple(name.split("_", 1)): count for name, count in pool.stats.transfers.choices.items()},
+        ("path", "reason"),
+    ),
+    counter(
+        "query_tokens", "Tokens of the blocks looked up", lambda pool: pool.tokens(pool.stats.lookups.query_blocks)
+    ),
+    counter(
+        "hit_tokens", "Tokens found", lambda pool: {"host": pool.tokens(pool.stats.lookups.hit_blocks)}, ("source",)
+    ),
+    counter(
+        "miss_tokens",
+        "Tokens not found, or not loaded, by reason",
+        lambda pool: {reason: pool.tokens(count) for reason, count in pool.stats.lookups.miss_blocks.items()},
+        ("reason",),
+    ),
+    gauge(
+        "config_info",
+        "Settings in the labels; always 1",
+        _settings,
+        ("slot_bytes", "block_tokens", "num_ranks", "policy"),
+    ),
+)
+_COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
+"""The failed component, by error code; the engine for all other codes."""
+_ERRORS = counter(
+    "errors",
+    "Errors by component and code",
+    lambda errors: {(_COMPONENTS.get(code, "engine"), code): count for code, count in errors.items()},
+    ("component", "code"),
+)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+_SHARED = "memory that all ranks share is that of rank 0"
+_PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
+
+
+def _chunks(rank: RankStatus) -> Mapping[str, float]:
+    pending = max(0, rank.chunks_total - rank.chunks_done - rank.chunks_failed)
+    return {"pending": pending, "done": rank.chunks_done, "failed": rank.chunks_failed}
+
+
+_OF_MEMORY = (
+    gauge("pool_pinned_bytes", f"Bytes pinned by the engine with the fewest; {_SHARED}", "pinned_bytes", over=min),
+    gauge(
+        "pool_locked_bytes",
+        f"Pinned bytes that are locked in memory, of the engine with the fewest; {_SHARED}",
+        "locked_bytes",
+        over=min,
+    ),
+    gauge(
+        "pool_resident_bytes",
+        f"Bytes resident in memory, of the engine with the fewest; {_SHARED}",
+        "resident_bytes",
+        over=min,
+    ),
+    gauge(
+        "pool_numa_bytes",
+        f"Bytes of the pool by NUMA node, if the kernel reports it; {_SHARED}",
+        "numa_bytes",
+        ("numa_node",),
+        max,
+    ),
+)
+"""Of ranks as well. Ranks that share the pool's memory count together, as rank 0, so that the sum over the ranks is
+what the pool takes."""
+_OF_RANKS = (
+    gauge(
+        "pin_progress_ratio",
+        "Pinned share of the bytes to pin, 0 to 1, of the engine with the least",
+        lambda rank: rank.pinned_bytes / rank.target_bytes if rank.target_bytes else 0.0,
+        over=min,
+    ),
+    gauge(
+        "pin_elapsed_seconds", "Time spent pinning, of the engine that took longest", "pin_elapsed_seconds", over=max
+    ),
+    gauge(
+        "pin_rate_bytes_per_second",
+        "Bytes pinned by the current or latest growth of the pool, divided by its duration, of the slowest engine",
+        "pin_rate_bytes_per_second",
+        over=min,
+    ),
+    gauge("pin_chunks", "Chunks of memory to pin, by state", _chunks, ("state",)),
+    gauge("rank_pending_ops", "Ops that the rank has not finished", "pending_ops"),
+    gauge(
+        "transfer_queue_depth",
+        "Ops on the rank that wait behind others of their direction",
+        lambda rank: {"load": rank.queued_loads, "store": rank.queued_stores},
+        ("direction",),
+    ),
+    gauge(
+        "rank_heartbeat_timestamp_seconds",
+        "Time of the rank's last report, of the engine that is silent longest; 0 if there was none",
+        lambda rank: 0.0 if rank.last_report_age_seconds is None else time.time() - rank.last_report_age_seconds,
+        over=min,
+    ),
+)
+_COUNTED = (
+    counter(
+        "pin_failures",
+        "Failed attempts to pin",
+        lambda counted: {reason: counted.pin_failures.get(reason, 0) for reason in _PIN_FAILURES},
+        ("reason",),
+    ),
+    counter(
+        "transfer_busy_seconds",
+        "Time in which the rank was copying, in all engines together",
+        lambda counted: {"load": counted.load_busy_seconds, "store": counted.store_busy_seconds},
+        ("direction",),
+    ),
+)
+"""Of all ranks that are configured, also of pools that no engine uses."""
+_READY = gauge("rank_ready", "1 while the rank reports and can copy, in all engines", float)
+_CAPACITY = gauge("pool_capacity_bytes", f"Configured bytes; {_SHARED}", float)
+
+
+def _over(family: Family, ranks: Sequence[RankStatus]) -> Any:
+    """Of the ranks of one number, in several engines."""
+    found = [value for value in map(family.read, ranks) if value is not None]
+    if not family.labels:
+        return family.over(found) if found else None
+    return {name: family.over(one.get(name, 0) for one in found) for name in dict.fromkeys(chain.from_iterable(found))}
+
+
+def _rank_metrics(pools: Sequence[PoolSnapshot]) -> Iterator[Metric]:
+    of_ranks, of_memory, ready, capacity, counted = [], [], [], [], []
+    for pool in pools:
+        config, is_shared = pool.hosted.facade.config, pool.hosted.shares_memory
+        for number, found in sorted(pool.ranks.items()):
+            of_ranks.append(((*pool.labels, str(number)), found))
+            fails = any(rank_failure(rank, config.report_timeout) for rank in found)
+            ready.append(((*pool.labels, str(number)), not fails))
+        if not is_shared:
+            of_memory += of_ranks[len(of_ranks) - len(pool.ranks) :]
+        elif pool.ranks:
+            of_memory.append(((*pool.labels, "0"), list(chain.from_iterable(pool.ranks.values()))))
+        for number in range(config.num_ranks):
+            labels = (*pool.labels, str(number))
+            counted.append((labels, pool.counted[number]))
+            if number == 0 or not is_shared:
+                capacity.append((labels, pool.readiness.capacity_slots * config.slot_bytes_of(number)))
+    for families, subjects in ((_OF_MEMORY, of_memory), (_OF_RANKS, of_ranks)):
+        yield from (one._replace(read=partial(_over, one)).of(RANK, subjects) for one in families)
+    yield from (one.of(RANK, counted) for one in _COUNTED)
+    yield _READY.of(RANK, ready)
+    yield _CAPACITY.of(RANK, capacity)
+
+
+# -- the fleet tier ---------------------------------------------------------------------------------------------------
+
+
+def _known(read: str, choose: Callable[..., Any], tiers: Sequence[TierStatus]) -> Any:
+    return choose((value for one in tiers if (value := getattr(one, read)) is not None), default=None)
+
+
+def _sum(field: str, tiers: Sequence[TierStatus]) -> Any:
+    return sum(getattr(one, field) for one in tiers)
+
+
+def _of_clients(field: str, tiers: Sequence[TierStatus]) -> Any:
+    return sum(getattr(client.stats, field) for one in tiers for client in one.clients)
+
+
+_OF_TIERS = (
+    gauge(
+        "tier_up",
+        "1 while the tier is on and its breaker closed; 0 also while it is off",
+        lambda tiers: float({"on"} <= {one.state for one in tiers} <= {"on", "off"}),
+    ),
+    gauge(
+        "tier_breaker_open",
+        "1 while the store is left alone because it does not work",
+        lambda tiers: float(any(one.breaker != "closed" for one in tiers)),
+    ),
+    gauge("tier_waiting_blocks", "Blocks that are to be put", partial(_sum, "waiting_blocks")),
+    gauge("tier_putting_blocks", "Blocks that are being put", partial(_sum, "putting_blocks")),
+    gauge("tier_fetching_blocks", "Blocks that are being fetched", partial(_sum, "fetching_blocks")),
+    gauge(
+        "tier_fetch_bytes_per_second",
+        "Measured rate of fetches, on the slowest rank; absent until it is measured",
+        partial(_known, "fetch_bytes_per_second", min),
+    ),
+    gauge(
+        "tier_lookup_seconds",
+        "Measured time of a question to the store; absent until it is measured",
+        partial(_known, "lookup_seconds", max),
+    ),
+    gauge(
+        "tier_prefill_tokens_per_second",
+        "Measured speed of computing prompts; absent until it is measured",
+        partial(_known, "prefill_tokens_per_second", min),
+    ),
+    counter(
+        "tier_corrupt_objects",
+        "Objects that were fetched and were not what was put",
+        partial(_of_clients, "corrupt_objects"),
+    ),
+    counter(
+        "tier_client_restarts",
+        "How often what connects to the store was ended and started again",
+        partial(_of_clients, "restarts"),
+    ),
+)
+_TIER_TOTALS = (
+    *_counters(TierCounters),
+    counter(
+        "tier_failed_blocks",
+        "Blocks that could not be moved",
+        lambda counted: {"put": counted.failed_put_blocks, "fetch": counted.failed_fetch_blocks},
+        ("direction",),
+    ),
+)
+"""With what namespaces counted before they ended: an engine that resets its cache begins another one."""
+
+
+def tier_metrics(tier: HostTier | None) -> Iterator[Metric]:
+    """Of each pool, all its namespaces together. None without a store."""
+    tiers: dict[TierLabels, list[TierStatus]] = {}
+    for one in () if tier is None else tier.tiers():
+        tiers.setdefault((one.store, one.pool, one.model), []).append(one)
+    if tier is not None and tiers:
+        yield from (family.of(TIER, tiers.items()) for family in _OF_TIERS)
+        totals = tier.totals()
+        yield from (family.of(TIER, totals.items()) for family in _TIER_TOTALS)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+_STATES: tuple[EngineState, ...] = get_args(EngineState)
+
+
+def _conditions(app: AppState) -> Mapping[tuple[str, ...], float]:
+    """No label names a session or a rank, because they come and go."""
+    models = {pool.name: pool.model for pool in app.directory.pools()}
+    found = app.conditions.find().conditions
+    return Counter((one.name, one.severity, one.pool or "", models.get(one.pool or "", "")) for one in found)
+
+
+_OF_HOST_MEMORY = (
+    gauge("node_target_bytes", "Memory to populate, of all ranks", "target_bytes"),
+    gauge("node_populated_bytes", "Memory that is populated, of all ranks", "populated_bytes"),
+    gauge("node_granted_bytes", "Memory that is in pools", "granted_bytes"),
+    gauge("node_used_bytes", "Memory of slots that are not free", "used_bytes"),
+    gauge("node_recalled_bytes", "Memory on its way from a pool to others", "recalled_bytes"),
+    gauge(
+        "node_keeper_up",
+        "1 while the process is there that holds the memory without a service; absent where there is to be none",
+        lambda memory: None if memory.keeper is None else float(memory.keeper == "connected"),
+    ),
+    counter(
+        "node_keeper_restarts",
+        "How often a keeper has taken the place of one that was gone, or has come back",
+        lambda memory: None if memory.keeper is None else memory.keeper_restarts,
+    ),
+)
+_OF_SERVER = (
+    gauge(
+        "state",
+        "1 for the present state of the engine, or of the node that engines attach to",
+        lambda app: {one: float(one == host_readiness(app.directory).state) for one in _STATES},
+        ("state",),
+    ),
+    counter(
+        "rejected_connections",
+        "Connections of engines that were refused, or ended for what they sent, by reason",
+        "directory.rejected",
+        ("reason",),
+    ),
+    gauge(
+        "node_orphaned_bytes",
+        "Memory of earlier services that processes still hold, as far as this one sees them; measured once a minute",
+        "watch.measured.orphaned_bytes",
+    ),
+    gauge(
+        "condition",
+        "Conditions that `kvstow doctor` tells, by name and severity; absent while there is none",
+        _conditions,
+        ("condition", "severity", *POOL),
+    ),
+    gauge(
+        "operations_inflight",
+        "Operations in progress",
+        lambda app: {kind: app.operations.num_running(kind) for kind in KINDS},
+        ("kind",),
+    ),
+    counter("operations", "Operations that ended", lambda app: app.operations.ended(), ("kind", "result")),
+    Family(
+        "histogram",
+        "operation_duration_seconds",
+        "Duration of an operation",
+        lambda app: app.operations.seconds(),
+        ("kind",),
+    ),
+    counter(
+        "http_requests",
+        "HTTP requests by response status",
+        lambda app: app.http.requests(),
+        ("method", "route", "code"),
+    ),
+    Family(
+        "histogram",
+        "http_request_duration_seconds",
+        "Duration of an HTTP request",
+        lambda app: app.http.seconds(),
+        ("method", "route"),
+    ),
+    gauge("http_requests_inflight", "HTTP requests in progress", "http.inflight"),
+    Family("histogram", "event_loop_lag_seconds", "Lag of the event loop", lambda app: app.loop.snapshot()),
+    counter("events_dropped", "Events that slow readers missed", lambda app: {"sse": app.streams.lost}, ("sink",)),
+    gauge(
+        "tls_certificate_expiry_timestamp_seconds",
+        "Expiry of the admin server's certificate, if it uses TLS",
+        lambda app: app.host.certificate_ends() if app.host.certificate_ends else None,
+    ),
+)
+
+
+def _probe_metrics(app: AppState) -> Iterator[Metric]:
+    verdicts = [probe.run() for probe in app.probes.values()]
+    ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
+    yield gauge("ready", "1 while /readyz answers 200", float).of((), [((), ready)])
+    checks = {(one.name, verdict.probe): float(one.failure is None) for verdict in verdicts for one in verdict.findings}
+    yield gauge("health_check", "1 while the check passes", dict, ("check", "probe")).of((), [((), checks)])
+
+
+class Collector(BaseCollector):
+    """Reads snapshots at scrape time. O(pools + sessions + ranks + routes), whatever the size of the pools.
+
+    All series of a pool exist from its first scrape on, except those that only a rank that has reported has. They end
+    with the pool: Prometheus marks them stale at the next scrape. A pool that is made later under the same name counts
+    from zero, which is a reset of its counters like any other. No label names a session: engines come and go, and each
+    would leave its series behind.
+    """
+
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering does not scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        app, host = self._app, self._app.host
+        pools = self._pools()
+        of_pools = [(pool.labels, pool) for pool in pools]
+        yield from (one.of(POOL, of_pools) for one in _OF_POOLS)
+        yield from (one.of(POOL, [(pool.labels, pool.stats) for pool in pools]) for one in _ENGINE_COUNTERS)
+        errors = [(pool.labels, pool.stats.faults.errors) for pool in pools]
+        yield _ERRORS.of(POOL, [*errors, (("", ""), app.directory.errors)])
+        yield from _rank_metrics(pools)
+        yield from tier_metrics(app.directory.tier)
+        yield from (one.of((), [((), app)]) for one in _OF_SERVER)
+        memory = app.directory.memory()
+        yield from (one.of((), [((), memory)]) for one in _OF_HOST_MEMORY)
+        yield from _probe_metrics(app)
+        build = {"version": host.version, "python": platform.python_version(), "mode": host.mode, **host.build}
+        yield gauge("build_info", "Versions in the labels; always 1", float).of(build, [(tuple(build.values()), 1)])
+
+    def _pools(self) -> list[PoolSnapshot]:
+        """All pools at about the same time."""
+        directory, sampler = self._app.directory, self._app.sampler
+        hosted, sessions = directory.pools(), directory.sessions()
+        sampler.rank_counters.note(hosted, sessions)
+        ranks: dict[str, dict[int, list[RankStatus]]] = {}
+        states: dict[str, Counter[SessionState]] = {}
+        for session in sessions:
+            states.setdefault(session.pool, Counter())[session.state] += 1
+            if session.state != "lost":
+                for rank in session.ranks:
+                    ranks.setdefault(session.pool, {}).setdefault(rank.rank, []).append(rank)
+        return [
+            PoolSnapshot(
+                hosted=pool,
+                stats=pool.facade.stats(),
+                readiness=pool.facade.readiness(),
+                ranks=ranks.get(pool.name, {}),
+                counted=sampler.rank_counters.of_pool(pool),
+                session_states=states.get(pool.name, Counter()),
+                curve=curve_view(sampler, pool),
+            )
+            for pool in hosted
+        ]
