@@ -77,7 +77,7 @@ class SchedulerSide:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
         else:
             self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
-        self._states = RecurrentStates(self._gpu, self._stores) if groups.has_states else None
+        self._states = RecurrentStates(self._gpu, self._stores)
         self._ended = EndedRequests(control, groups, self._stores, clock)
 
     # -- admission ------------------------------------------------------------------------------------------
@@ -208,10 +208,8 @@ class SchedulerSide:
         self.control.step()
         self.settle()
         room = self._stores.next_step()
-        states = self._states.blocks_computed(step) if self._states is not None else ()
-        offered = self._finder.offer_due(step, self._draft.number, states, room)
-        if self._states is not None:
-            self._states.follow_step(step)
+        offered = self._finder.offer_due(step, self._draft.number, self._states.blocks_computed(step), room)
+        self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
@@ -257,21 +255,20 @@ class SchedulerSide:
             self.control.awaited_transfers > 0
             or self._stores.are_awaited
             or self._loads.are_awaited
-            or (self._states is not None and self._states.are_waiting)
+            or self._states.are_waiting
             or (self._finder.has_backlog and self._stores.retry_room() > 0)
         )
 
     @property
     def holds_gpu_blocks(self) -> bool:
         """Whether any referenced GPU blocks will be released without a request's end."""
-        return self._gpu.has_sources or (self._states is not None and self._states.are_waiting)
+        return self._gpu.has_sources or self._states.are_waiting
 
     def release_gpu_blocks(self) -> None:
         """Release all GPU blocks, even if stores still read them. Only for an engine that has failed: it serves nothing
         of what is stored, so it does not matter if a block is reused meanwhile."""
         self._stores.free_all_sources()
-        if self._states is not None:
-            self._states.forget_states()
+        self._states.forget_states()
 
     def reset(self) -> bool:
         """Forget every block for good: what is in flight never becomes visible. Returns False while loads are under
@@ -283,8 +280,7 @@ class SchedulerSide:
             self._loads.release_hit(tracked)
             tracked.withheld = True
         self._finder.forget_blocks()
-        if self._states is not None:
-            self._states.forget_states()
+        self._states.forget_states()
         self._stores.forget_stores()
         self._ended.forget_ended()
         self.control.reset()

@@ -509,7 +509,7 @@ class RecurrentStates:
 
 def _handed_over(step: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
     """The (group, block, tokens) of each request's states."""
-    handed_over = step.kv_connector_block_state
+    handed_over = getattr(step, "kv_connector_block_state", None)
     return {} if handed_over is None else handed_over.boundary_state_offloads
 
 

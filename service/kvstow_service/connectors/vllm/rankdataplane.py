@@ -57,6 +57,13 @@ class _Run(NamedTuple):
     num_bytes: int
     stride: int
 
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+    def holds(self, other: _Run) -> bool:
+        return self.stride == other.stride and self.start <= other.start and other.end <= self.end
+
 
 def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     """The regions of a rank's KV cache of `num_blocks` blocks. `kv_caches[layer]` is a tensor, or several.
@@ -68,7 +75,7 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     runs: dict[int, dict[_Run, list[str]]] = {}
     of_layers: dict[str, list[tuple[int, _Run]]] = {}
     for layer, value in kv_caches.items():
-        for tensor in _tensors_of(value):
+        for tensor in [value] if isinstance(value, torch.Tensor) else value:
             if not tensor.numel():
                 continue
             storage = tensor.untyped_storage().data_ptr()
@@ -104,7 +111,7 @@ def _parts(
         new: list[Span] = []
         last = -1
         for storage, run in runs:
-            number = next(number for number, place in enumerate(places) if _holds(place, storage, run))
+            number = next(at for at, (where, region) in enumerate(places) if where == storage and region.holds(run))
             start = run.start - places[number][1].start
             free, owners = _free(taken[number], start, start + run.num_bytes)
             last = max(last, *owners, -1)
@@ -115,16 +122,6 @@ def _parts(
             parts.append(tuple(sorted(new)))
         part_of[layer] = last
     return tuple(parts), part_of
-
-
-def _holds(place: tuple[int, _Run], storage: int, run: _Run) -> bool:
-    region = place[1]
-    return (
-        place[0] == storage
-        and region.stride == run.stride
-        and region.start <= run.start
-        and run.start + run.num_bytes <= region.start + region.num_bytes
-    )
 
 
 def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -140,10 +137,6 @@ def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[
     if start < end:
         free.append((start, end))
     return free, owners
-
-
-def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
 def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run]:
@@ -178,8 +171,8 @@ def _merged(runs: Iterable[_Run]) -> list[_Run]:
     merged: list[_Run] = []
     for run in sorted(runs, key=lambda run: (run.stride, run.start)):
         last = merged[-1] if merged else None
-        if last is not None and last.stride == run.stride and run.start <= last.start + last.num_bytes:
-            end = max(last.start + last.num_bytes, run.start + run.num_bytes)
+        if last is not None and last.stride == run.stride and run.start <= last.end:
+            end = max(last.end, run.end)
             if end - last.start <= run.stride:
                 merged[-1] = _Run(last.start, end - last.start, run.stride)
                 continue
@@ -204,7 +197,7 @@ def _digest(region: _Run, runs: Mapping[_Run, Sequence[str]]) -> str:
     parts = [
         f"{run.start - region.start} {run.num_bytes} {content}"
         for run, contents in runs.items()
-        if run.stride == region.stride and region.start <= run.start < region.start + region.num_bytes
+        if region.holds(run)
         for content in contents
     ]
     return sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
