@@ -412,11 +412,9 @@ class AttachedControl(AttachedEngine):
 
     @property
     def finds_hits(self) -> bool:
-        """Whether lookups can find anything."""
         return self.is_attached and not (self._bypasses_loads or self._is_slow or self._failure is not None)
 
     def is_held(self, lease: Lease) -> bool:
-        """Whether the lease's session is still the current one."""
         return self._is_of_session(lease.lease_id)
 
     def present(self, keys: Sequence[bytes]) -> Answer[list[bool]]:
@@ -424,7 +422,7 @@ class AttachedControl(AttachedEngine):
 
         def read(call: Call) -> list[bool]:
             there = [False] * len(keys)
-            for first, length in self._read_found(keys, call).runs:
+            for first, length in self._read_found(len(keys), call).runs:
                 there[first : first + length] = [True] * length
             return there
 

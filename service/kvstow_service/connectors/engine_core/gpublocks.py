@@ -78,7 +78,6 @@ class GPUBlocks:
 
     @property
     def has_sources(self) -> bool:
-        """Whether any store's blocks are referenced."""
         return bool(self._sources)
 
     def num_sources(self) -> int:
@@ -86,7 +85,6 @@ class GPUBlocks:
         return sum(map(len, self._sources.values()))
 
     def hold_sources(self, op_id: int, block_ids: Sequence[int]) -> None:
-        """Reference the blocks that a store reads."""
         blocks = self.pool.blocks
         held = [blocks[block_id] for block_id in block_ids]
         self.pool.touch(held)
@@ -132,7 +130,6 @@ class KnownHashes:
         self._adapters: dict[bytes, Adapter | None] = {}
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Know the hashes that the request has got since the last call."""
         hashes, known = tracked.request.block_hashes, self._adapters
         for number in range(tracked.known_hashes, len(hashes)):
             known.pop(hashes[number], None)  # it is then the latest

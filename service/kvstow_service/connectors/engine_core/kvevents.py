@@ -224,12 +224,10 @@ class EventFeed:
             del self._named[next(iter(self._named))]
 
     def take_offered(self) -> Origins:
-        """What was offered since the last call."""
         offered, self._offered = self._offered, {}
         return offered
 
     def granted(self, keys: Iterable[bytes], origins: Origins) -> None:
-        """These blocks are being stored."""
         for key in keys:
             if key in origins:
                 self._planned[key] = self._describe(*origins[key])
@@ -340,7 +338,6 @@ class EventFeed:
         return self._stored(fields)
 
     def _remove(self, keys: Sequence[bytes]) -> list[Any]:
-        """Remove those of these blocks that were announced."""
         gone = [key for key in keys if key in self._announced]
         self._announced.difference_update(gone)
         return self._removed_events(gone)
@@ -359,7 +356,6 @@ class EventFeed:
 
 
 def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Makes an event from the fields that this version of vLLM has."""
     known = set(inspect.signature(event).parameters)
     return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
 

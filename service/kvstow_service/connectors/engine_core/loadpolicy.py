@@ -139,7 +139,6 @@ class LoadPolicy:
         self._waiting += num_blocks
 
     def begun(self, choice: Choice, num_blocks: int) -> None:
-        """A load has been planned."""
         self.counts[choice] += 1
         if choice.by_layer:
             self._by_layer += num_blocks
@@ -161,7 +160,6 @@ class LoadPolicy:
             self._rate += _NEW * (num_bytes / seconds - self._rate)
 
     def loaded(self, tokens: PromptPart) -> None:
-        """A load has brought these tokens."""
         self._hits = self._hits.with_part(tokens)
 
     def _look(self) -> float:

@@ -85,7 +85,6 @@ class SharedLoads:
         return load.is_over or (load.done_in is not None and load.done_in < self._draft.number)
 
     def _find(self, request: Request, local: int, end: int) -> LoadWait | None:
-        """The load that brings most of the request's tokens, if it is worth a wait."""
         best: LoadWait | None = None
         step, need = self._groups.alignment, end - local
         half = local + -(-need // (2 * step)) * step
@@ -298,7 +297,6 @@ class Loads:
         self._shared.ended(tracked)
 
     def release_hit(self, tracked: TrackedRequest) -> None:
-        """Stop holding the request's hit."""
         self._release_lease(tracked)
         self._drop_begun(tracked)
         self._end_deferral(tracked)
@@ -394,7 +392,6 @@ class Loads:
         self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
     def has(self, op_id: int) -> bool:
-        """Whether the op is a load under way."""
         return op_id in self._layered or op_id in self._under_way
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:

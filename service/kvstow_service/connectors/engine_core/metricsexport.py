@@ -68,7 +68,6 @@ class StatsFeed:
         self._observed: dict[str, list[float]] = {}
 
     def observe(self, name: str, value: float) -> None:
-        """Record one observation of the histogram `name` of the family."""
         self._observed.setdefault(name, []).append(value)
 
     def take_stats(self) -> KVStowStats | None:
@@ -105,7 +104,6 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         self._info: dict[tuple[int, str], list[str]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Export the changes that one engine sent."""
         if self._metrics is None:
             self._metrics = self._register()
         for name, value in transfer_stats_data.items():

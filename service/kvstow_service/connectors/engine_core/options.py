@@ -119,7 +119,6 @@ _OF_SERVICE = (
 
 
 def _check_attach(given: Mapping[str, Any]) -> None:
-    """Refuse options that would have no effect."""
     if "attach" not in given:
         if "weights_id" in given:
             raise misuse("weights_id", given["weights_id"], "needs attach: nobody else finds this engine's blocks")

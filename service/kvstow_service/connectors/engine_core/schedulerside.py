@@ -83,7 +83,6 @@ class SchedulerSide:
     # -- admission ------------------------------------------------------------------------------------------
 
     def expect(self, request: Request) -> None:
-        """The request has arrived; a call of `find_hit` follows soon."""
         if not request.skip_reading_prefix_cache:
             self._loads.expect(self._tracked(request))
 

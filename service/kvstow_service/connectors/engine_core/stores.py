@@ -30,11 +30,9 @@ class RetryPause:
         self._left = self._next = 0
 
     def __bool__(self) -> bool:
-        """Whether the pause continues."""
         return self._left > 0
 
     def step(self) -> None:
-        """A step begins."""
         self._left = max(0, self._left - 1)
 
     def failed(self) -> None:
@@ -364,7 +362,6 @@ class EagerStores:
 
 
 def _blocks_of(tokens: range, group: KVGroup) -> range:
-    """The group's blocks that hold these tokens."""
     if not tokens:
         return range(0)
     return range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
@@ -468,11 +465,9 @@ class RecurrentStates:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether states wait for the step that computes them."""
         return bool(self._waiting)
 
     def blocks_computed(self, step: Any) -> list[int]:
-        """Blocks of the states that this step computes."""
         return [block_id for states in _handed_over(step).values() for _, block_id, _ in states]
 
     def follow_step(self, step: Any) -> None:
@@ -540,7 +535,6 @@ class EndedRequests:
         self._ended: deque[_EndedRequest] = deque()
 
     def add_ended(self, tracked: TrackedRequest) -> None:
-        """A request that has run ends."""
         if not tracked.withheld:
             alignment, end = self._groups.alignment, tracked.confirmed_tokens
             if not tracked.may_store:  # the others were not stored, and no pool should have kept them

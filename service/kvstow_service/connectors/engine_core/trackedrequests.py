@@ -61,7 +61,6 @@ class Hit(NamedTuple):
     fetched: tuple[range, ...] = ()
 
     def fetched_tokens(self, start: int, end: int) -> int:
-        """How many of the tokens `start` to `end` the fleet tier has brought."""
         count, at = 0, start
         for tokens in sorted(self.fetched, key=lambda each: each.start):
             first, last = max(at, tokens.start), min(end, tokens.stop)
@@ -171,7 +170,6 @@ class TrackedRequest:
         return [prefix + self.adapter.mix(each) for each in hashes]
 
     def keys_of_places(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
-        """Keys of `groups.places(start, end)`."""
         known = {group.index: self.keys(group, 0, end // group.block_tokens) for group in groups.groups}
         return [known[group][number] for group, number in groups.places(start, end)]
 

@@ -38,7 +38,6 @@ class WorkerHost(ABC):
     """
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
-        """Takes no memory yet."""
         if not process.recomputes and process.rank == 0:
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request whose load fails ends with an error; with 'recompute' "
@@ -131,10 +130,10 @@ class WorkerHost(ABC):
 
 
 class PoolWorkerHost(WorkerHost):
-    """A worker with a pool of its own and an agent."""
+    """A worker with a pool of its own and an agent. Raises `InsufficientMemoryError` if the pools of its node do not
+    fit."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
-        """Raises `InsufficientMemoryError`."""
         super().__init__(options, process)
         self._node_bytes = require_memory(options, process)
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)

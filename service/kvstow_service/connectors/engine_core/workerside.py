@@ -146,7 +146,6 @@ class LayerWaits:
             load.wait(max(missing) if missing else num_parts - 1)
 
     def layer(self, name: str) -> None:
-        """A layer is about to attend."""
         self._hooked.add(name)
         if self._load is not None and (part := self.part_of.get(name)) is not None:
             self._load.wait(part)
@@ -227,7 +226,6 @@ class WorkerSide:
             self.waits.begin(load, layered.num_parts, hooks_run=hooks_run)
 
     def wait_for_layer(self, name: str) -> None:
-        """A layer is about to attend."""
         if self._layered.ops:  # this version of vLLM begins loads after the computation
             self.load_layers(hooks_run=False)
         self.waits.layer(name)

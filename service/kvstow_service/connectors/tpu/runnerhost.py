@@ -55,7 +55,6 @@ class RunnerHost(PoolWorkerHost):
     dropped with it. As a `KVCell`, this leaves the arrays with the runner, whose next step takes them from there."""
 
     def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:
-        """Raises `InsufficientMemoryError`."""
         super().__init__(options, process)
         self._in_flight, self._num_blocks = options.bytes_in_flight, num_blocks
         self._device: JaxDevice | None = None
@@ -111,7 +110,6 @@ class RunnerHost(PoolWorkerHost):
         self.side.plane.submit(StepPlan(launches=launches))
 
     def take_staged(self) -> tuple[StagedLoad, ...]:
-        """For the scheduler's half, after a step."""
         plane = self.side.plane
         return tuple(plane.take_staged()) if isinstance(plane, DataPlane) else ()
 

@@ -193,7 +193,6 @@ def _arrangement(layer: str, tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _digest(region: _Run, runs: Mapping[_Run, Sequence[str]]) -> str:
-    """A digest of everything that lies in the region."""
     parts = [
         f"{run.start - region.start} {run.num_bytes} {content}"
         for run, contents in runs.items()

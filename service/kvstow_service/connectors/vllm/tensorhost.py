@@ -29,8 +29,6 @@ _REPORT_SECONDS = 0.5
 
 
 class _TensorHost(WorkerHost):
-    """A worker whose KV cache is torch tensors, by layer."""
-
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process)
         self._num_blocks = num_blocks
@@ -48,8 +46,6 @@ class _TensorHost(WorkerHost):
 
 
 class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
-    """A worker with a pool of its own and an agent."""
-
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
         return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
@@ -59,8 +55,6 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
 
 
 class AttachedWorkerHost(_TensorHost):
-    """A worker that uses the node service's memory."""
-
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process, num_blocks)
         self._reported = RankSession()

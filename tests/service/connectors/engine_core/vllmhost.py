@@ -128,23 +128,31 @@ class VllmHost:
         self.ranks = (
             make_ranks(self.engine, pinned) if reporting else [FakeRank(self.engine, rank) for rank in range(num_ranks)]
         )
-        self.pool = FakeBlockPool(gpu_blocks)
-        self.groups = groups
-        self.observed: list[tuple[str, float]] = []
-        self.policy = LoadPolicy("async", 0.01, 64, self.clock, least_tokens=8)
-        self.control: Any = EmbeddedControl(self.engine)
-        self.side = SchedulerSide(
-            self.control,
+        self._make_side(
+            EmbeddedControl(self.engine),
             groups,
-            self.pool,
+            gpu_blocks,
             lazy_blocks=lazy_blocks,
             events=events,
-            observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=step_blocks,
             drafts=drafts,
+            adapters=adapters,
+        )
+
+    def _make_side(self, control: Any, groups: KVGroups, gpu_blocks: int, **options: Any) -> None:
+        self.control: Any = control
+        self.groups = groups
+        self.pool = FakeBlockPool(gpu_blocks)
+        self.observed: list[tuple[str, float]] = []
+        self.policy = LoadPolicy("async", 0.01, 64, self.clock, least_tokens=8)
+        self.side = SchedulerSide(
+            control,
+            groups,
+            self.pool,
+            observe=lambda name, value: self.observed.append((name, value)),
             policy=self.policy,
             clock=self.clock,
-            adapters=adapters,
+            **options,
         )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
         self._running = Cached()
