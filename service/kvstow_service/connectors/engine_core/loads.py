@@ -293,8 +293,8 @@ class Loads:
 
     def ended(self, tracked: TrackedRequest) -> None:
         """The request continues without a load, or has ended."""
-        self.release_hit(tracked)
         self._shared.ended(tracked)
+        self.release_hit(tracked)
 
     def release_hit(self, tracked: TrackedRequest) -> None:
         self._release_lease(tracked)

@@ -133,11 +133,11 @@ class SchedulerSide:
             if by_layer:  # no other call follows
                 self._finder.admitted(tracked)
             return True
-        self._loads.ended(tracked)
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
             tracked.withheld = False
             if not request.skip_reading_prefix_cache:
                 self._loads.count_hit(tracked, 0)
+        self._loads.ended(tracked)
         if not tracked.loading or tracked.load_failed:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False

@@ -44,9 +44,13 @@ def hashes_of(tokens: str) -> list[bytes]:
     return hashes
 
 
-@cache
 def keys_of(tokens: str, group: KVGroup = FULL) -> list[bytes]:
     """Keys of the group's full blocks."""
+    return _keys_of(tokens, group)
+
+
+@cache
+def _keys_of(tokens: str, group: KVGroup) -> list[bytes]:
     step = group.hashes_per_block
     return [make_key(group.index, block_hash) for block_hash in hashes_of(tokens)[step - 1 :: step]]
 
