@@ -1,12 +1,6 @@
 """KV events for cache-aware routers: what host memory holds, as vLLM's own events.
 
-An `EventFeed` learns of stores when they are planned, and is asked for events once per step:
-
-    feed = event_feed(vllm_config, EmbeddedBlocks(engine), kv_cache_specs)  # once; None unless KV events are on
-    feed.offered(request, group, first_block, keys)          # before a store, for each request and group
-    origins = feed.take_offered()                            # with `begin_store`
-    feed.granted(keys_of_the_op, origins)                    # once it has found slots
-    return feed.take_events()                                # the hook of that name
+An `EventFeed` learns of stores when they are offered and granted, and is asked for events once per step.
 """
 
 from __future__ import annotations

@@ -137,23 +137,11 @@ def _check_attach(given: Mapping[str, Any]) -> None:
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """The settings of one engine, each with the function that parses it. Sizes are in bytes, times in seconds.
+    `docs/vllm.md` says what each does.
 
     All ranks of an engine share `cpu_bytes_to_use`, rounded down to whole slots (a data-parallel engine counts as an
-    engine of its own). `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` limits, over all ranks, the size that a
-    resize may ask for; the default limit is the machine's memory. `lazy_offload` stores blocks when the GPU is about to
-    evict them. Without `async_register_cache`, vLLM's start waits until the pool is pinned. `huge_pages`: as in
-    `PoolConfig`.
-
-    `load_path`: "layer" loads within the step that computes with it, layer by layer, wherever that is possible; "async"
-    before it; "auto" decides for each load (`LoadPolicy`). `load_step_budget` limits what loads by layer add to a step
-    of other requests.
-
-    `attach` is the socket of the node service, whose memory takes the place of a pool. `cpu_bytes_to_use` is then the
-    memory that the engine asks for; the default (0) asks for all of it. With `attach_require_sharing`, an engine does
-    not attach if it could share no blocks with others of its model.
-
-    `weights_id` names the model's weights for others, if neither a snapshot of the Hugging Face Hub nor the files
-    identify them.
+    engine of its own). With `attach`, the socket of the node service, it is the memory that the engine asks for; the
+    default (0) then asks for all of it.
     """
 
     cpu_bytes_to_use: Annotated[int, size] = DEFAULT_BYTES
