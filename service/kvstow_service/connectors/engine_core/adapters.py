@@ -117,8 +117,10 @@ class Adapter:
         self._checked = self._moment[0]
         if self._files.stats() != self.stats:
             self.refuse("its files have changed since this engine has used it first")
-        elif not self.salt:
-            self._take_digest()
+        elif isinstance(self._digest, OSError):
+            self.refuse(f"its files cannot be read ({self._digest})")
+        elif self._digest is not None and not self.salt:
+            self.salt = hashlib.blake2b(self._digest + self._settings.encode(), digest_size=32).digest()
         return self.is_named
 
     def refuse(self, reason: str) -> None:
@@ -134,12 +136,6 @@ class Adapter:
             self._digest = self._files.digest()
         except OSError as error:
             self._digest = error
-
-    def _take_digest(self) -> None:
-        if isinstance(self._digest, OSError):
-            self.refuse(f"its files cannot be read ({self._digest})")
-        elif self._digest is not None:
-            self.salt = hashlib.blake2b(self._digest + self._settings.encode(), digest_size=32).digest()
 
 
 class Adapters:

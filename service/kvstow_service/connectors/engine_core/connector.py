@@ -42,7 +42,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
-        options = self._read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = self._options.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it only for its workers
         process = VLLMProcess.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -68,8 +68,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- what connectors differ in --------------------------------------------------------------------------
 
-    def _read_options(self, extra: Any) -> ConnectorOptions:
-        return ConnectorOptions.parse(extra)
+    _options: type[ConnectorOptions] = ConnectorOptions
 
     @abstractmethod
     def _make_host(

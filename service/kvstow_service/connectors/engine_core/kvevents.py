@@ -250,8 +250,10 @@ class EventFeed:
         events: list[Any] = []
         for change in news.changes:
             events += self._announce(change.keys) if change.kind == "stored" else self._remove(change.keys)
-        if self._withdrawn:
-            events += self._remove_withdrawn()
+        withdrawn = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))  # and have not come back
+        for key in withdrawn:
+            del self._withdrawn[key]
+        events += self._removed_events(withdrawn)
         if self._doubtful or self._checked is not None:
             events += self._check()
         return events
@@ -261,13 +263,6 @@ class EventFeed:
         self._doubtful, self._checked = deque(dict.fromkeys([*self._doubtful, *self._announced])), None
         self._withdrawn |= dict.fromkeys(self._announced)
         self._announced = set()
-
-    def _remove_withdrawn(self) -> list[Any]:
-        """Remove some of the withdrawn blocks that have not come back."""
-        keys = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))
-        for key in keys:
-            del self._withdrawn[key]
-        return self._removed_events(keys)
 
     def _check(self) -> list[Any]:
         """Look up some doubtful blocks. Their events say what is true now, even if the log says otherwise later."""
@@ -302,7 +297,8 @@ class EventFeed:
                 block = _Block(_Origin(group_of(key)), self._named.pop(key, _hash(key)), None, [], None)
             if block.block_hash != _hash(key):
                 self._hashes[key] = block.block_hash
-            if not runs or not _continues(runs[-1][-1], block):
+            last = runs[-1][-1] if runs else None
+            if last is None or (block.parent, block.origin) != (last.block_hash, last.origin):
                 runs.append([])
             runs[-1].append(block)
         self._announced.update(keys)
@@ -352,11 +348,6 @@ class EventFeed:
 def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
     known = set(inspect.signature(event).parameters)
     return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
-
-
-def _continues(last: _Block, block: _Block) -> bool:
-    """Whether `block` may follow the `last` one in the same event."""
-    return block.parent == last.block_hash and block.origin == last.origin
 
 
 def _hash(key: bytes) -> bytes:

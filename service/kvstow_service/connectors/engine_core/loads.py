@@ -206,7 +206,10 @@ class Loads:
             tracked.hit = hit = found
         if hit is None:
             return 0
-        tracked.choice = choice = self._choose(tracked, hit.end)
+        num_blocks, is_whole = (hit.end - local) // self._groups.alignment, hit.end >= tracked.request.num_tokens
+        tracked.choice = choice = self._policy.choose(
+            tracked.request.request_id, num_blocks, is_whole=is_whole, had_no_room=tracked.had_no_room
+        )
         if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
             if self._control.begins_loads_at_once:
                 return hit.end - local
@@ -218,11 +221,6 @@ class Loads:
         """Whether only the last block of the whole prompt is missing on the GPU, and computing it takes less time."""
         is_last = end == tracked.request.num_tokens and end - tracked.start == self._groups.alignment
         return is_last and not self._policy.loads_last_block
-
-    def _choose(self, tracked: TrackedRequest, end: int) -> Choice:
-        request, num_blocks = tracked.request, (end - tracked.start) // self._groups.alignment
-        is_whole, had_no_room = end >= request.num_tokens, tracked.had_no_room
-        return self._policy.choose(request.request_id, num_blocks, is_whole=is_whole, had_no_room=had_no_room)
 
     def _begin_early(self, tracked: TrackedRequest, hit: Hit, choice: Choice) -> int | None:
         """Ask for the slots of a load by layer, whose blocks are not known yet."""

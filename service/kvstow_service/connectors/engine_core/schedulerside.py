@@ -183,18 +183,15 @@ class SchedulerSide:
             adapter = None if self._adapters is None else self._adapters.of(request)
             tracked = TrackedRequest(request, self._groups.num_tables, adapter, hints_of(request))
             self._requests[request.request_id] = tracked
-            self._heed_store_hint(tracked)
+            if not tracked.may_store and self._gpu.unstored is None:
+                groups, first = self._groups.groups, self._groups.groups[0]
+                most = 2 * len(self._gpu.pool.blocks) * max(group.hashes_per_block for group in groups)
+                self._gpu.unstored = UnstoredHashes(most, first.block_tokens // first.hashes_per_block)
+            if self._gpu.unstored is not None:
+                self._gpu.unstored.begin(tracked)
             if request.block_hashes:
                 self._gpu.hash_bytes = len(request.block_hashes[0])
         return tracked
-
-    def _heed_store_hint(self, tracked: TrackedRequest) -> None:
-        if not tracked.may_store and self._gpu.unstored is None:
-            first = self._groups.groups[0]
-            most = 2 * len(self._gpu.pool.blocks) * max(group.hashes_per_block for group in self._groups.groups)
-            self._gpu.unstored = UnstoredHashes(most, first.block_tokens // first.hashes_per_block)
-        if self._gpu.unstored is not None:
-            self._gpu.unstored.begin(tracked)
 
     # -- one step -------------------------------------------------------------------------------------------
 

@@ -313,7 +313,9 @@ class EagerStores:
         ends: list[int] = []  # of the blocks found, in tokens
         for group in self._groups:
             first, last = start // group.block_tokens, end // group.block_tokens
-            loaded = _blocks_of(tracked.loaded, group)
+            loaded = range(0)
+            if tokens := tracked.loaded:
+                loaded = range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
             for numbers in (range(first, min(last, loaded.start)), range(max(first, loaded.stop), last)):
                 if numbers:
                     self._find(tracked, group, numbers, found, ends)
@@ -359,12 +361,6 @@ class EagerStores:
             for group in self._groups
         ]
         return in_token_order(runs)
-
-
-def _blocks_of(tokens: range, group: KVGroup) -> range:
-    if not tokens:
-        return range(0)
-    return range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
 
 
 class LazyStores:

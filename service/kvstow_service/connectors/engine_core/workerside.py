@@ -99,12 +99,10 @@ class NoDataPlane:
         return completions
 
     def report(self) -> RankReport:
-        return self._sender.next_report(self._current_report)
-
-    def _current_report(self) -> RankReport:
         applied = self._newest.applied
-        return replace(
-            self._report, engine_id=applied.engine_id, applied=applied.number, stale_desired_states=self._newest.stale
+        current = {"engine_id": applied.engine_id, "applied": applied.number}
+        return self._sender.next_report(
+            lambda: replace(self._report, **current, stale_desired_states=self._newest.stale)  # type: ignore[arg-type]
         )
 
     def apply(self, desired: DesiredState) -> None:

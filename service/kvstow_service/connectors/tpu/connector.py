@@ -32,6 +32,7 @@ logger = logging.getLogger("kvstow.vllm")
 class TPUOffloadConnector(OffloadConnector):
     """The worker's half starts with `register_runner`, the scheduler's half when all hosts have made a step."""
 
+    _options = TPUOptions
     _rank: RunnerHost
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -40,9 +41,6 @@ class TPUOffloadConnector(OffloadConnector):
         self._bad_blocks: set[int] = set()
         self._ended = EndedLoads()
         self._order: LaunchOrder | None = None  # made when the ranks are known
-
-    def _read_options(self, extra: Any) -> TPUOptions:
-        return TPUOptions.parse(extra)
 
     def _make_host(
         self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any

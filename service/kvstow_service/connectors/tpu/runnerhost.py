@@ -36,16 +36,6 @@ def has_cache(runner: Runner) -> bool:
     return bool(runner.kv_caches) and not any(array.is_deleted() for array in jax.tree.leaves(runner.kv_caches))
 
 
-def read_cache(runner: Runner, num_blocks: int) -> ShardedKV:
-    """How the runner's KV cache lies on the devices. Raises `ConfigError` for a layout that KVStow does not support."""
-    for number, array in enumerate(runner.kv_caches):
-        if not isinstance(array, jax.Array):
-            raise ConfigError(f"KV cache {number}", type(array).__name__, "one array for each layer")
-        if array.shape[0] != num_blocks:
-            raise ConfigError(f"KV cache {number}: blocks", array.shape[0], f"{num_blocks}, as the scheduler has")
-    return ShardedKV.of(runner.kv_caches)
-
-
 logger = logging.getLogger("kvstow.vllm")
 
 
@@ -114,7 +104,13 @@ class RunnerHost(PoolWorkerHost):
         return tuple(plane.take_staged()) if isinstance(plane, DataPlane) else ()
 
     def _read_geometry(self, kv_cache: Runner) -> ShardedKV:
-        return read_cache(kv_cache, self._num_blocks)
+        for number, array in enumerate(kv_cache.kv_caches):
+            if not isinstance(array, jax.Array):
+                raise ConfigError(f"KV cache {number}", type(array).__name__, "one array for each layer")
+            if array.shape[0] != self._num_blocks:
+                allowed = f"{self._num_blocks}, as the scheduler has"
+                raise ConfigError(f"KV cache {number}: blocks", array.shape[0], allowed)
+        return ShardedKV.of(kv_cache.kv_caches)
 
     def _make_plane(self, geometry: ShardedKV) -> RankDataPlane:
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
