@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+import vllm
 from vllm.utils.network_utils import get_ip
 
 import kvstow
@@ -46,10 +47,10 @@ class EmbeddedSchedulerHost(SchedulerHost):
         vllm_config: Any,
         kv_cache_config: Any,
         *,
-        packages: Sequence[str] = ("vllm", "torch"),
+        packages: Sequence[str] = ("torch",),
         by_layer: bool = True,
     ) -> None:
-        """`packages`: those whose versions the admin server shows. Raises `ConfigError` if the options do not allow an
+        """`packages`: those besides vLLM whose versions the admin server shows. Raises `ConfigError` if the options do not allow an
         admin server to start."""
         super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer)
         self.engine: OffloadEngine | None = None
@@ -94,7 +95,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
             mode="vllm",
             max_capacity_slots=self._max_slots(hellos),
             settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
-            build={name: version(name) for name in self._packages},
+            build={"vllm": vllm.__version__, **{name: version(name) for name in self._packages}},
             node_host=get_ip() if self._spans_nodes else "",
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,

@@ -52,7 +52,7 @@ class TPUOffloadConnector(OffloadConnector):
                 "waits until it is aborted, and loads are bypassed from then on"
             )
         ranks_unknown = replace(process, num_ranks=0)  # the ranks report how many they are
-        packages = ("vllm", "tpu-inference", "jax")
+        packages = ("tpu-inference", "jax")
         return EmbeddedSchedulerHost(
             options, ranks_unknown, groups, vllm_config, kv_cache_config, packages=packages, by_layer=False
         )
