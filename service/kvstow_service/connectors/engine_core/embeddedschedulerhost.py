@@ -50,8 +50,8 @@ class EmbeddedSchedulerHost(SchedulerHost):
         packages: Sequence[str] = ("torch",),
         by_layer: bool = True,
     ) -> None:
-        """`packages`: those besides vLLM whose versions the admin server shows. Raises `ConfigError` if the options do not allow an
-        admin server to start."""
+        """`packages`: those besides vLLM whose versions the admin server shows. Raises `ConfigError` if the options do
+        not allow an admin server to start."""
         super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
