@@ -1,4 +1,4 @@
-"""The backlog: what is offered again, when, and in which order; GPU blocks that are held; and the pause after a failure."""
+"""The backlog: what is offered again, when, in which order; GPU blocks that are held; the pause after a failure."""
 
 from __future__ import annotations
 
