@@ -8,17 +8,17 @@ when a request arrives, and the answer is taken when vLLM asks."""
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from kvstow.attach.calls import Hold, Lookup
 from kvstow.attach.connection import Answer, Call
 from kvstow.attach.engine import AttachedEngine, Hits
-from kvstow.attach.hello import TRANSIENT_REFUSALS
 from kvstow.attach.wire import Message
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
@@ -126,35 +126,10 @@ class EmbeddedControl:
 State = Literal["starting", "no_service", "refused", "no_answer", "no_memory", "attached", "failed"]
 """`no_memory`: the session has begun, but some rank has not registered memory of it yet."""
 
-REFUSALS: Final = TRANSIENT_REFUSALS | {
-    "hello_timeout",
-    "identity",
-    "internal",
-    "malformed",
-    "memory",
-    "no_pidfd",
-    "peer_ended",
-    "sharing_off",
-    "uid",
-    "version",
-}
-"""Why the service refuses engines at the hello. Any other reason counts as `other`."""
-
-_UNSHARED: Final = (
-    "files_changed",
-    "files_unknown",
-    "hashes_not_reproducible",
-    "kv_scales_not_fixed",
-    "lora_names_not_unique",
-    "revision_moved",
-    "weights_not_fixed",
-    "weights_unknown",
-)
-
 
 class AttachState(NamedTuple):
-    """`refusal`: why the service has refused the engine, "" if it has not. `sharing`: "yes", or why others of its model
-    do not share its blocks; "" while it is not attached."""
+    """`refusal`: the service's word for why it has refused the engine. `sharing`: "yes", or why others of its model do
+    not share its blocks; "" while it is not attached."""
 
     state: State
     refusal: str = ""
@@ -165,9 +140,8 @@ def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
     """`sharing_off`: sentences of the welcome. The word is `differs` if the engine shares only with engines of its own
     identity, and was the first of them while others of its model were attached."""
     for sentence in sharing_off:
-        word = sentence.partition(":")[0]
-        if word in _UNSHARED:
-            return word
+        if (found := re.match(r"[a-z]+(_[a-z]+)+(?=: )", sentence)) is not None:  # an engine's own reason
+            return found[0]
     if was_reset:
         return "cache_was_reset"
     return "differs" if sharing_off else "yes"
@@ -352,7 +326,7 @@ class AttachedControl(AttachedEngine):
         if super().problem is None:
             return AttachState("starting")
         if self.refusal is not None:
-            return AttachState("refused", self.refusal if self.refusal in REFUSALS else "other")
+            return AttachState("refused", self.refusal)
         return AttachState("no_service")
 
     @property
