@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvstow.attach.worker import AttachedWorker
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
@@ -27,8 +24,7 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
 from kvstow.layout import KVLayout, Part, Region, Span
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pinning import PopulateOnly, Registrar, cpu_registrar, pace_of
+from kvstow.memory.pinning import Registrar, cpu_registrar
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import ReportSequence
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
@@ -226,10 +222,10 @@ def build_plane(
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
         return HostPool(config, registrar, numa_node=numa_node)
 
-    return _plane_around(rank, kv, config, options, make_pool, sender)
+    return plane_around(rank, kv, config, options, make_pool, sender)
 
 
-def _plane_around(
+def plane_around(
     rank: int,
     kv: KVGeometry,
     config: PoolConfig,
@@ -237,6 +233,7 @@ def _plane_around(
     make_pool: MakePool,
     sender: ReportSequence | None,
 ) -> DataPlane:
+    """See `build_plane`; `make_pool` makes the pool."""
     by_layer = options.load_path != "async"
     device, parts = kv.tensors[0].device, kv.parts if by_layer else None
     mover: CudaDevice | CpuDevice
@@ -271,29 +268,3 @@ def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
     from kvstow.devices.cuda import CudaFence
 
     return lambda: CudaFence.record(torch.cuda.current_stream(device))
-
-
-def build_attached_plane(
-    rank: int,
-    socket: Path,
-    options: ConnectorOptions,
-    kv: KVGeometry,
-    *,
-    engine: str,
-    replicated: bool,
-    sender: ReportSequence | None = None,
-) -> AttachedWorker:
-    """A rank's data plane around `kv`. It does not connect or map anything yet. Leaves nothing behind if it raises a
-    `KvstowError`."""
-    slot_bytes = kv.layout.slot_bytes
-    config = options.pool_config(slot_bytes, slot_bytes, slot_bytes)
-    numa: list[int | None] = []
-
-    def make_pool(registrar: Registrar, numa_node: int | None) -> MappedPool:
-        numa.append(numa_node)
-        return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
-
-    plane = _plane_around(rank, kv, config, options, make_pool, sender)
-    pool = plane.pool
-    assert isinstance(pool, MappedPool)
-    return AttachedWorker(socket, plane, pool, engine=engine, replicated=replicated, numa_node=numa[0])

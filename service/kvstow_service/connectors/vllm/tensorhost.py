@@ -6,12 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvstow.attach.hello import RankSession
 from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.worker import AttachedWorker
 from kvstow.devices.base import Fence
+from kvstow.memory.mappedpool import MappedPool
+from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
@@ -19,10 +22,10 @@ from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, Wor
 from kvstow_service.connectors.engine_core.workerside import RankDataPlane
 from kvstow_service.connectors.vllm.rankdataplane import (
     KVGeometry,
-    build_attached_plane,
     build_plane,
     fence_of,
     kv_geometry,
+    plane_around,
 )
 
 _REPORT_SECONDS = 0.5
@@ -79,15 +82,24 @@ class AttachedWorkerHost(_TensorHost):
         return RankUpdate(session=session)
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
-        assert self._options.attach is not None
-        return build_attached_plane(
-            self._process.rank,
-            self._options.attach,
-            self._options,
-            geometry,
-            engine=self._process.engine_id,
-            replicated=self._process.replicated,
-            sender=self._sender,
+        slot_bytes, options, process = geometry.layout.slot_bytes, self._options, self._process
+        config = options.pool_config(slot_bytes, slot_bytes, slot_bytes)
+        numa: list[int | None] = []
+
+        def make_pool(registrar: Registrar, numa_node: int | None) -> MappedPool:
+            numa.append(numa_node)
+            return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
+
+        plane = plane_around(process.rank, geometry, config, options, make_pool, self._sender)
+        assert isinstance(plane.pool, MappedPool)
+        assert options.attach is not None
+        return AttachedWorker(
+            options.attach,
+            plane,
+            plane.pool,
+            engine=process.engine_id,
+            replicated=process.replicated,
+            numa_node=numa[0],
         )
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
