@@ -484,8 +484,16 @@ def test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up() -> None:
 
 def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
     host = with_prompt(delay=2, gpu_blocks=200)
+    prompts = [PROMPT[number:] + PROMPT[:number] for number in range(4)]  # none waits for the load of another one
+    for prompt in prompts[1:]:
+        first = FakeRequest(prompt, prompt)
+        host.run(first)
+        host.finish(first)
+    host.settle()
+    for block in host.pool.blocks:
+        block.block_hash = None
     host.policy._path, host.policy._budget = "auto", 0.0
-    requests = [FakeRequest(str(number), PROMPT) for number in range(4)]
+    requests = [FakeRequest(str(number), prompt) for number, prompt in enumerate(prompts)]
     for request in requests:
         host.expect(request)
     ways: dict[str, str] = {}
