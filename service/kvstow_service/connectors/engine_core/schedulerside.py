@@ -68,7 +68,8 @@ class SchedulerSide:
                 self._gpu.known_hashes.note = events.name
         self._draft = StepDraft()
         null_block = pool.null_block.block_id
-        self.policy, policy.requests = policy, self._requests
+        self.policy = policy
+        policy.requests = self._requests
         self._loads = Loads(control, self._draft, groups, null_block, observe, policy, clock, drafts=drafts)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
