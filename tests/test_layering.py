@@ -107,10 +107,10 @@ ORDER = {
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver node settings nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
-    "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
+    "limitedlog operations problems openapi bodies regularfile auth admission body recordedtrace requests "
     "streamlimit eventstream texts columns hostreadiness overview sampler sizing readings "
     "client.client client.routes conditions.evidence conditions.pools "
-    "conditions.hosts conditions.table appstate metrics page.content "
+    "conditions.hosts conditions.table appstate queries metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
     "plot replay serve settings top watching",

@@ -176,8 +176,7 @@ def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
     allowed = context.get("allowed") or context.get("expected") or message
     if item["type"] == "extra_forbidden":
         allowed = ", ".join(_names_beside(scope["route"], item["loc"]))
-        noun = "query parameter" if where == "query" else "field"
-        message = f"Unknown {noun}; known: {allowed}"
+        message = f"Unknown field; known: {allowed}"
     if item["type"] == "missing" and not path:
         allowed = ", ".join(_names_beside(scope["route"], (where, "")))
         message = f"A JSON object is needed; its fields: {allowed}"
@@ -186,11 +185,9 @@ def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
 
 
 def _names_beside(route: APIRoute, where: Sequence[str]) -> list[str]:
-    """The names that the route defines beside an unknown one. `where`: body or query, and the path to that name."""
-    part, *path = where[:-1]
-    fields = route.dependant.query_params if part == "query" else [route.body_field]
-    model = fields[0].field_info.annotation if fields and fields[0] is not None else None
-    for name in path:
+    """The names that the route's body defines beside an unknown one. `where`: the path to that name."""
+    model = None if route.body_field is None else route.body_field.field_info.annotation
+    for name in where[1:-1]:
         model = model.model_fields[name].annotation  # type: ignore[union-attr]
     return [field.alias or name for name, field in getattr(model, "model_fields", {}).items()]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from fastapi import Path, Request
 
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, NotFoundError
@@ -16,50 +16,46 @@ from kvstow_api.appstate import App
 from kvstow_api.auth import ACTOR, is_admin
 from kvstow_api.bodies import ContextId, ContextPatch
 from kvstow_api.openapi import changing, reading
-from kvstow_api.queries import ContextsQuery, PoolQuery, StrictRouter, choose_pool, token_of
+from kvstow_api.queries import ChosenPool, Page, StrictRouter, token_of
 
 router = StrictRouter(prefix="/v1/contexts", tags=["contexts"])
 
 Id = Annotated[ContextId, Path(description="As in the list")]
-Of = Annotated[PoolQuery, Query()]
 
 
 @router.get("", responses=reading(404, 409))
-def list_contexts(app: App, request: Request, query: Annotated[ContextsQuery, Query()]) -> ContextsView:
+def list_contexts(request: Request, pool: ChosenPool, page: Page) -> ContextsView:
     """Contexts of a pool, those with the most blocks first. Only admins see their ids and what clients call
     them."""
-    pool = choose_pool(app.directory, query.pool)
-    page = pool.facade.contexts(query.position, query.page_size)
+    found = pool.facade.contexts(page.position, page.size)
     return ContextsView(
-        items=_shown(request, page.contexts), total=page.total, next_page_token=token_of(page.next_rank)
+        items=_shown(request, found.contexts), total=found.total, next_page_token=token_of(found.next_rank)
     )
 
 
 @router.get("/{context}", responses=reading(404, 409))
-def get_context(app: App, request: Request, context: Id, query: Of) -> ContextView:
+def get_context(request: Request, context: Id, pool: ChosenPool) -> ContextView:
     """One context: what each namespace has of it."""
-    return _view(request, choose_pool(app.directory, query.pool).facade, context)
+    return _view(request, pool.facade, context)
 
 
 @router.patch("/{context}", responses=changing(404, 409))
-def change_context(app: App, request: Request, context: Id, body: ContextPatch, query: Of) -> ContextView:
+def change_context(request: Request, context: Id, body: ContextPatch, pool: ChosenPool) -> ContextView:
     """Say when its next request is expected."""
-    facade = choose_pool(app.directory, query.pool).facade
-    facade.admin.set_context(context, body.resume_in_seconds)
-    return _view(request, facade, context)
+    pool.facade.admin.set_context(context, body.resume_in_seconds)
+    return _view(request, pool.facade, context)
 
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
-def release_context(app: App, context: Id, query: Of) -> ReleasedView:
+def release_context(context: Id, pool: ChosenPool) -> ReleasedView:
     """No further request is expected: what nothing else uses is evicted first."""
-    pool = choose_pool(app.directory, query.pool)
     return ReleasedView(blocks=pool.facade.admin.release_context(context))
 
 
 @router.post("/{context}/prefetch", status_code=202, responses=changing(404, 409, body=False))
-def prefetch_context(app: App, context: Id, query: Of) -> PrefetchView:
+def prefetch_context(app: App, context: Id, pool: ChosenPool) -> PrefetchView:
     """Bring what the fleet tier has of it into the pool, as long as nothing else needs the store or the room."""
-    pool, tier = choose_pool(app.directory, query.pool), app.directory.tier
+    tier = app.directory.tier
     if tier is None:
         raise ConflictError("there is no fleet tier to fetch from: `kvstow serve --tier URL` has one")
     return PrefetchView(blocks=tier.prefetch(pool.name, context))

@@ -11,11 +11,13 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Requ
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import generate_latest
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 from kvstow.errors import ConfigError
-from kvstow_api.answers import BLOCK_EVENTS, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
+from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
 from kvstow_api.appstate import App
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
@@ -23,7 +25,7 @@ from kvstow_api.figures import CurvesView, curves_of
 from kvstow_api.health import Probe, Verdict
 from kvstow_api.openapi import Description, Responses, changing, reading
 from kvstow_api.page.live import StatusPage
-from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter, choose_pool, pool_if_any
+from kvstow_api.queries import AnyPool, StrictRouter, choose_pool
 from kvstow_api.readings import curves_view
 from kvstow_api.streamlimit import LimitedStream
 
@@ -196,6 +198,17 @@ async def set_log_level(body: LogLevelBody) -> LogLevelView:
 
 LastEventId = Annotated[str | None, Header(description="Continue after the event with this id")]
 
+
+def _check_types(text: str) -> str:
+    if unknown := sorted(set(filter(None, text.split(","))) - set(EVENT_TYPES)):
+        raise PydanticCustomError(
+            "unknown_name",
+            "there is no type {unknown}; there are: {allowed}",
+            {"unknown": ", ".join(unknown), "allowed": ", ".join(EVENT_TYPES)},
+        )
+    return text
+
+
 _MEDIA_TYPE = "text/event-stream"
 _STREAM = {
     "type": "string",
@@ -220,21 +233,38 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
 {getdoc(EventView)}""",
 )
 async def get_events(
-    app: App, query: Annotated[EventsQuery, Query()], last_event_id: LastEventId = None
+    app: App,
+    pool: AnyPool,
+    types: Annotated[
+        str,
+        AfterValidator(_check_types),
+        Query(
+            description=f"Any of {', '.join(EVENT_TYPES)}, separated by commas; if empty, all but "
+            f"{' and '.join(BLOCK_EVENTS)}. `lost` is always sent",
+            examples=["state,operation"],
+        ),
+    ] = "",
+    recent: Annotated[
+        int, Query(ge=0, le=1000, description="Begin with this many of the last events, unless Last-Event-ID is given")
+    ] = 0,
+    last_event_id: LastEventId = None,
 ) -> StreamingResponse:
     """Events from now on, or after the last one that the client has read."""
-    pool = None
-    if query.pool is not None or not app.directory.is_node or not query.wanted.isdisjoint(BLOCK_EVENTS):
-        pool = choose_pool(app.directory, query.pool)
-    stream = app.streams.open(query.wanted, pool, after=last_event_id, recent=query.recent)
-    return LimitedStream(stream, app.streams.limit)
+    wanted = set(filter(None, types.split(","))) or set(EVENT_TYPES) - set(BLOCK_EVENTS)
+    if pool is None and (not app.directory.is_node or not wanted.isdisjoint(BLOCK_EVENTS)):
+        pool = choose_pool(app.directory, None)
+    return LimitedStream(app.streams.open(wanted, pool, after=last_event_id, recent=recent), app.streams.limit)
 
 
 @router.get("/v1/curves", responses=reading(404))
-async def get_curves(app: App, query: Annotated[PoolQuery, Query()]) -> CurvesView:
+async def get_curves(
+    app: App,
+    pool: Annotated[str | None, Query(description="Its name; needed only where the host has several pools")] = None,
+) -> CurvesView:
     """What the status page draws of a pool: the last 5 minutes, every 5 s."""
-    pool = pool_if_any(app.directory, query.pool)
-    return curves_of(None) if pool is None else curves_view(app.sampler, pool.name)
+    if pool is None and not app.directory.pools():
+        return curves_of(None)
+    return curves_view(app.sampler, choose_pool(app.directory, pool).name)
 
 
 _MAX_AGE_FOR_STRANGERS = 1.0
