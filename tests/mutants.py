@@ -56,7 +56,7 @@ RECORDS = "service/kvstow_service/node/pools/noderecords.py"
 SURVIVORS = "service/kvstow_service/node/survival/roster.py"
 SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
-ADMISSION = "api/kvstow_api/admission.py"
+ADMISSION = "api/kvstow_api/middleware.py"
 HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
@@ -1542,7 +1542,7 @@ MUTANTS = [
     ),
     Mutant(
         "bodies_of_any_size_are_read",
-        "api/kvstow_api/body.py",
+        "api/kvstow_api/middleware.py",
         "        if len(body) > limit:\n",
         "        if not more and len(body) > limit:\n",
         "tests/api/test_body.py::test_reading_stops_when_a_body_becomes_too_large",

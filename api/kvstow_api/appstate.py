@@ -10,14 +10,14 @@ from fastapi import Depends, Request
 
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.table import Conditions
-from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Check, LoopMonitor, make_probes
 from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.journal import Journal
+from kvstow_api.middleware import HttpCounters
 from kvstow_api.operations import Operations
-from kvstow_api.requests import HttpCounters
 from kvstow_api.sampler import Sampler
+from kvstow_api.streams import EventStreams
 
 
 class AppState:

@@ -32,9 +32,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api.host import ApiHost
-from kvstow_api.limitedlog import LimitedLog
+from kvstow_api.hostsettings import TokenFile
+from kvstow_api.journal import LimitedLog
 from kvstow_api.problems import problem
-from kvstow_api.regularfile import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 

@@ -29,8 +29,7 @@ from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.appstate import AppState
 from kvstow_api.conditions.pools import rank_failure
-from kvstow_api.directory import HostedPool, HostTier, TierLabels
-from kvstow_api.hostreadiness import host_readiness
+from kvstow_api.directory import HostedPool, HostTier, TierLabels, host_readiness
 from kvstow_api.operations import KINDS
 from kvstow_api.readings import curve_view
 from kvstow_api.sampler import CountedRank

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstow.status import RankStatus, SessionState, SessionStatus
-from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.directory import Directory, HostedPool, host_readiness
 from kvstow_api.figures import (
     CURVE_INTERVAL,
     CURVE_POINTS,
@@ -21,7 +21,6 @@ from kvstow_api.figures import (
     sample_session,
     session_now,
 )
-from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.journal import Journal
 
 _BOOTS = 1024  # of a pool that are remembered

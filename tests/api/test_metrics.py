@@ -21,7 +21,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
 from kvstow.tier.store import ClientStats
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -324,7 +324,7 @@ SCRAPE = """
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from prometheus_client import REGISTRY, generate_latest
 

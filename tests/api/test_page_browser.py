@@ -16,7 +16,7 @@ from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import URL, TieredHost
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.page.live import STREAMS_PER_CLIENT
+from kvstow_api.page.status import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
 

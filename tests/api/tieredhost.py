@@ -8,8 +8,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierClient
-from kvstow_api.directory import TierMeasurements
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory, TierMeasurements
 from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 URL = "redis://10.0.0.1:6379"

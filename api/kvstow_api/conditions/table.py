@@ -12,10 +12,9 @@ from kvstow.status import BypassStatus, DrainStatus, SessionStatus
 from kvstow_api.answers import ConditionView, DoctorView, Severity
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.evidence import TABLE, Condition, Evidence, NothingToMeasure
-from kvstow_api.directory import NO_POOL, HostedPool
+from kvstow_api.directory import NO_POOL, HostedPool, host_readiness
 from kvstow_api.health import Check
 from kvstow_api.host import ApiHost
-from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.readings import curve_view, sessions_now, tier_view
 from kvstow_api.sampler import Sampler

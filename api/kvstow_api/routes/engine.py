@@ -25,8 +25,7 @@ from kvstow_api.answers import (
 )
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
-from kvstow_api.directory import HostedPool, Switches
-from kvstow_api.hostreadiness import host_readiness, live_ranks
+from kvstow_api.directory import HostedPool, Switches, host_readiness, live_ranks
 from kvstow_api.openapi import changing, reading
 from kvstow_api.queries import AnyPool, ChosenPool, Session, StrictRouter
 from kvstow_api.readings import sessions_now, tier_view, transfers_view

@@ -36,12 +36,12 @@ from kvstow_api.answers import (
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, PurgeBody, RecordBody
 from kvstow_api.directory import HostedPool
+from kvstow_api.middleware import CHANGED_NOTHING
 from kvstow_api.openapi import ETAG, Responses, changing, reading
 from kvstow_api.operations import Operation
 from kvstow_api.queries import ChosenPool, Page, PageOfList, StrictRouter, Wait, find_pool, token_of
 from kvstow_api.readings import curve_view, pool_view, pool_views, settings_etag
-from kvstow_api.recordedtrace import RecordedTrace
-from kvstow_api.requests import CHANGED_NOTHING
+from kvstow_api.streams import RecordedTrace
 
 # -- operations -------------------------------------------------------------------------------------------------------
 

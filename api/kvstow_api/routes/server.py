@@ -24,10 +24,10 @@ from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView, curves_of
 from kvstow_api.health import Probe, Verdict
 from kvstow_api.openapi import Description, Responses, changing, reading
-from kvstow_api.page.live import StatusPage
+from kvstow_api.page.status import StatusPage
 from kvstow_api.queries import AnyPool, StrictRouter, choose_pool
 from kvstow_api.readings import curves_view
-from kvstow_api.streamlimit import LimitedStream
+from kvstow_api.streams import LimitedStream
 
 # -- what machines poll -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.regularfile import FileStamp, RegularFile
+from kvstow_api.hostsettings import FileStamp, RegularFile
 from kvstow_service.pemfile import in_memory
 
 logger = logging.getLogger("kvstow.tls")

@@ -30,7 +30,7 @@ from kvstow.tier.store import (
     count_gets,
     count_puts,
 )
-from kvstow_api.regularfile import RegularFile
+from kvstow_api.hostsettings import RegularFile
 from kvstow_service.pemfile import in_memory
 
 if TYPE_CHECKING:

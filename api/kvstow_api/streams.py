@@ -1,27 +1,95 @@
-"""Streams of events that a client can resume where it was disconnected."""
+"""Streams: their limits, events that a client can resume where it was disconnected, and the recording of a pool."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from kvstow.control.blockevents import BlockEvent
+from kvstow.control.recording import Recording
+from kvstow.errors import QueueFullError
 from kvstow.keys import format_key
 from kvstow_api.answers import EventType
+from kvstow_api.auth import is_stranger
+from kvstow_api.bodies import RecordBody
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.journal import Entry, Journal
-from kvstow_api.streamlimit import StreamLimit
+
+_MEDIA_TYPE = "text/event-stream"
+
+
+class StreamLimit:
+    """At most `most` streams at a time. Unauthenticated clients (`is_stranger`) get all but `reserved` of them, and at
+    most `per_client` from one IP address. Used on the event loop."""
+
+    def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
+        """`noun`: the streams in the plural, for the error message."""
+        self._noun = noun
+        self._most, self._public_most, self._per_client = most, most - reserved, per_client
+        self._clients: Counter[str] = Counter()  # open streams of unauthenticated clients, by address
+        self.open = 0
+
+    @contextmanager
+    def place(self, scope: Scope) -> Iterator[None]:
+        """Counts one more stream while the context is open. Raises `QueueFullError` if a limit is reached."""
+        client: str | None = scope["client"][0] if is_stranger(scope) else None
+        self._check(client)
+        self.open += 1
+        if client is not None:
+            self._clients[client] += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+            if client is not None:
+                self._clients[client] -= 1
+                if not self._clients[client]:
+                    del self._clients[client]
+
+    def _check(self, client: str | None) -> None:
+        noun = self._noun
+        if self.open >= self._most:
+            raise QueueFullError(f"too many open {noun} (limit {self._most})")
+        if client is None:
+            return
+        if self._clients[client] >= self._per_client:
+            raise QueueFullError(f"too many open {noun} from {client} (limit {self._per_client})")
+        if self._clients.total() >= self._public_most:
+            raise QueueFullError(
+                f"too many open {noun} (limit {self._public_most}, and {self._most} for admins and the Unix socket)"
+            )
+
+
+class LimitedStream(StreamingResponse):
+    """Server-sent events that occupy a place from before the first byte until the client disconnects.
+
+    The place is taken when the response is sent, not when it is created: a response that is never sent takes none, and
+    two requests cannot both get the last place."""
+
+    def __init__(self, content: AsyncIterable[bytes], limit: StreamLimit) -> None:
+        super().__init__(content, media_type=_MEDIA_TYPE)
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._limit.place(scope):
+            await super().__call__(scope, receive, send)
+
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
 POLL_SECONDS = 0.25  # reads two counters; a callback under the engine's lock would cost every store more
 _SILENT_POLLS = 60  # then a comment is sent, so that the client knows that the server is alive
 _MAX_BATCH = 100  # block events read at once
 _RETRY_MS = 2000
-_MAX_KEPT_BYTES = 4 << 20
 
 _CURSOR = re.compile(r"([0-9a-f]{1,32})-(\d{1,18})-(\d{1,18})")
 
@@ -52,7 +120,6 @@ class EventStreams:
 
     def __init__(self, directory: Directory, journal: Journal) -> None:
         self._directory, self._journal = directory, journal
-        self._messages = _Messages()
         self.limit = StreamLimit(
             "event streams", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
@@ -81,7 +148,7 @@ class EventStreams:
             given = Cursor.parse(after)
             known = given is not None and given.is_before(now)
             begin = given if given is not None and known else now._replace(journal=0)
-        reader = _Reader(pool, self._journal, self._messages, frozenset(wanted), begin)
+        reader = _Reader(pool, self._journal, frozenset(wanted), begin)
         return self._run(reader, known, poll)
 
     async def _run(self, reader: _Reader, known: bool, poll: float) -> AsyncIterator[bytes]:
@@ -101,39 +168,11 @@ class EventStreams:
                 await asyncio.sleep(poll)
 
 
-class _Messages:
-    """The last events, encoded once for all streams: 0.3 ms for 1,024 keys. Without the id, which differs between
-    streams. Bounded in bytes; the oldest are dropped first."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._bytes = 0
-
-    def of(self, event: Entry | BlockEvent, pool: HostedPool | None = None) -> bytes:
-        """`pool`: whose block event it is; None for an entry of the journal."""
-        name = "" if pool is None else pool.facade.engine_id, event.sequence
-        message = self._kept.get(name)
-        if message is None:
-            message = self._kept[name] = _encode(event, "" if pool is None else pool.name)
-            self._bytes += len(message)
-            while self._bytes > _MAX_KEPT_BYTES:
-                _, oldest = self._kept.popitem(last=False)
-                self._bytes -= len(oldest)
-        return message
-
-
 class _Reader:
     """Reads journal and block events from a cursor on."""
 
-    def __init__(
-        self,
-        pool: HostedPool | None,
-        journal: Journal,
-        messages: _Messages,
-        wanted: frozenset[str],
-        cursor: Cursor,
-    ) -> None:
-        self._pool, self._journal, self._messages, self._wanted = pool, journal, messages, wanted
+    def __init__(self, pool: HostedPool | None, journal: Journal, wanted: frozenset[str], cursor: Cursor) -> None:
+        self._pool, self._journal, self._wanted = pool, journal, wanted
         self.cursor = cursor
         self._num_lost = 0
         self.behind = False
@@ -156,7 +195,7 @@ class _Reader:
         for entry in entries:
             self.cursor = self.cursor._replace(journal=entry.sequence)
             if entry.type in self._wanted and self._is_of_pool(entry):
-                yield _with_id(self.cursor, self._messages.of(entry))
+                yield _with_id(self.cursor, _message(entry.type, entry.data))
 
     def _is_of_pool(self, entry: Entry) -> bool:
         return self._pool is None or entry.data.get("pool") in (None, self._pool.name)
@@ -175,7 +214,7 @@ class _Reader:
         for event in page.events:
             self.cursor = self.cursor._replace(blocks=event.sequence)
             if event.kind in self._wanted:
-                yield _with_id(self.cursor, self._messages.of(event, self._pool))
+                yield _with_id(self.cursor, _encode(event, self._pool.name))
 
     def _lost(self, count: int) -> Iterator[bytes]:
         self._num_lost += count
@@ -183,9 +222,8 @@ class _Reader:
             yield _with_id(self.cursor, _message("lost", {"count": count}))
 
 
-def _encode(event: Entry | BlockEvent, pool: str) -> bytes:
-    if isinstance(event, Entry):
-        return _message(event.type, event.data)
+@lru_cache(maxsize=_MAX_BATCH + 28)  # for all streams: it takes 0.3 ms for 1,024 keys, and 80 KiB
+def _encode(event: BlockEvent, pool: str) -> bytes:
     data: dict[str, Any] = {"pool": pool, "keys": [format_key(key) for key in event.keys]}
     if event.kind == "removed":
         data["reason"] = event.reason
@@ -199,3 +237,38 @@ def _message(kind: EventType, data: dict[str, Any]) -> bytes:
 
 def _with_id(cursor: Cursor, message: bytes) -> bytes:
     return b"id: %s\n%s" % (str(cursor).encode(), message)
+
+
+TRACE_POLL_SECONDS = 0.25
+_SILENT_TRACE_POLLS = 20  # then an empty line is sent, so that the client knows that the server is alive
+
+
+class RecordedTrace(StreamingResponse):
+    """Lines of a trace, and a last one about the recording. While the client does not read, nothing is taken from the
+    recording, which then ends by itself. It begins and ends with this answer, whatever becomes of the connection."""
+
+    def __init__(self, pool: HostedPool, limits: RecordBody, media_type: str) -> None:
+        super().__init__(iter(()), media_type=media_type)
+        self._pool, self._limits = pool, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits = self._limits
+        with self._pool.facade.record(seconds=limits.seconds, max_bytes=limits.max_bytes) as recording:
+            self.body_iterator = self._lines(recording)
+            await super().__call__(scope, receive, send)
+
+    async def _lines(self, recording: Recording) -> AsyncIterator[bytes]:
+        silent = 0
+        while True:
+            lines, end = await run_in_threadpool(recording.take)
+            silent = 0 if lines else silent + 1
+            if lines:
+                yield lines
+            elif silent % _SILENT_TRACE_POLLS == 1:
+                yield b"\n"
+            if end is not None:
+                told = {"end": end, "requests": recording.requests, "blocks": recording.blocks}
+                yield json.dumps({"recording": told}, separators=(",", ":")).encode() + b"\n"
+                return
+            if not lines:
+                await asyncio.sleep(TRACE_POLL_SECONDS)
