@@ -529,12 +529,12 @@ _OF_SERVER = (
         lambda app: {kind: app.operations.num_running(kind) for kind in KINDS},
         ("kind",),
     ),
-    counter("operations", "Operations that ended", lambda app: app.operations.ended(), ("kind", "result")),
+    counter("operations", "Operations that ended", lambda app: app.operations.ended, ("kind", "result")),
     Family(
         "histogram",
         "operation_duration_seconds",
         "Duration of an operation",
-        lambda app: app.operations.seconds(),
+        lambda app: app.operations.seconds,
         ("kind",),
     ),
     counter(
