@@ -106,10 +106,11 @@ ORDER = {
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver node settings nodeprocess",
-    "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host health "
-    "hostwatch auth columns overview sampler sizing readings client.client client.routes conditions.evidence "
-    "conditions.pools conditions.hosts conditions.table middleware streams appstate queries metrics "
-    "routes.contexts routes.engine routes.pools page.status routes.server routes.clienttable app",
+    "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host "
+    "health hostwatch auth columns overview sampler sizing readings client.client client.routes "
+    "conditions.evidence conditions.pools conditions.hosts conditions.table middleware streams "
+    "appstate queries metrics routes.contexts routes.engine routes.pools page.status "
+    "routes.server routes.clienttable app",
     "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
     "plot replay serve settings top watching",
 }

@@ -300,14 +300,7 @@ def delete_pool(app: App, pool: Pool) -> Response:
 @router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def evict(app: App, request: Request, pool: Pool, body: EvictBody, wait: Wait = _WAIT) -> RemovedView | Response:
     """Remove the coldest blocks, or those that only one context has claimed. Leased blocks stay."""
-    make = partial(
-        pool.facade.admin.evict,
-        slots=body.slots,
-        num_bytes=body.num_bytes,
-        idle_seconds=body.idle_seconds,
-        context=body.context,
-        dry_run=body.dry_run,
-    )
+    make = partial(pool.facade.admin.evict, **body.model_dump())
     request.scope[CHANGED_NOTHING] = body.dry_run
     return await _remove(app, "evict", pool, make, body.dry_run, wait)
 
@@ -316,18 +309,7 @@ async def evict(app: App, request: Request, pool: Pool, body: EvictBody, wait: W
 async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, wait: Wait = _WAIT) -> RemovedView | Response:
     """Remove blocks by key, context, age or number. A block in a transfer is gone at once; its slot is freed when the
     transfer ends."""
-    make = partial(
-        pool.facade.admin.purge,
-        everything=bool(body.everything),
-        keys=body.keys,
-        key_prefixes=body.key_prefixes,
-        idle_seconds=body.idle_seconds,
-        age_seconds=body.age_seconds,
-        slots=body.slots,
-        num_bytes=body.num_bytes,
-        context=body.context,
-        dry_run=body.dry_run,
-    )
+    make = partial(pool.facade.admin.purge, **body.model_dump())
     request.scope[CHANGED_NOTHING] = body.dry_run
     return await _remove(app, "purge", pool, make, body.dry_run, wait)
 
