@@ -12,7 +12,16 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
 from kvstow.status import RankStatus, SessionStatus, TransferStatus
-from kvstow_api.answers import NO_TIER, ConditionView, PoolCurveView, PoolView, ReadinessView, TierView, TransfersView
+from kvstow_api.answers import (
+    NO_TIER,
+    ConditionView,
+    InfoView,
+    PoolCurveView,
+    PoolView,
+    ReadinessView,
+    TierView,
+    TransfersView,
+)
 from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
 from kvstow_api.figures import AXES, CurvesView, CurveView, NowView, Unit
 from kvstow_api.texts import counted, duration, field_text, percent, rate
@@ -38,16 +47,10 @@ class PoolReadings(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What the overview is made of, read at about the same time. `node`: engines attach to the server; otherwise it is
-    embedded in one. `asked`: the pool that the viewer has chosen. `transfers` and `pool` are of the pool that
-    `pool_to_show` names; without one, `transfers` are of all pools."""
+    """What the overview is made of, read at about the same time. `asked`: the pool that the viewer has chosen.
+    `transfers` and `pool` are of the pool that `pool_to_show` names; without one, `transfers` are of all pools."""
 
-    model: str | None
-    mode: str
-    version: str
-    host_name: str
-    attach: str | None
-    node: bool
+    info: InfoView
     readiness: ReadinessView
     pools: Sequence[PoolView]
     sessions: Sequence[SessionStatus]
@@ -55,7 +58,6 @@ class Readings(NamedTuple):
     asked: str | None
     pool: PoolReadings | None
     tier: TierView = NO_TIER
-    conditions: Sequence[ConditionView] = ()
 
 
 class MemoryBar(NamedTuple):
@@ -183,7 +185,8 @@ def overview(given: Readings) -> Overview:
     is_missing = given.asked not in (None, *names)
     selected = None if given.pool is None else pool_to_show(names, given.asked)
     sessions = [session for session in given.sessions if selected in (None, session.pool)]
-    bad = [one for one in given.conditions if one.severity != "info"]
+    info, conditions = given.info, given.readiness.conditions
+    bad = [one for one in conditions if one.severity != "info"]
     pools, engines = {one.pool for one in bad}, {one.session for one in bad}
     tiers = {one.pool for one in bad if one.name.startswith("tier_")}
     troubled = {(one.session, one.rank) for one in bad}
@@ -193,14 +196,14 @@ def overview(given: Readings) -> Overview:
         paused = any(pool.pinning_paused for pool in given.pools if pool.name == selected)
         ranks = rank_rows(given.pool.ranks, pinning_paused=paused, troubled=troubled)
     state, reason = given.readiness.state, given.readiness.reason
-    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in given.conditions)
+    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in conditions)
     return Overview(
-        about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
-        host_name=given.host_name,
-        attach=given.attach or "",
+        about=", ".join(filter(None, (info.settings.get("model"), info.mode, f"version {info.version}"))),
+        host_name=info.host_name,
+        attach=info.attach or "",
         state=state,
-        reason="" if is_told else given.readiness.reason,
-        conditions=tuple(given.conditions),
+        reason="" if is_told else reason,
+        conditions=tuple(conditions),
         memory=_memory(given),
         pools=Table.of(given.pools, POOLS, lambda one: one.name in pools),
         selected=selected,
@@ -216,15 +219,15 @@ def overview(given: Readings) -> Overview:
         ),
         pending=(*_pending(given.transfers.pending), *_ways(given.transfers.load_choices)),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
-        pool=None if given.pool is None else _pool_overview(given.pool, given.conditions),
+        pool=None if given.pool is None else _pool_overview(given.pool, conditions),
     )
 
 
 def _memory(given: Readings) -> MemoryBar:
     populated, target = given.readiness.memory.populated_bytes, given.readiness.memory.target_bytes
-    size, verb = format_size(target), "populated" if given.node else "pinned"
+    size, verb = format_size(target), "populated" if given.info.node else "pinned"
     progress = size if populated >= target else f"{format_size(populated)} of {size} {verb}"
-    if given.node:
+    if given.info.node:
         progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
     return MemoryBar(populated, target, progress)
 

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from itertools import groupby, islice
@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
-from kvstow_api.answers import POOL_NAME, ConditionView
-from kvstow_api.appstate import AppState
-from kvstow_api.columns import Table
+from kvstow_api.answers import POOL_NAME
+from kvstow_api.appstate import AppState, info_view
 from kvstow_api.directory import HostedPool, host_readiness, live_ranks
 from kvstow_api.figures import CURVE_POINTS
 from kvstow_api.overview import (
     NUM_OLDEST,
     Overview,
     PoolReadings,
-    RankRow,
     Readings,
     overview,
     pool_to_show,
@@ -177,18 +175,12 @@ class EventLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`conditions`, `pools`, `sessions`, `tiers` and `ranks`: those of the overview, as far as they fit; `more_...`
-    counts the others.
-    `server` has nothing that changes while it runs: a section of the page is sent again whenever it changes."""
+    """`overview` is limited to what fits; `more_conditions` and `more_ranks` count the others. `server` has nothing
+    that changes while it runs: a section of the page is sent again whenever it changes."""
 
     overview: Overview
     server: str
-    conditions: tuple[ConditionView, ...]
     more_conditions: int
-    pools: Table
-    sessions: Table
-    tiers: Table
-    ranks: tuple[RankRow, ...]
     more_ranks: int
     events: tuple[EventLine, ...]
 
@@ -200,33 +192,30 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
     pools = directory.pools()
     chosen = pool_to_show([pool.name for pool in pools], asked)
     shown_pools = [pool for pool in pools if chosen in (None, pool.name)]
-    readings = Readings(
-        model=host.settings.get("model"),
-        mode=host.mode,
-        version=host.version,
-        host_name=host.host_name,
-        attach=host.attach,
-        node=directory.is_node,
-        readiness=host_readiness(directory),
-        pools=pool_views(directory, app.sampler),
-        sessions=sessions_now(directory, app.sampler),
-        transfers=transfers_view(shown_pools, NUM_OLDEST),
-        asked=asked,
-        tier=tier_view(directory),
-        conditions=app.conditions.find().conditions,
-        pool=None if chosen is None else _pool_readings(app, shown_pools[0]),
+    shown = overview(
+        Readings(
+            info=info_view(app),
+            readiness=replace(host_readiness(directory), conditions=app.conditions.find().conditions),
+            pools=pool_views(directory, app.sampler),
+            sessions=sessions_now(directory, app.sampler),
+            transfers=transfers_view(shown_pools, NUM_OLDEST),
+            asked=asked,
+            tier=tier_view(directory),
+            pool=None if chosen is None else _pool_readings(app, shown_pools[0]),
+        )
     )
-    shown = overview(readings)
     return Content(
-        overview=shown,
+        overview=replace(
+            shown,
+            conditions=shown.conditions[:_CONDITIONS],
+            pools=shown.pools.limited(_ROWS),
+            sessions=shown.sessions.limited(_ROWS),
+            tiers=shown.tiers.limited(_ROWS),
+            ranks=tuple(select_ranks(shown.ranks, _RANKS)),
+        ),
         server=", ".join((shown.about, *host.addresses[:1], f"since {app.started:%Y-%m-%d %H:%M:%S} UTC"))
         + (f"; engines attach at {shown.attach}" if shown.attach else ""),
-        conditions=shown.conditions[:_CONDITIONS],
         more_conditions=max(0, len(shown.conditions) - _CONDITIONS),
-        pools=shown.pools.limited(_ROWS),
-        sessions=shown.sessions.limited(_ROWS),
-        tiers=shown.tiers.limited(_ROWS),
-        ranks=tuple(select_ranks(shown.ranks, _RANKS)),
         more_ranks=max(0, len(shown.ranks) - _RANKS),
         events=_events(app, chosen),
     )

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 from kvstow.errors import ConfigError
 from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
-from kvstow_api.appstate import App
+from kvstow_api.appstate import App, info_view
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView, curves_of
@@ -163,23 +163,7 @@ router.routes.extend(_lenient.routes)
 @router.get("/v1/info", responses=reading())
 async def get_info(app: App) -> InfoView:
     """Version, mode and settings, without secrets."""
-    host = app.host
-    return InfoView(
-        version=host.version,
-        mode=host.mode,
-        node=app.directory.is_node,
-        host_name=host.host_name,
-        attach=host.attach,
-        addresses=list(host.addresses),
-        engine_id=app.directory.engine_id,
-        started=app.started,
-        uptime_seconds=app.uptime,
-        token_required=host.token_file is not None or host.client_certificates,
-        num_ranks=sum(len(pool.facade.readiness().ranks) for pool in app.directory.pools()),
-        pools=[pool.name for pool in app.directory.pools()],
-        build=dict(host.build),
-        settings=dict(host.settings),
-    )
+    return info_view(app)
 
 
 @router.get("/v1/loglevel", responses=reading())
