@@ -548,8 +548,8 @@ MUTANTS = [
     Mutant(
         "a_life_is_counted_at_once",
         "api/kvstow_api/sampler.py",
-        "self._boots.get(name) or now._replace(pin_failures={})",
-        "self._boots.get(name) or CountedRank()",
+        "self._boots.get(name, _busy(rank))",
+        "self._boots.get(name, Counter())",
         "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
     ),
     Mutant(
@@ -1279,7 +1279,7 @@ MUTANTS = [
     Mutant(
         "files_of_secrets_may_be_anything",
         "service/kvstow_service/tiers/redisstore.py",
-        "RegularFile.read(path).content",
+        "read_regular_file(path)[0]",
         "b'' if path.exists() else path.read_bytes()",
         "tests/service/tiers/test_redislocation.py::"
         "test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start",

@@ -71,29 +71,22 @@ class FileStamp(NamedTuple):
         return cls(status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode)
 
 
-class RegularFile(NamedTuple):
-    """The content of a file, and the stamp of that version."""
-
-    content: bytes
-    stamp: FileStamp
-
-    @classmethod
-    def read(cls, path: Path) -> RegularFile:
-        """Blocks only on the file system. Raises `OSError`, also for a file that is not regular or is larger than
-        `MAX_FILE_BYTES`."""
-        # Without O_NONBLOCK, opening a pipe waits for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(descriptor)
-        if len(content) > MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES} bytes", str(path))
-        return cls(content, FileStamp.from_status(status))
+def read_regular_file(path: Path) -> tuple[bytes, FileStamp]:
+    """The content of a file, and the stamp of that version. Blocks only on the file system. Raises `OSError`, also for
+    a file that is not regular or is larger than `MAX_FILE_BYTES`."""
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES} bytes", str(path))
+    return content, FileStamp.from_status(status)
 
 
 def exposure(mode: int) -> str | None:
@@ -132,16 +125,16 @@ class TokenFile:
         try:
             if FileStamp.of(self._path) == self._stamp:
                 return
-            read = RegularFile.read(self._path)
+            content, stamp = read_regular_file(self._path)
         except OSError as error:
             self._stamp = None
             self._problem = SettingError("token_file", str(self._path), f"cannot be read: {error.strerror}")
             return
-        tokens = tuple(filter(None, map(bytes.strip, read.content.splitlines())))
+        tokens = tuple(filter(None, map(bytes.strip, content.splitlines())))
         usable = 1 <= len(tokens) <= MAX_TOKENS and all(len(token.split()) == 1 for token in tokens)
         needed = f"must have 1 to {MAX_TOKENS} lines with one token each"
         self._problem = None if usable else SettingError("token_file", str(self._path), needed)
-        self._tokens, self._stamp = tokens, read.stamp
+        self._tokens, self._stamp = tokens, stamp
 
     def accepts(self, token: bytes) -> bool:
         """Whether the file had this token when it was last read. Raises `ConfigError` if the file was not usable."""

@@ -32,7 +32,6 @@ from kvstow_api.conditions.pools import rank_failure
 from kvstow_api.directory import HostedPool, HostTier, TierLabels, host_readiness
 from kvstow_api.operations import KINDS
 from kvstow_api.readings import curve_view
-from kvstow_api.sampler import CountedRank
 
 POOL = ("pool", "model")
 """The labels of a pool: its name, and its model, which is empty if unknown."""
@@ -105,7 +104,7 @@ class PoolSnapshot(NamedTuple):
     stats: EngineStats
     readiness: Readiness
     ranks: Mapping[int, Sequence[RankStatus]]
-    counted: Sequence[CountedRank]
+    counted: Sequence[Mapping[str, float]]
     session_states: Mapping[SessionState, int]
     curve: PoolCurveView
 
@@ -345,13 +344,13 @@ _COUNTED = (
     counter(
         "pin_failures",
         "Failed attempts to pin",
-        lambda counted: {reason: counted.pin_failures.get(reason, 0) for reason in _PIN_FAILURES},
+        lambda counted: {reason: counted.get(reason, 0) for reason in _PIN_FAILURES},
         ("reason",),
     ),
     counter(
         "transfer_busy_seconds",
         "Time in which the rank was copying, in all engines together",
-        lambda counted: {"load": counted.load_busy_seconds, "store": counted.store_busy_seconds},
+        lambda counted: {name: counted.get(name, 0.0) for name in DIRECTIONS},
         ("direction",),
     ),
 )

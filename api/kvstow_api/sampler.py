@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from kvstow.status import RankStatus, SessionState, SessionStatus
 from kvstow_api.directory import Directory, HostedPool, host_readiness
@@ -26,27 +25,8 @@ from kvstow_api.journal import Journal
 _BOOTS = 1024  # of a pool that are remembered
 
 
-class CountedRank(NamedTuple):
-    """What the ranks of one number have counted, in all engines of a pool."""
-
-    load_busy_seconds: float = 0.0
-    store_busy_seconds: float = 0.0
-    pin_failures: Mapping[str, int] = {}
-
-    @classmethod
-    def of(cls, rank: RankStatus) -> CountedRank:
-        return cls(rank.load_busy_seconds, rank.store_busy_seconds, dict(rank.pin_failures))
-
-    def grown(self, before: CountedRank, now: CountedRank) -> CountedRank:
-        """With what one of the ranks has counted since `before`."""
-        failures = dict(self.pin_failures)
-        for reason, count in now.pin_failures.items():
-            failures[reason] = failures.get(reason, 0) + max(0, count - before.pin_failures.get(reason, 0))
-        return CountedRank(
-            self.load_busy_seconds + max(0.0, now.load_busy_seconds - before.load_busy_seconds),
-            self.store_busy_seconds + max(0.0, now.store_busy_seconds - before.store_busy_seconds),
-            failures,
-        )
+def _busy(rank: RankStatus) -> Counter[str]:
+    return Counter({"load": rank.load_busy_seconds, "store": rank.store_busy_seconds})
 
 
 class RankCounters:
@@ -70,25 +50,26 @@ class RankCounters:
                 for rank in session.ranks:
                     self._pools[ids[session.pool]].note(rank)
 
-    def of_pool(self, pool: HostedPool) -> list[CountedRank]:
-        """By number of the rank."""
+    def of_pool(self, pool: HostedPool) -> list[Mapping[str, float]]:
+        """By number of the rank: the seconds in which it was copying (`load` and `store`), and failures to pin, by
+        reason."""
         counters = self._pools.get(pool.facade.engine_id) or _PoolCounters()
-        return [counters.sums.get(rank, CountedRank()) for rank in range(pool.facade.config.num_ranks)]
+        return [counters.sums.get(rank, Counter()) for rank in range(pool.facade.config.num_ranks)]
 
 
 class _PoolCounters:
     def __init__(self) -> None:
-        self.sums: dict[int, CountedRank] = {}
-        self._boots: OrderedDict[tuple[int, str], CountedRank] = OrderedDict()
+        self.sums: dict[int, Counter[str]] = {}
+        self._boots: OrderedDict[tuple[int, str], Counter[str]] = OrderedDict()
         """What each boot of a rank had counted, the one that was seen last at the end."""
 
     def note(self, rank: RankStatus) -> None:
         if rank.boot_id is None:
             return
-        name, now = (rank.rank, rank.boot_id), CountedRank.of(rank)
+        name, now = (rank.rank, rank.boot_id), _busy(rank) + Counter(rank.pin_failures)
         # A rank that was there before this server comes with what it has copied in its whole life.
-        before = self._boots.get(name) or now._replace(pin_failures={})
-        self.sums[rank.rank] = self.sums.get(rank.rank, CountedRank()).grown(before, now)
+        before = self._boots.get(name, _busy(rank))
+        self.sums[rank.rank] = self.sums.get(rank.rank, Counter()) + (now - before)  # no count falls
         self._boots[name] = now
         self._boots.move_to_end(name)
         while len(self._boots) > _BOOTS:

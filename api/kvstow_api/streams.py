@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
@@ -23,7 +23,7 @@ from kvstow_api.answers import EventType
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import RecordBody
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.journal import Entry, Journal
+from kvstow_api.journal import Journal
 
 _MEDIA_TYPE = "text/event-stream"
 
@@ -148,7 +148,7 @@ class EventStreams:
             given = Cursor.parse(after)
             known = given is not None and given.is_before(now)
             begin = given if given is not None and known else now._replace(journal=0)
-        reader = _Reader(pool, self._journal, frozenset(wanted), begin)
+        reader = _Reader(pool, self._journal, frozenset(wanted), begin, self._count_lost)
         return self._run(reader, known, poll)
 
     async def _run(self, reader: _Reader, known: bool, poll: float) -> AsyncIterator[bytes]:
@@ -158,7 +158,6 @@ class EventStreams:
         silent = 0
         while True:
             chunk = b"".join(reader.read())
-            self.lost += reader.take_lost()
             silent = 0 if chunk else silent + 1
             if chunk:
                 yield chunk
@@ -167,25 +166,27 @@ class EventStreams:
             if not reader.behind:
                 await asyncio.sleep(poll)
 
+    def _count_lost(self, number: int) -> None:
+        self.lost += number
+
 
 class _Reader:
-    """Reads journal and block events from a cursor on."""
+    """Reads journal and block events from a cursor on. `behind`: there is more to read without waiting."""
 
-    def __init__(self, pool: HostedPool | None, journal: Journal, wanted: frozenset[str], cursor: Cursor) -> None:
-        self._pool, self._journal, self._wanted = pool, journal, wanted
-        self.cursor = cursor
-        self._num_lost = 0
-        self.behind = False
-        """There is more to read without waiting."""
+    def __init__(
+        self,
+        pool: HostedPool | None,
+        journal: Journal,
+        wanted: frozenset[str],
+        cursor: Cursor,
+        count_lost: Callable[[int], None],
+    ) -> None:
+        self._pool, self._journal, self._wanted, self._count_lost = pool, journal, wanted, count_lost
+        self.cursor, self.behind = cursor, False
 
     def read(self) -> Iterator[bytes]:
         yield from self._read_journal()
         yield from self._read_blocks()
-
-    def take_lost(self) -> int:
-        """How many events were lost since the last call."""
-        lost, self._num_lost = self._num_lost, 0
-        return lost
 
     def _read_journal(self) -> Iterator[bytes]:
         if self._journal.last == self.cursor.journal:
@@ -194,11 +195,8 @@ class _Reader:
         yield from self._lost(lost)
         for entry in entries:
             self.cursor = self.cursor._replace(journal=entry.sequence)
-            if entry.type in self._wanted and self._is_of_pool(entry):
+            if entry.type in self._wanted and (self._pool is None or entry.data.get("pool") in (None, self._pool.name)):
                 yield _with_id(self.cursor, _message(entry.type, entry.data))
-
-    def _is_of_pool(self, entry: Entry) -> bool:
-        return self._pool is None or entry.data.get("pool") in (None, self._pool.name)
 
     def _read_blocks(self) -> Iterator[bytes]:
         if self._pool is None:
@@ -217,8 +215,8 @@ class _Reader:
                 yield _with_id(self.cursor, _encode(event, self._pool.name))
 
     def _lost(self, count: int) -> Iterator[bytes]:
-        self._num_lost += count
         if count:
+            self._count_lost(count)
             yield _with_id(self.cursor, _message("lost", {"count": count}))
 
 

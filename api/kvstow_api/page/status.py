@@ -280,21 +280,14 @@ _NO_POOL = ""
 """In place of all names that no pool has: they share a view, so that there are not more views than pools and two."""
 
 
-class _Section(NamedTuple):
-    """A section of the page, as HTML and as a server-sent event, and the version of the page that changed it."""
-
-    html: str
-    event: bytes
-    version: int
-
-
 class _View:
-    """The page as viewers of one pool see it, or of all. `document` is None until the present version is requested."""
+    """The page as viewers of one pool see it, or of all. `sections` as HTML and `events` as server-sent events, by
+    their names. An event stays the same object until its section changes. `document` is None until it is requested."""
 
     def __init__(self) -> None:
         self.rendered_at = float("-inf")
-        self.version = 0
-        self.sections: dict[str, _Section] = {}
+        self.sections: dict[str, str] = {}
+        self.events: dict[str, bytes] = {}
         self.document: bytes | None = None
         self.state = ""
 
@@ -322,8 +315,7 @@ class StatusPage:
         renderer = await self._ready()
         view = self._refreshed(renderer, pool)
         if view.document is None:
-            html = {name: section.html for name, section in view.sections.items()}
-            view.document = renderer.document(self._app.host.host_name, view.state, html).encode()
+            view.document = renderer.document(self._app.host.host_name, view.state, view.sections).encode()
         return view.document
 
     async def headers(self) -> Mapping[str, str]:
@@ -334,12 +326,11 @@ class StatusPage:
         `poll`: seconds between two checks of the shared page; by default until it is rendered again."""
         yield f"retry: {_RETRY_MS}\n\n".encode()
         renderer = await self._ready()
-        seen, sent_at = (_View(), 0), self._clock()
+        sent, sent_at = dict[str, bytes](), self._clock()
         while True:
             view = self._refreshed(renderer, pool)
-            version = seen[1] if seen[0] is view else 0
-            news = b"".join(section.event for section in view.sections.values() if section.version > version)
-            seen = (view, view.version)
+            news = b"".join(event for name, event in view.events.items() if sent.get(name) is not event)
+            sent = view.events
             if not news and self._clock() - sent_at >= SILENT_SECONDS:
                 news = b": nothing changed\n\n"
             if news:
@@ -361,12 +352,14 @@ class StatusPage:
         if now - view.rendered_at < INTERVAL:
             return view
         content = read_content(self._app, pool)
-        view.rendered_at, view.state = now, content.overview.state
-        version = view.version + 1
-        for name, html in renderer.sections(content).items():
-            if name not in view.sections or view.sections[name].html != html:
-                view.sections[name] = _Section(html, _event(name, html), version)
-                view.version, view.document = version, None
+        sections = renderer.sections(content)
+        if sections != view.sections:
+            before, view.document = view.sections, None
+            view.events = {
+                name: view.events[name] if before.get(name) == html else _event(name, html)
+                for name, html in sections.items()
+            }
+        view.rendered_at, view.state, view.sections = now, content.overview.state, sections
         return view
 
     async def _ready(self) -> Renderer:

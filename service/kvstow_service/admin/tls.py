@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.hostsettings import FileStamp, RegularFile
+from kvstow_api.hostsettings import FileStamp, read_regular_file
 from kvstow_service.pemfile import in_memory
 
 logger = logging.getLogger("kvstow.tls")
@@ -84,7 +84,7 @@ def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
 
 def _content(setting: str, path: Path) -> bytes:
     try:
-        return RegularFile.read(path).content
+        return read_regular_file(path)[0]
     except OSError as error:
         raise SettingError(setting, str(path), f"cannot be read: {error.strerror}") from None
 
