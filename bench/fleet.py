@@ -164,10 +164,10 @@ class TieredOffload(EmbeddedOffload):
 
     def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         lease = self._engine.acquire(keys, count=False)
-        wait = self.tier.look_for(keys, len(lease.keys)) if len(lease.keys) < len(keys) else None
+        wait = self.tier.look_for(keys, lease.num_keys) if lease.num_keys < len(keys) else None
         if wait is not None:
             return _Found(self, keys, lease, wait)
-        self._engine.count_lookup(len(keys), len(lease.keys))
+        self._engine.count_lookup(len(keys), lease.num_keys)
         return Given(lease)
 
     def find_again(self, keys: Sequence[BlockKey], before: Lease) -> Lease:

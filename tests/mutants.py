@@ -122,9 +122,23 @@ MUTANTS = [
     Mutant(
         "everybody_sees_the_names_of_contexts",
         "api/kvstow_api/routes/contexts.py",
-        'if is_admin(request.scope.get(ACTOR, "")):',
-        "if True:",
+        '    if not is_admin(request.scope.get(ACTOR, "")):\n        items',
+        "    if False:\n        items",
         "tests/api/routes/test_contexts.py::test_contexts_come_in_pages_with_ids_and_names_for_admins_alone",
+    ),
+    Mutant(
+        "names_of_contexts_can_be_tried",
+        "api/kvstow_api/routes/contexts.py",
+        '    if not is_admin(request.scope.get(ACTOR, "")):\n        raise',
+        "    if False:\n        raise",
+        "tests/api/routes/test_contexts.py::test_others_than_admins_cannot_try_which_contexts_there_are",
+    ),
+    Mutant(
+        "stores_in_flight_outlive_the_purge_of_their_context",
+        "engine/kvstow/control/administration.py",
+        "if not alone and not dry_run:",
+        "if False:",
+        f"{CLAIM_TESTS}::test_a_purged_context_has_no_stores_in_flight",
     ),
     Mutant(
         "prefetches_take_the_store_from_requests",
@@ -163,8 +177,8 @@ MUTANTS = [
     ),
     Mutant(
         "a_slot_with_new_content_keeps_its_source",
-        f"{CONTROL_CODE}/ops.py",
-        "pool.sources.forget(slots)",
+        f"{CONTROL_CODE}/pool.py",
+        "self.sources.forget(slots)",
         "pass",
         f"{SOURCES}::test_slots_are_those_that_hold_a_block_now",
     ),

@@ -1,7 +1,8 @@
 """Agents that pause and come back, with hints and without.
 
-    python3 -m bench.vllm agents [--shape 8b] [--agents 64] [--turns 12] [--gap 8] [--seconds 150] [--rounds 1]
-        [--modes off exact] [--one-shot 0.5] [--graphs none] [--attention FLASH_ATTN] [--out DIR]
+    python3 -m bench.vllm agents [--shape 8b] [--agents 64] [--turns 12] [--gap 8] [--system 512]
+        [--first 1500] [--grows 400] [--seconds 150] [--rounds 1] [--modes off exact] [--one-shot 0.5]
+        [--graphs none] [--attention FLASH_ATTN] [--out DIR]
 
 Each agent has a conversation that grows turn by turn; between two turns it pauses for a time with a heavy tail, and
 after its last turn it begins another one. Beside them come prompts that never repeat. The pool has room for half of the
@@ -358,6 +359,9 @@ def _traffic(options: argparse.Namespace, seed: int) -> Traffic:
         options.agents,
         turns=options.turns,
         gap=options.gap,
+        system=options.system,
+        first=options.first,
+        grows=options.grows,
         one_shot=options.one_shot,
         seconds=options.seconds,
         seed=seed,
@@ -404,6 +408,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--turns", type=int, default=12, help="of a conversation, the median")
     parser.add_argument("--gap", type=float, default=8.0, help="seconds between two turns, the median")
+    parser.add_argument("--system", type=int, default=512, help="tokens that all conversations begin with")
+    parser.add_argument("--first", type=int, default=1500, help="tokens of the first turn")
+    parser.add_argument("--grows", type=int, default=400, help="tokens that a turn adds, on average")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=1, help="of all modes, each with other agents")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "exact"])

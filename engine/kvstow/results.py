@@ -45,12 +45,16 @@ class KeyRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Keys that were present, and their slots (empty where only the node service knows them). Ends when it is released,
-    or when a load uses it."""
+    """How many keys were present, and their slots (empty where only the node service knows them). Ends when it is
+    released, or when a load uses it."""
 
     lease_id: int
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
+    num_keys: int = 0
+    slots: tuple[int, ...] = ()
+
+
+NO_LEASE = Lease(0)
+"""That of a miss; it holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Path, Request
+from fastapi import HTTPException, Path, Request
 
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow.status import ContextStatus
 from kvstow_api.answers import ContextsView, ContextView, PrefetchView, ReleasedView
 from kvstow_api.appstate import App
 from kvstow_api.auth import ACTOR, is_admin
@@ -28,22 +26,25 @@ def list_contexts(request: Request, pool: ChosenPool, page: Page) -> ContextsVie
     """Contexts of a pool, those with the most blocks first. Only admins see their ids and what clients call
     them."""
     found = pool.facade.contexts(page.position, page.size)
-    return ContextsView(
-        items=_shown(request, found.contexts), total=found.total, next_page_token=token_of(found.next_rank)
-    )
+    items = list(found.contexts)
+    if not is_admin(request.scope.get(ACTOR, "")):
+        items = [replace(one, context=None, name=None) for one in items]
+    return ContextsView(items=items, total=found.total, next_page_token=token_of(found.next_rank))
 
 
 @router.get("/{context}", responses=reading(404, 409))
 def get_context(request: Request, context: Id, pool: ChosenPool) -> ContextView:
-    """One context: what each namespace has of it."""
-    return _view(request, pool.facade, context)
+    """One context: what each namespace has of it. For admins alone: others could try which names are in use."""
+    if not is_admin(request.scope.get(ACTOR, "")):
+        raise HTTPException(403, "only admins see a context by its id: it could be found by trying names")
+    return _view(pool.facade, context)
 
 
 @router.patch("/{context}", responses=changing(404, 409))
-def change_context(request: Request, context: Id, body: ContextPatch, pool: ChosenPool) -> ContextView:
+def change_context(context: Id, body: ContextPatch, pool: ChosenPool) -> ContextView:
     """Say when its next request is expected."""
     pool.facade.admin.set_context(context, body.resume_in_seconds)
-    return _view(request, pool.facade, context)
+    return _view(pool.facade, context)
 
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
@@ -61,14 +62,8 @@ def prefetch_context(app: App, context: Id, pool: ChosenPool) -> PrefetchView:
     return PrefetchView(blocks=tier.prefetch(pool.name, context))
 
 
-def _view(request: Request, facade: PoolFacade, context: bytes) -> ContextView:
+def _view(facade: PoolFacade, context: bytes) -> ContextView:
     found = facade.context(context)
     if not found:
         raise NotFoundError(f"there is no context {context.hex()}")
-    return ContextView(items=_shown(request, found))
-
-
-def _shown(request: Request, contexts: Sequence[ContextStatus]) -> list[ContextStatus]:
-    if is_admin(request.scope.get(ACTOR, "")):
-        return list(contexts)
-    return [replace(one, context=None, name=None) for one in contexts]
+    return ContextView(items=found)

@@ -40,23 +40,20 @@ State = Literal["detached", "greeting", "attached", "closed"]
 _SELECTABLE = 1024  # descriptors that `select` takes: FD_SETSIZE
 
 _M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
 
 
 class Call:
-    """A request that was sent. One thread uses it."""
+    """A request that was sent. One thread uses it. It is `done` once its answer has arrived, or never will."""
 
-    __slots__ = ("_answer", "_error", "is_pending")
+    __slots__ = ("_answer", "_error", "done", "is_pending")
 
     def __init__(self) -> None:
+        self.done = False
         self.is_pending = False
         """The service has sent `Pending`: this answer takes time. Answers to later calls may come first."""
         self._answer: Frame | None = None
         self._error: KvstowError | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether the answer has arrived, or never will."""
-        return self._answer is not None or self._error is not None
 
     def answer(self, kind: type[_M]) -> _M:
         """The answer of a call that is `done`. Raises `AttachError`: `DisconnectedError` if the connection ended first,
@@ -65,23 +62,56 @@ class Call:
             raise self._error
         if self._answer is None:
             raise AttachError("the call has no answer yet")
+        if self._answer.kind == Kind.ERROR:
+            refusal = CallError.unpack(self._answer.payload)
+            raise CallFailedError(refusal.code, refusal.message)
         if self._answer.kind != kind.KIND:
             raise ProtocolError("malformed", f"kind {self._answer.kind} answers where {kind.KIND.name} must")
         return kind.unpack(self._answer.payload)
 
     def resolve(self, frame: Frame) -> None:
-        if frame.kind == Kind.ERROR:
-            try:
-                refusal = CallError.unpack(frame.payload)
-            except ProtocolError as error:
-                self._error = error
-            else:
-                self._error = CallFailedError(refusal.code, refusal.message)
-        else:
-            self._answer = frame
+        """The answer has arrived. An `Answer` raises `ProtocolError` if it is a wrong one."""
+        self.done, self._answer = True, frame
 
     def fail(self, error: KvstowError) -> None:
-        self._error = error
+        self.done, self._error = True, error
+
+
+class Answer(Call, Generic[_T]):
+    """A request of an `AttachedEngine`. Once it is `done` it has a `value`. If the service answered, the value is its
+    answer. If the service refused the request or disconnected, the value promises nothing (no hits, no op), and `error`
+    says why."""
+
+    __slots__ = ("_read", "error", "is_unwanted", "value")
+
+    def __init__(self, read: Callable[[Answer[_T]], _T], without: _T) -> None:
+        """`read` makes the value from the answer when it arrives. If it raises, the value is `without`."""
+        super().__init__()
+        self.value = without
+        self.error: str | None = None
+        self.is_unwanted = False
+        """Set once the host no longer needs the value."""
+        self._read = read
+
+    @classmethod
+    def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
+        """An answer to what was not asked."""
+        answer = cls(lambda call: value, value)
+        answer.done, answer.error = True, error
+        return answer
+
+    def resolve(self, frame: Frame) -> None:
+        super().resolve(frame)
+        try:
+            self.value = self._read(self)
+        except AttachError as error:
+            self.error = str(error)
+            if not isinstance(error, CallFailedError):
+                raise
+
+    def fail(self, error: KvstowError) -> None:
+        super().fail(error)
+        self.error = str(error)
 
 
 class AttachConnection:
@@ -131,13 +161,13 @@ class AttachConnection:
 
     # -- sending --------------------------------------------------------------------------------------------
 
-    def call(self, message: Message) -> Call:
+    def call(self, message: Message, call: Call | None = None) -> Call:
         """Send a request that the service answers. Never waits. Without a session, the call has already failed when it
-        is returned.
+        is returned. `call`: what gets the answer; by default, a new one.
 
         Raises `ProtocolError`, and sends nothing, if no frame can hold the message.
         """
-        call = Call()
+        call = call or Call()
         channel = self._channel
         if channel is None or self.state != "attached":
             call.fail(DisconnectedError(self.problem or "not attached"))
@@ -366,49 +396,3 @@ def _payload_of(message: Message) -> bytes:
     payload = message.pack()
     encode_header(message.KIND, len(payload))
     return payload
-
-
-_T = TypeVar("_T")
-
-
-class Answer(Generic[_T]):
-    """The answer to a request of an `AttachedEngine`. Once it is `done` it has a `value`. If the service answered, the
-    value is its answer. If the service refused the request or disconnected, the value promises nothing (no hits, no
-    op), and `error` says why."""
-
-    __slots__ = ("_read", "call", "error", "is_unwanted", "value")
-
-    def __init__(self, call: Call | None, read: Callable[[Call], _T], without: _T, error: str | None = None) -> None:
-        """`read` makes the value from a call that is done. If it raises, the value is `without`. An answer without a
-        call is done: nothing was asked."""
-        self.call, self.value, self.error = call, without, error
-        self.is_unwanted = False
-        """Set once the host no longer needs the value."""
-        self._read = read
-
-    @classmethod
-    def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
-        """An answer to what was not asked."""
-        return cls(None, lambda call: value, value, error)
-
-    @property
-    def done(self) -> bool:
-        return self.call is None
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the answer is not done yet and the service has sent `Pending`."""
-        return self.call is not None and self.call.is_pending
-
-    def resolve(self) -> None:
-        """Read the value from the call, which must be done. Raises `ProtocolError` if the service sent a wrong answer;
-        the value is then the one for no answer."""
-        call, self.call = self.call, None
-        assert call is not None
-        try:
-            self.value = self._read(call)
-        except (CallFailedError, DisconnectedError) as error:
-            self.error = str(error)
-        except AttachError as error:
-            self.error = str(error)
-            raise

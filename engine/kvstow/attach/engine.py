@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,7 @@ from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
 from kvstow.prefill import PrefillNews
-from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
@@ -57,7 +56,6 @@ PROBE_BLOCKS = 64
 _EPOCH_BITS = 61
 
 _T = TypeVar("_T")
-_NOTHING = Lease(0, (), ())
 
 
 class Hits(NamedTuple):
@@ -74,7 +72,7 @@ class Hits(NamedTuple):
         return self.runs[0].length if self.runs and self.runs[0].first == 0 else 0
 
 
-_MISS = Hits(_NOTHING, ())
+_MISS = Hits(NO_LEASE, ())
 
 
 class AttachedEngine:
@@ -139,10 +137,8 @@ class AttachedEngine:
         self._step_wait = self._wait_left = step_wait
         self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
         self.moved_blocks, self.moved_seconds = self._ops.moved_blocks, self._ops.moved_seconds
-        self._answers: deque[Answer[object]] = deque()
-        """Answers that are not done, in the order of their calls. The service answers in order, except for pending
-        answers."""
-        self._pending: list[Answer[object]] = []
+        self._unwanted: list[Lease] = []
+        """Leases of answers that were discarded before they arrived."""
         self._unsent: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot."""
         self._room = 0
@@ -160,21 +156,22 @@ class AttachedEngine:
         self._wait_left = self._step_wait
         self._flush()
         self._take(self._connection.poll())
+        self._flush()
 
     def wait(self, *answers: Answer[_T], seconds: float | None = None) -> bool:
         """Wait until these answers are done, for up to `seconds`, or for what is left of the step's `step_wait`.
         Returns whether they are. Does not wait for pending answers: a later `step` brings them."""
         for answer in answers:
-            if answer.call is None or answer.is_pending:
+            if answer.done or answer.is_pending:
                 continue
             begun = self._clock()
-            self._connection.wait(answer.call, max(0.0, self._wait_left if seconds is None else seconds))
+            self._connection.wait(answer, max(0.0, self._wait_left if seconds is None else seconds))
             spent = self._clock() - begun
             if seconds is None:
                 self._wait_left -= spent
             else:
                 seconds -= spent
-        self._resolve_answers()
+        self._flush()
         return all(answer.done for answer in answers)
 
     @property
@@ -209,13 +206,11 @@ class AttachedEngine:
     def disconnect(self, problem: str) -> None:
         """End the session for the reason `problem`. A later `step` begins another session after a pause."""
         self._connection.disconnect(problem)
-        self._resolve_answers()
 
     def close(self) -> None:
         """End the session for good. Its leases and unfinished stores end when the workers have released the memory.
         Idempotent."""
         self._connection.close(*self._take_unsent(), Detach("the engine has stopped"))
-        self._resolve_answers()
 
     # -- lookup and load ------------------------------------------------------------------------------------
 
@@ -226,12 +221,12 @@ class AttachedEngine:
 
         Release the lease, or use it for `begin_load`. `discard` an answer that is no longer needed.
         """
-        return self._ask(Lookup(keys, hold, count), partial(self._read_found, keys), _MISS)
+        return self._ask(Lookup(keys, hold, count), partial(self._read_found, len(keys)), _MISS)
 
     def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
         """Ask which blocks of a prompt are present, one KV group after the other. Holds nothing. Unlike `find` with
         `NOTHING`, it waits for the blocks that the fleet tier can bring, if the service has a tier."""
-        return self._ask(LookupPrompt(keys), partial(self._read_found, keys), _MISS)
+        return self._ask(LookupPrompt(keys), partial(self._read_found, len(keys)), _MISS)
 
     def discard(self, answer: Answer[Hits]) -> None:
         """Drop an answer that the host does not need. Its lease is released as soon as it arrives. Idempotent."""
@@ -378,18 +373,16 @@ class AttachedEngine:
     def _end_session(self) -> None:
         self.ticket = None
         self._unsent.clear()
-        self._resolve_answers()
+        self._unwanted.clear()
         self._ops.end_session()
 
     def _is_of_session(self, identifier: int) -> bool:
         return self.ticket is not None and number_of(identifier) == self.ticket.number
 
-    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
+    def _ask(self, message: Message, read: Callable[[Answer[_T]], _T], without: _T) -> Answer[_T]:
         self._flush()
-        answer = Answer(self._connection.call(message), read, without)
-        self._answers.append(answer)  # type: ignore[arg-type]  # it is read, never written
-        if answer.call is not None and answer.call.done:  # there is no session
-            self._resolve_answers()
+        answer = Answer(read, without)
+        self._connection.call(message, answer)
         return answer
 
     def _send(self, message: Message) -> None:
@@ -401,6 +394,9 @@ class AttachedEngine:
         again."""
         for message in self._take_unsent():
             self._connection.send(message)
+        unwanted, self._unwanted = self._unwanted, []
+        for lease in unwanted:
+            self._connection.send(Release((count_of(lease.lease_id),)))
 
     def _take_unsent(self) -> list[Completions]:
         if not self._unsent:
@@ -409,7 +405,6 @@ class AttachedEngine:
         return [Completions(*sender, piece) for sender, done in unsent.items() for piece in listed(done)]
 
     def _take(self, frames: list[Frame]) -> None:
-        self._resolve_answers()  # first: a result may be of an op that an earlier answer has begun
         for frame in frames:
             if frame.kind != Kind.SETTLED or self.ticket is None:
                 continue
@@ -421,40 +416,18 @@ class AttachedEngine:
             self._room = results.room
             self._ops.take_results(results.ops)
 
-    def _resolve_answers(self) -> None:
-        if any(answer.call is not None and answer.call.done for answer in self._pending):
-            arrived, self._pending = self._pending, []
-            for answer in arrived:
-                self._resolve_or_keep(answer)
-        while self._answers:
-            answer = self._answers[0]
-            if answer.call is not None and not answer.call.done and not answer.is_pending:
-                return
-            self._resolve_or_keep(self._answers.popleft())
-
-    def _resolve_or_keep(self, answer: Answer[object]) -> None:
-        if answer.is_pending and answer.call is not None and not answer.call.done:
-            self._pending.append(answer)
-            return
-        try:
-            if answer.call is not None:
-                answer.resolve()
-        except AttachError as error:
-            self._connection.disconnect(str(error))
-        if answer.is_unwanted and isinstance(answer.value, Hits):
-            self.release_lease(answer.value.lease)
-
-    def _read_found(self, keys: Sequence[bytes], call: Call) -> Hits:
-        found = call.answer(Found)
+    def _read_found(self, num_keys: int, answer: Answer[Hits]) -> Hits:
+        found = answer.answer(Found)
         runs, fetched = tuple(map(KeyRun._make, found.runs)), tuple(map(KeyRun._make, found.fetched))
-        if self.ticket is None:  # the session has ended meanwhile
-            return _MISS
-        if runs and sum(runs[-1]) > len(keys):
-            raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {len(keys)} keys")
-        if not found.lease_id:
-            return Hits(_NOTHING, runs, fetched)
-        held = [key for first, length in runs for key in keys[first : first + length]]
-        return Hits(Lease(unique_id(self.ticket.number, found.lease_id), tuple(held), ()), runs, fetched)
+        assert self.ticket is not None
+        if runs and sum(runs[-1]) > num_keys:
+            raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {num_keys} keys")
+        lease = NO_LEASE
+        if found.lease_id:
+            lease = Lease(unique_id(self.ticket.number, found.lease_id), sum(run.length for run in runs))
+        if answer.is_unwanted and found.lease_id:
+            self._unwanted.append(lease)
+        return Hits(lease, runs, fetched)
 
     def _read_load(self, blocks: tuple[int, ...], request_id: str, call: Call) -> Op:
         begun = call.answer(LoadBegun)

@@ -406,7 +406,8 @@ class Administrator:
         return found
 
     def _sweep_context(self, kind: str, reason: str, context: bytes, dry_run: bool, *, alone: bool) -> Sweep:
-        """Remove the blocks that a context claims. `alone`: those that nobody else uses, if they are evictable."""
+        """Remove the blocks that a context claims. `alone`: those that nobody else uses, if they are evictable.
+        Otherwise all stores in flight in its namespaces are disowned: whose they are is known when they have ended."""
         pool = self._pool
         with pool.lock:
             contexts = self._find_contexts(context)
@@ -415,6 +416,9 @@ class Administrator:
 
         def work(sweep: Sweep) -> Iterator[None]:
             for each in contexts:
+                if not alone and not dry_run:
+                    with pool.lock:
+                        each.namespace.pending_stores.disown_from(0)
                 end = len(each.chain)
                 while end > 0 and end <= len(each.chain):
                     start = max(0, end - pool.slice_slots)

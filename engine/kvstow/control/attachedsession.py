@@ -71,7 +71,7 @@ class AttachedSession(Session):
         """`lose`, with the lock held."""
         if self.is_lost:
             return
-        self.is_lost = self.acceptance.closed = True
+        self.is_lost = self.closed = True
         self._held = [lease.slots for lease in self.leases]
         for entry in self.ops.dissolve():
             if entry.fills_slots:
@@ -162,14 +162,15 @@ class AttachedSession(Session):
 
     def refresh_acceptance(self) -> None:
         super().refresh_acceptance()
-        self.acceptance.serving = self.acceptance.serving and self.watermark != 0
+        self.serving = self.serving and self.watermark != 0
 
     def out_of_reach(self, keys: Sequence[bytes]) -> list[int]:
         """The slots of those keys whose memory the session has not registered yet; none while an operator lets it load
         nothing. O(keys) until it has registered all, then O(1)."""
         with self.pool.lock:
             end = self.watermark
-            if end is None or self.acceptance.is_kept_from_loading(self.pool.clock()):
+            switches = self.pool.acceptance
+            if end is None or switches.drain_mode == "all" or switches.bypasses("load", self.pool.clock()):
                 return []
             return [slot for slot in self.namespace.keys.slots_of(keys) if slot is not None and slot >= end]
 

@@ -293,7 +293,7 @@ class OffloadEngine(Session, PoolFacade):
     def close(self) -> None:
         """The host stops: nothing is served from now on. Idempotent."""
         with self.pool.lock:
-            self.acceptance.closed = self.pool.closed = True
+            self.closed = self.pool.closed = True
 
 
 def _defects(pool: Pool) -> list[str]:

@@ -401,7 +401,7 @@ class FleetTier:
     def is_idle(self) -> bool:
         """Whether nothing is under way, and nothing waits to be put that can be put now."""
         with self._session.pool.lock:
-            has_news = bool(self._session.ops.tier.settled or self._session.ops.tier.plans)
+            has_news = bool(self._session.ops.tier_settled or self._session.ops.tier_plans)
         has_puts = self.may_fetch and self._puts.queue.has_work
         is_busy = self._asked or self._puts.num_blocks or self._fetches.num_blocks or self._sample is not None
         return not (is_busy or has_news or has_puts)

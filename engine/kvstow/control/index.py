@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvstow.control.claims import Claims, Context
-from kvstow.control.namespaces import Namespace, Namespaces, SlotKeys
+from kvstow.control.namespaces import Namespace, Namespaces
 from kvstow.control.policy import EvictionOrder, Links
-from kvstow.control.slots import RefCounts, SlotTimes
+from kvstow.control.slots import RefCounts, SlotKeys, SlotTimes
 from kvstow.control.uses import Uses
 
 _VISITS_PER_SLOT, _SLICE = 4, 1024
@@ -45,15 +45,6 @@ class Removal:
         for namespace, count in self.counts:
             yield namespace, self.keys[start : start + count]
             start += count
-
-
-class Used(NamedTuple):
-    """What a request has used: slots, as runs of neighbours, and how many of their blocks nobody had used before.
-    `least`: see `Uses.count`."""
-
-    runs: Sequence[Sequence[int]]
-    new: int
-    least: int
 
 
 class Index:
@@ -151,23 +142,22 @@ class Index:
         if slots:
             self.namespaces.order_of(slots).refresh(slots)
 
-    def use(self, namespace: Namespace, keys: Sequence[bytes], now: float, least: int = 0) -> Used:
-        """A request has used the blocks of this chain of keys: that counts, and those that are visible are marked as
-        just used. `least`, and `Used.least`: see `Uses.count`."""
-        runs = namespace.keys.present_runs(keys)
+    def use(
+        self, namespace: Namespace, runs: Sequence[Sequence[int]], absent: Sequence[bytes], now: float, least: int = 0
+    ) -> tuple[int, int]:
+        """A request has used a chain of blocks: that counts, and those that are visible, in these runs of slots, are
+        marked as just used. `absent`: the keys of the others. Returns how many of the visible ones nobody had used
+        before, and the least uses of the chain (`Uses.count`)."""
         slots = self._ordered(runs)
         classes = self.uses.classes(slots)
         new = self.uses.num_unused(runs)
-        self.uses.recall(runs, self.slot_keys.key_of, namespace.tag)
+        self.uses.recall(runs, self.slot_keys, namespace.tag)
         least = self.uses.count(runs, least)
         self.times.mark_used(runs, now)
         namespace.order.reclassify(slots, classes)
-        if sum(map(len, runs)) < len(keys):
-            absent = [key for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True) if slot is None]
+        if absent:
             self.uses.count_absent(absent, namespace.tag)
-        if self.claims is not None:
-            self.claims.note_uses(keys, now)
-        return Used(runs, new, least)
+        return new, least
 
     def _ordered(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are in the order of eviction, without repeats."""
@@ -187,19 +177,11 @@ class Index:
 
     # -- stores ---------------------------------------------------------------------------------------------
 
-    def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
-        """Make the keys of filling slots, in ascending order, visible: the slots hold valid bytes. Frees the slots of
-        keys that were disowned meanwhile. Returns the published keys and the freed slots.
-        """
-        disowned = namespace.pending_stores.finish(keys, slots)
-        if disowned:
-            keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
-            slots = [slot for slot in slots if slot not in disowned]
-        namespace.keys.put(keys, slots)
+    def admit(self, namespace: Namespace, slots: Sequence[int], now: float) -> None:
+        """The keys of these slots, in ascending order, have just become visible: the slots hold valid bytes."""
         self.times.mark_stored(slots, now)
         self.uses.admit(slots)
         namespace.order.attach(list(slots))
-        return Removal(tuple(keys), list(disowned))
 
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
@@ -209,9 +191,9 @@ class Index:
         if low == 0:
             self.times.mark_lost(now)
 
-    def quarantine(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+    def quarantine(self, namespace: Namespace, slots: Sequence[int]) -> None:
         """A store was abandoned, but some rank may still write its slots."""
-        namespace.pending_stores.finish(keys, slots)
+        namespace.pending_stores.finish(slots)
         self._quarantined.update(slots)
 
     def keep_in_quarantine(self, slots: Iterable[int]) -> None:
@@ -233,18 +215,18 @@ class Index:
             return self._evict_with(self.claims, num_slots)
         if only := self.namespaces.only:
             keys, slots = self._evict_from(only, num_slots)
-            return Removal(tuple(keys), slots, counts=((only, len(slots)),))
-        keys = []
+            return Removal(keys, slots, counts=((only, len(slots)),))
+        evicted: list[bytes] = []
         freed: list[int] = []
         counts: list[tuple[Namespace, int]] = []
         while len(freed) < num_slots and (namespace := self._next_to_evict()):
             missing = num_slots - len(freed)
             some, slots = self._evict_from(namespace, min(missing, _SHARE) if namespace.num_sessions else missing)
-            keys += some
+            evicted += some
             freed += slots
             counts.append((namespace, len(slots)))
             self.namespaces.forget_if_empty(namespace)
-        return Removal(tuple(keys), freed, counts=counts)
+        return Removal(tuple(evicted), freed, counts=counts)
 
     def _evict_with(self, claims: Claims, num_slots: int) -> Removal:
         keys: list[bytes] = []
@@ -280,7 +262,7 @@ class Index:
             self.namespaces.forget_if_empty(namespace)
         return Removal(tuple(keys), freed, counts=counts)
 
-    def _evict_from(self, namespace: Namespace, count: int) -> tuple[list[bytes], list[int]]:
+    def _evict_from(self, namespace: Namespace, count: int) -> tuple[tuple[bytes, ...], list[int]]:
         slots = namespace.order.evict(count)
         keys = namespace.keys.take(slots)
         self.uses.evict(keys, slots, namespace.tag)
@@ -416,7 +398,7 @@ class Index:
         if self.claims is not None:
             found += self.claims.defects(visible)
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
-            found.append("the count of filling slots is wrong")
+            found.append("the keys and slots that are being stored do not match")
         if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")
         return found

@@ -135,12 +135,18 @@ def sessions_of(records: Words) -> list[int]:
     return sessions
 
 
+def fit(keys: Sequence[bytes]) -> bool:
+    """Whether all keys have one length that a record has room for, as in one call of `IndexJournal.publish`."""
+    widths = set(map(len, keys))
+    return not widths or (len(widths) == 1 and 1 <= max(widths) <= MAX_KEY_BYTES)
+
+
 def make_blocks(namespace: int, keys: Sequence[bytes]) -> Words:
     """Records of blocks, without order and checksum. Raises `InvalidRequestError`."""
     if not 0 <= namespace <= _MAX_NAMESPACE:
         raise InvalidRequestError(f"namespace is {namespace}; allowed: 0 to {_MAX_NAMESPACE}")
     width = len(keys[0]) if keys else 0
-    if not 0 < width <= MAX_KEY_BYTES or any(len(key) != width for key in keys):
+    if not width or not fit(keys):
         raise InvalidRequestError(f"keys of the journal have one length, from 1 to {MAX_KEY_BYTES} bytes")
     records = np.zeros((len(keys), WORDS), np.uint64)
     records[:, STATE] = namespace | width << 32
@@ -201,10 +207,9 @@ class IndexJournal:
     of it; with `publish` and `clear` it may also be empty. A block counts only if its checksum is right, which covers
     the whole record and is written last.
 
-    Not locked: one thread at a time, of one process. The owner calls `close`. Clients never get it.
+    Not locked: a pool uses it with its lock held. No call waits, and each is O(slots given). The owner calls `close`.
+    Clients never get it.
     """
-
-    max_key_bytes = MAX_KEY_BYTES
 
     def __init__(self, fd: int, max_slots: int) -> None:
         """Takes over `fd`. Use `create` or `open`."""
@@ -264,7 +269,8 @@ class IndexJournal:
         self._sequence, self._content = header.sequence, header.found["content"]
 
     def name_namespaces(self, namespaces: Iterable[tuple[int, NamespaceLabel]]) -> None:
-        """See `SlotJournal`. Names the first of them, as many as fit."""
+        """Record these namespaces with their numbers, the most important first: as many as there is room for. Blocks
+        of others are not recovered."""
         listed: list[tuple[int, str, Any]] = []
         room = COPY_BYTES - len(json.dumps({**self._content, "namespaces": []})) - _OTHER_BYTES
         for tag, label in namespaces:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress, count, repeat, takewhile
+from itertools import compress, count, takewhile
 from operator import ne
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvstow.control.policy import EvictionOrder
+from kvstow.control.slots import SlotKeys, values_at
 from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
 
@@ -25,36 +26,6 @@ class NamespaceLabel(NamedTuple):
 
 _SHORT = 8
 """Fewer keys are looked up one by one: to compare slices takes as long."""
-
-
-class SlotKeys:
-    """What each slot of the pool holds. Not locked. Read-only, except for `KeyMap`.
-
-    `key_of[slot]` is the key in a slot, or None, and `tag_of[slot]` the number of its namespace, which means nothing
-    where there is no key. `has_namespaces`: there has been more than one.
-    """
-
-    __slots__ = ("has_namespaces", "key_of", "tag_of")
-
-    def __init__(self) -> None:
-        self.key_of: list[bytes | None] = []
-        self.tag_of = array("H")
-        self.has_namespaces = False
-
-    @property
-    def num_slots(self) -> int:
-        """One above the highest slot that has ever existed."""
-        return len(self.key_of)
-
-    def grow(self, num_slots: int) -> None:
-        """Make room for slots below `num_slots`."""
-        missing = max(0, num_slots - len(self.key_of))
-        self.key_of.extend(repeat(None, missing))
-        self.tag_of.frombytes(bytes(self.tag_of.itemsize * missing))
-
-    def between(self, low: int, high: int) -> list[tuple[int, bytes]]:
-        """(slot, key) of the visible keys in the slots from `low` to below `high`."""
-        return [(slot, key) for slot, key in enumerate(self.key_of[low:high], low) if key is not None]
 
 
 class KeyMap:
@@ -125,42 +96,67 @@ class KeyMap:
             return length
         return next(at for at, tag in enumerate(tags) if tag != self._tag)
 
-    def present_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        """Slots of all visible keys in the order given, as runs of neighbours where possible."""
-        runs: list[Sequence[int]] = [*self.leading_runs(keys)]
-        rest = sum(map(len, runs)) + 1  # the key before `rest` is not visible
-        if rest < len(keys):
-            runs.append([slot for slot in self.slots_of(keys[rest:]) if slot is not None])
-        return runs
+    def split(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[bytes]]:
+        """Slots of all visible keys in the order given, as runs of neighbours where possible, and the other keys."""
+        runs = self.leading_runs(keys)
+        leading = sum(map(len, runs))
+        if leading == len(keys):
+            return runs, []
+        rest = keys[leading:]
+        slots = self.slots_of(rest)
+        scattered = [slot for slot in slots if slot is not None]
+        if scattered:
+            runs.append(scattered)
+        return runs, [key for key, slot in zip(rest, slots, strict=True) if slot is None]
 
-    def slots_of(self, keys: Iterable[bytes]) -> list[int | None]:
-        return list(map(self._slot_of.get, keys))
+    def find(
+        self, keys: Sequence[bytes], below: int | None, *, leading: bool = False
+    ) -> tuple[list[Sequence[int]], list[KeyRun]]:
+        """The slots of the visible keys, as runs of neighbours where possible, and the runs of these keys. `below`:
+        only in the slots below it. `leading`: only the keys up to the first that is not found."""
+        runs = self.leading_runs(keys)
+        if below is not None:
+            runs = runs_below(runs, below)
+        count = sum(map(len, runs))
+        found = [KeyRun(0, count)] if count else []
+        if not leading and count < len(keys):  # the key after the leading ones is not found
+            slots = self.slots_of(keys[count:], below)
+            scattered = [slot for slot in slots if slot is not None]
+            if scattered:
+                runs.append(scattered)
+                found += key_runs(slots, count)
+        return runs, found
+
+    def slots_of(self, keys: Iterable[bytes], below: int | None = None) -> list[int | None]:
+        """Where each key is; None for those that are absent, or not in a slot below `below`."""
+        slots = list(map(self._slot_of.get, keys))
+        if below is None:
+            return slots
+        return [slot if slot is not None and slot < below else None for slot in slots]
 
     def put(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Make keys visible, each in its slot, which has no key. Slots are in ascending order."""
-        key_of, slot_of = self._slot_keys.key_of, self._slot_of
+        if not slots:
+            return
+        self._slot_of.update(zip(keys, slots, strict=True))
+        key_of, tag_of, tag = self._slot_keys.key_of, self._slot_keys.tag_of, self._tag
+        has_namespaces = self._slot_keys.has_namespaces
+        if slots[-1] - slots[0] == len(slots) - 1:
+            run = slice(slots[0], slots[-1] + 1)
+            key_of[run] = keys
+            if has_namespaces:
+                tag_of[run] = array("H", (tag,)) * len(slots)
+            return
         for key, slot in zip(keys, slots, strict=True):
-            slot_of[key] = slot
             key_of[slot] = key
-        if slots and self._slot_keys.has_namespaces:
-            self._tag_slots(slots)
-
-    def _tag_slots(self, slots: Sequence[int]) -> None:
-        tag_of, tag = self._slot_keys.tag_of, self._tag
-        if slots[-1] - slots[0] == len(slots) - 1:  # they are in ascending order
-            tag_of[slots[0] : slots[-1] + 1] = array("H", (tag,)) * len(slots)
-        else:
-            for slot in slots:
+            if has_namespaces:
                 tag_of[slot] = tag
 
-    def take(self, slots: Iterable[int]) -> list[bytes]:
+    def take(self, slots: Sequence[int]) -> tuple[bytes, ...]:
         """Remove the keys in these slots, each of which has one."""
         key_of, slot_of = self._slot_keys.key_of, self._slot_of
-        keys: list[bytes] = []
-        for slot in slots:
-            key = key_of[slot]
-            assert key is not None
-            keys.append(key)
+        keys = cast(tuple[bytes, ...], values_at(key_of, slots))
+        for key, slot in zip(keys, slots, strict=True):
             key_of[slot] = None
             del slot_of[key]
         return keys
@@ -188,16 +184,16 @@ class PendingStores:
     at the same time.
     """
 
-    __slots__ = ("_disowned", "_num_slots", "_slot_of")
+    __slots__ = ("_key_of", "_slot_of")
 
     def __init__(self) -> None:
         self._slot_of: dict[bytes, int] = {}
-        self._disowned: set[int] = set()
-        self._num_slots = 0
+        self._key_of: dict[int, bytes | None] = {}
+        """Of each slot that is written; None if its key was disowned."""
 
     def __len__(self) -> int:
         """Slots being written, including those of disowned keys."""
-        return self._num_slots
+        return len(self._key_of)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot_of
@@ -210,41 +206,44 @@ class PendingStores:
         return iter(self._slot_of)
 
     def slots(self) -> set[int]:
-        return {*self._slot_of.values(), *self._disowned}
+        return set(self._key_of)
 
     def start(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store of these keys, none of which is being stored, begins to write the slots."""
         self._slot_of.update(zip(keys, slots, strict=True))
-        self._num_slots += len(slots)
+        self._key_of.update(zip(slots, keys, strict=True))
 
-    def finish(self, keys: Sequence[bytes], slots: Sequence[int]) -> set[int]:
-        """The store that was started with these has ended. Returns the slots whose keys were disowned."""
-        self._num_slots -= len(slots)
-        disowned = self._disowned.intersection(slots) if self._disowned else set()
-        self._disowned -= disowned
-        for key, slot in zip(keys, slots, strict=True):
-            if slot not in disowned:
-                del self._slot_of[key]
-        return disowned
+    def finish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
+        """These slots are written no more. Returns their keys and slots, without those that were disowned."""
+        if len(self._slot_of) < len(self._key_of):  # some keys were disowned
+            key_of = self._key_of
+            lost = [slot for slot in slots if key_of[slot] is None]
+            for slot in lost:
+                del key_of[slot]
+            slots = [slot for slot in slots if slot in key_of] if lost else slots
+        keys = cast(tuple[bytes, ...], tuple(map(self._key_of.pop, slots)))
+        for key in keys:
+            del self._slot_of[key]
+        return keys, slots
 
     def disown(self, keys: Iterable[bytes]) -> None:
         """Keep those of the keys that are being stored from becoming visible."""
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
-                self._disowned.add(slot)
+                self._key_of[slot] = None
 
     def disown_from(self, slot: int) -> None:
         """Disown all keys that are being stored in the slots from `slot` on. O(slots being written)."""
         if slot == 0:
-            self._disowned.update(self._slot_of.values())
+            self._key_of = dict.fromkeys(self._key_of)
             self._slot_of.clear()
         else:
             self.disown([key for key, its_slot in self._slot_of.items() if its_slot >= slot])
 
     def is_consistent(self) -> bool:
-        """Whether every slot is counted once. For integrity checks."""
-        return len(self._slot_of) + len(self._disowned) == self._num_slots == len(self.slots())
+        """Whether keys by slot and slots by key agree. For integrity checks."""
+        return self._slot_of == {key: slot for slot, key in self._key_of.items() if key is not None}
 
 
 _MAX_NAMESPACES = 1 << 16
@@ -266,6 +265,48 @@ class Namespace:
         self.order = order
         self.num_sessions = 0
         self.is_dropped = False
+
+    def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
+        """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present. Counts the
+        others in `outcomes`."""
+        present = self.keys.leading_runs(keys)
+        known, rest = 0, keys  # usually none or all of the keys are present
+        if present:
+            known = outcomes["skipped_already_cached"] = sum(map(len, present))
+            rest = keys[known:]
+        slots = self.keys.slots_of(rest)
+        if self.needs_all(rest, slots):
+            return list(range(known, len(keys))), present
+        fresh: list[int] = []
+        scattered: list[int] = []
+        taken: set[bytes] = set()
+        for i, (key, slot) in enumerate(zip(rest, slots, strict=True), known):
+            if slot is not None:
+                scattered.append(slot)
+                reason = "skipped_already_cached"
+            elif key in self.pending_stores:
+                reason = "skipped_in_flight"
+            elif key in taken:
+                reason = "skipped_duplicate"
+            else:
+                taken.add(key)
+                fresh.append(i)
+                continue
+            outcomes[reason] = outcomes.get(reason, 0) + 1
+        return fresh, [*present, scattered]
+
+    def begin(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> tuple[bytes, ...]:
+        """The chosen ones of the keys, by index, are written to these slots from now on. Returns them."""
+        wanted = values_at(keys, chosen)
+        self.pending_stores.start(wanted, slots)
+        return wanted
+
+    def publish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
+        """Make the keys of filled slots, in ascending order, visible. Returns them and their slots, without those that
+        were disowned meanwhile."""
+        keys, slots = self.pending_stores.finish(slots)
+        self.keys.put(keys, slots)
+        return keys, slots
 
     def needs_all(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
         """Whether none of these keys is visible or being stored, and none repeats. `slots`: where they are visible."""
@@ -429,14 +470,6 @@ def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
         kept.append(KeyRun(first, min(length, count)))
         count -= kept[-1].length
     return kept
-
-
-def keys_of(runs: Sequence[KeyRun], keys: Sequence[bytes]) -> Sequence[bytes]:
-    """The keys of the runs."""
-    if len(runs) == 1:
-        first, length = runs[0]
-        return keys if length == len(keys) else keys[first : first + length]
-    return [key for first, length in runs for key in keys[first : first + length]]
 
 
 def key_runs(slots: Sequence[int | None], start: int = 0) -> list[KeyRun]:

@@ -15,16 +15,14 @@ is a miss on all of them, with all that follows it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from logging import ERROR, WARNING
 
-from kvstow.control.index import Removal
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolSession
 from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
 from kvstow.results import Settled, TierSettled
-from kvstow.stats import DirectionStats
 
 LAST_RANK = 0
 """The rank whose object a put writes last."""
@@ -41,7 +39,6 @@ class OpenOp:
 
     op: Op | TierOp
     namespace: Namespace
-    keys: tuple[bytes, ...]
     held: tuple[int, ...]
     request_id: str
     started: float
@@ -64,12 +61,19 @@ class OpenTierOp(OpenOp):
     """A put or a fetch. `moved`: leading slots that every rank so far has moved. `waits_for_others`: rank 0 has not
     been given this put yet."""
 
-    tier_op: TierOp
+    op: TierOp
     moved: int
     waits_for_others: bool
     failed: int = 0
     full: bool = False
     outage: bool = False
+
+    def note(self, completion: TierCompletion) -> None:
+        """A rank has finished its part."""
+        self.moved = min(self.moved, completion.moved)
+        self.failed = max(self.failed, completion.failed)
+        self.full |= completion.full
+        self.outage |= completion.outage
 
 
 class OpsInFlight:
@@ -78,7 +82,6 @@ class OpsInFlight:
 
     def __init__(self, pool: Pool, owner: PoolSession) -> None:
         self.pool, self._owner = pool, owner
-        self.tier = TierLedger(self)
         self._ranks = frozenset(range(pool.config.num_ranks))
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
@@ -94,6 +97,10 @@ class OpsInFlight:
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken."""
+        self.tier_settled: deque[TierSettled] = deque()
+        """The same, of puts and fetches."""
+        self.tier_plans: deque[tuple[int, TierOp]] = deque()
+        """Ranks, each with a put or a fetch that it has not been given yet."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -115,8 +122,7 @@ class OpsInFlight:
         blocks: tuple[int, ...],
         slots: tuple[int, ...],
         *,
-        keys: tuple[bytes, ...],
-        held: tuple[int, ...],
+        held: tuple[int, ...] = (),
         request_id: str,
         now: float,
     ) -> Op:
@@ -129,7 +135,7 @@ class OpsInFlight:
             pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
         else:
             pending, reading = set(self._ranks), set[int]()
-        entry = OpenOp(op, self._owner.namespace, keys, held, request_id, now, pending, reading)
+        entry = OpenOp(op, self._owner.namespace, held, request_id, now, pending, reading)
         self._open[op.op_id] = self._moving[op.op_id] = self._copies[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
@@ -152,9 +158,7 @@ class OpsInFlight:
         is_put = direction == "put"
         entry = OpenTierOp(
             op=op,
-            tier_op=op,
             namespace=self._owner.namespace,
-            keys=keys,
             held=slots if is_put else (),
             request_id="",
             started=now,
@@ -163,8 +167,21 @@ class OpsInFlight:
             waits_for_others=is_put and len(ranks) > 1,
         )
         self._open[op.op_id] = self._moving[op.op_id] = entry
-        self.tier.begin(entry)
+        self._plan(entry)
         return op
+
+    def _plan(self, entry: OpenTierOp) -> None:
+        """Plan a transfer for its ranks. Rank 0 of a put waits for the others."""
+        ranks = entry.pending - {LAST_RANK} if entry.waits_for_others else entry.pending
+        self.tier_plans.extend((rank, entry.op) for rank in sorted(ranks))
+
+    def take_tier_plans(self) -> list[tuple[int, TierOp]]:
+        """Those since the last call. A rank that has restarted since its op was planned does not get it: its slots hold
+        other bytes now."""
+        opened = self._open
+        plans = [(rank, op) for rank, op in self.tier_plans if op.op_id in opened and rank in opened[op.op_id].pending]
+        self.tier_plans.clear()
+        return plans
 
     # -- completion -----------------------------------------------------------------------------------------
 
@@ -195,7 +212,10 @@ class OpsInFlight:
         if completion.mark == "failed":
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
         if isinstance(entry, OpenTierOp):
-            self.tier.accept(entry, completion)
+            if isinstance(completion, TierCompletion):
+                entry.note(completion)
+            if entry.waits_for_others and entry.pending == {LAST_RANK}:
+                self._put_last(entry)
         if not entry.pending:
             self._end(entry)
         elif was_reading and not entry.reading and not entry.abandoned:
@@ -205,11 +225,14 @@ class OpsInFlight:
         pool, op = self.pool, entry.op
         self._forget(entry)
         if isinstance(entry, OpenTierOp):
-            self.tier.end(entry)
+            self._end_tier(entry)
             return
         assert isinstance(op, Op)
         if op.direction == "load":
-            self._end_load(entry)
+            pool.unhold(entry.held)
+            if entry.error:
+                pool.counters.lookups.miss_blocks["load_failed"] += len(op.slots)
+                pool.counters.fallbacks["load_failed"] += 1
         else:
             self._end_store(entry)
         if entry.error:
@@ -241,42 +264,60 @@ class OpsInFlight:
             self.num_stuck -= entry.stuck
             self.held_slots -= len(entry.held)
 
-    def _end_load(self, entry: OpenOp) -> None:
-        self.pool.unhold(entry.held)
-        if entry.error:
-            self.pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.slots)
-            self.pool.counters.fallbacks["load_failed"] += 1
-
     def _end_store(self, entry: OpenOp) -> None:
         pool, op = self.pool, entry.op
         outcomes = pool.counters.stores
         if entry.abandoned:
             pool.end_quarantine(op.slots)
         elif entry.error:
-            entry.namespace.pending_stores.finish(entry.keys, op.slots)
+            entry.namespace.pending_stores.finish(op.slots)
             pool.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
-            published = self.publish(entry.namespace, entry.keys, op.slots)
-            outcomes["stored"] += len(published.keys)
-            outcomes["dropped_purged"] += len(published.freed)
-            if self._owner.on_stored is not None:
-                self._owner.on_stored(published.keys)
+            stored = pool.publish(entry.namespace, op.slots, self._owner.on_stored)
+            outcomes["stored"] += stored
+            outcomes["dropped_purged"] += len(op.slots) - stored
 
-    def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> Removal:
-        """Make the keys of filled slots visible. Frees the slots of those that were disowned meanwhile."""
-        pool = self.pool
-        published = pool.index.publish(namespace, keys, slots, pool.clock())
-        pool.deallocate(published.freed)
-        pool.sources.forget(slots)
-        if pool.journal is not None and published.keys:
-            freed = set(published.freed)
-            kept = [slot for slot in slots if slot not in freed] if freed else slots
-            pool.journal.publish(kept, namespace.tag, published.keys)
-        pool.events.append("stored", published.keys, "", namespace.tag)
-        if pool.slots.leaving:  # a resize has passed these slots already
-            pool.remove_blocks([slot for slot in slots if slot >= pool.slots.limit], "resize")
-        return published
+    def _put_last(self, entry: OpenTierOp) -> None:
+        """Give a put to rank 0, because all others have finished it."""
+        entry.waits_for_others = False
+        if entry.error or not entry.moved:
+            entry.pending.clear()
+            return
+        op, moved = entry.op, entry.moved
+        self.tier_plans.append((LAST_RANK, replace(op, keys=op.keys[:moved], slots=op.slots[:moved])))
+
+    def _end_tier(self, entry: OpenTierOp) -> None:
+        pool, slots = self.pool, entry.op.slots
+        moved = 0 if entry.error else entry.moved
+        if not entry.fills_slots:
+            pool.unhold(entry.held)
+        elif entry.abandoned:
+            pool.end_quarantine(slots)
+        else:  # the leading slots are valid on all ranks, the others are not
+            if moved:
+                pool.publish(entry.namespace, slots[:moved])
+            if moved < len(slots):
+                entry.namespace.pending_stores.finish(slots[moved:])
+                pool.deallocate(slots[moved:])
+        if not entry.abandoned:
+            self._settle_tier(entry, moved)
+
+    def _settle_tier(self, entry: OpenTierOp, moved: int) -> None:
+        op = entry.op
+        self.tier_settled.append(
+            TierSettled(
+                op_id=op.op_id,
+                direction=op.direction,
+                keys=op.keys,
+                moved=moved,
+                seconds=entry.seconds,
+                failed=entry.failed,
+                full=entry.full,
+                outage=entry.outage,
+                error=entry.error,
+            )
+        )
 
     def _settle(self, entry: OpenOp, mark: Mark) -> None:
         op = entry.op
@@ -313,9 +354,9 @@ class OpsInFlight:
                 pool.counters.faults.errors[f"{op.direction}_failed"] += 1
                 pool.counters.stores["failed"] += 0 if entry.abandoned or op.direction == "load" else len(op.slots)
             if entry.fills_slots and not entry.abandoned:
-                pool.index.quarantine(entry.namespace, entry.keys, op.slots)
-        self.settled.clear()
-        self.tier.dissolve()
+                pool.index.quarantine(entry.namespace, op.slots)
+        for waiting in (self.settled, self.tier_settled, self.tier_plans):
+            waiting.clear()
         return dissolved
 
     def mark_stuck(self, now: float) -> bool:
@@ -345,9 +386,9 @@ class OpsInFlight:
             entry.abandoned = True
             self.num_abandoned += 1
             entry.error = entry.error or reason
-            pool.index.quarantine(entry.namespace, entry.keys, op.slots)
+            pool.index.quarantine(entry.namespace, op.slots)
             if isinstance(entry, OpenTierOp):
-                self.tier.settle(entry, 0)
+                self._settle_tier(entry, 0)
             else:
                 pool.counters.stores["failed"] += len(op.slots)
                 self._settle(entry, "failed")
@@ -374,98 +415,3 @@ class OpsInFlight:
     def is_consistent(self) -> bool:
         """Whether exactly the ops that are not stuck may become so. For integrity checks."""
         return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}
-
-
-class TierLedger:
-    """What `OpsInFlight` knows of puts and fetches beside what all ops have. Used with the lock of the pool held."""
-
-    def __init__(self, ops: OpsInFlight) -> None:
-        self._ops = ops
-        self.plans: deque[tuple[int, TierOp]] = deque()
-        """Ranks, each with an op that it has not been given yet."""
-        self.settled: deque[TierSettled] = deque()
-        """Results that the host has not taken."""
-        self.stats: dict[TierDirection, DirectionStats] = {"put": DirectionStats(), "fetch": DirectionStats()}
-
-    def begin(self, entry: OpenTierOp) -> None:
-        """A transfer starts: plan it for its ranks. Rank 0 of a put waits for the others."""
-        ranks = entry.pending - {LAST_RANK} if entry.waits_for_others else entry.pending
-        self.plans.extend((rank, entry.tier_op) for rank in sorted(ranks))
-
-    def take_plans(self) -> list[tuple[int, TierOp]]:
-        """Those since the last call. A rank that has restarted since its op was planned does not get it: its slots hold
-        other bytes now."""
-        plans = [(rank, op) for rank, op in self.plans if self._is_pending(rank, op)]
-        self.plans.clear()
-        return plans
-
-    def _is_pending(self, rank: int, op: TierOp) -> bool:
-        entry = self._ops.get(op.op_id)
-        return entry is not None and rank in entry.pending
-
-    def accept(self, entry: OpenTierOp, completion: Completion) -> None:
-        """Note that a rank has finished its part."""
-        if isinstance(completion, TierCompletion):
-            entry.moved = min(entry.moved, completion.moved)
-            entry.failed = max(entry.failed, completion.failed)
-            entry.full |= completion.full
-            entry.outage |= completion.outage
-        if entry.waits_for_others and entry.pending == {LAST_RANK}:
-            self._go_on(entry)
-
-    def _go_on(self, entry: OpenTierOp) -> None:
-        """Give a put to rank 0, because all others have finished it."""
-        entry.waits_for_others = False
-        if entry.error or not entry.moved:
-            entry.pending.clear()
-            return
-        op, moved = entry.tier_op, entry.moved
-        self.plans.append((LAST_RANK, replace(op, keys=op.keys[:moved], slots=op.slots[:moved])))
-
-    def end(self, entry: OpenTierOp) -> None:
-        """Settle an op that all ranks have finished."""
-        pool, op = self._ops.pool, entry.tier_op
-        moved = 0 if entry.error else entry.moved
-        if op.direction == "put":
-            pool.unhold(entry.held)
-        elif entry.abandoned:
-            pool.end_quarantine(op.slots)
-        else:
-            self._fill(entry, op.keys, op.slots, moved)
-        stats = self.stats[op.direction]
-        if entry.error:
-            stats.error += 1
-        else:
-            stats.count_success(moved, moved * pool.config.slot_bytes, entry.seconds, entry.queue_seconds)
-        if not entry.abandoned:
-            self.settle(entry, moved)
-
-    def _fill(self, entry: OpenOp, keys: Sequence[bytes], slots: Sequence[int], moved: int) -> None:
-        """The leading slots of a fetch are valid on all ranks; the others are not."""
-        pool = self._ops.pool
-        if moved:
-            self._ops.publish(entry.namespace, keys[:moved], slots[:moved])
-        if moved < len(slots):
-            entry.namespace.pending_stores.finish(keys[moved:], slots[moved:])
-            pool.deallocate(slots[moved:])
-
-    def settle(self, entry: OpenTierOp, moved: int) -> None:
-        op = entry.tier_op
-        self.settled.append(
-            TierSettled(
-                op_id=op.op_id,
-                direction=op.direction,
-                keys=op.keys,
-                moved=moved,
-                seconds=entry.seconds,
-                failed=entry.failed,
-                full=entry.full,
-                outage=entry.outage,
-                error=entry.error,
-            )
-        )
-
-    def dissolve(self) -> None:
-        """The session has ended."""
-        self.plans.clear()
-        self.settled.clear()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from kvstow.control.namespaces import Namespace
+from kvstow.control.indexjournal import fit
 from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import Pool, PoolSession, fit
+from kvstow.control.pool import Pool, PoolSession
+from kvstow.control.slots import values_at
 from kvstow.messages import Op
 from kvstow.results import StoreGrant
 from kvstow.status import Refusal
@@ -38,7 +39,7 @@ def place_store(
         outcomes[_OUTCOME_OF[refusal]] = len(keys)
         unplaced = range(len(keys))
     else:
-        fresh, present = _select(session.namespace, keys, outcomes)
+        fresh, present = session.namespace.select(keys, outcomes)
         slots = _make_room(session, len(fresh), present, now)
         if len(slots) < len(fresh):
             outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
@@ -46,18 +47,19 @@ def place_store(
             unplaced = fresh[len(slots) :]
             del fresh[len(slots) :]
         if fresh:
-            new_keys = tuple([keys[i] for i in fresh])
-            session.namespace.pending_stores.start(new_keys, slots)
+            session.namespace.begin(keys, fresh, slots)
             if pool.journal is not None:
                 pool.journal.begin(slots, session.session_id)
-            moved = tuple([blocks[i] for i in fresh])
-            op = ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
+            moved = values_at(blocks, fresh)
+            op = ops.start("store", moved, tuple(slots), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
         pool.counters.stores[outcome] += count
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
-def place_fetch(session: PoolSession, keys: Sequence[bytes], *, whole: bool = False) -> tuple[list[bytes], list[int]]:
+def place_fetch(
+    session: PoolSession, keys: Sequence[bytes], *, whole: bool = False
+) -> tuple[Sequence[bytes], Sequence[int]]:
     """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
     ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. `whole`: none of
     the keys if there are not slots for all. None in a namespace that is dropped or forgotten: the fleet tier's session
@@ -66,15 +68,14 @@ def place_fetch(session: PoolSession, keys: Sequence[bytes], *, whole: bool = Fa
     now = pool.clock()
     if session.namespace.is_dropped or _refusal(session, now):
         return [], []
-    if pool.journal is not None and not fit(keys, pool.journal.max_key_bytes):
+    if pool.journal is not None and not fit(keys):
         return [], []
-    fresh, present = _select(session.namespace, keys, {})
+    fresh, present = session.namespace.select(keys, {})
     slots = _make_room(session, len(fresh), present, now)
     if whole and len(slots) < len(fresh):
         pool.deallocate(slots)
         return [], []
-    wanted = [keys[i] for i in fresh[: len(slots)]]
-    session.namespace.pending_stores.start(wanted, slots)
+    wanted = session.namespace.begin(keys, fresh[: len(slots)], slots)
     if pool.journal is not None:
         pool.journal.begin(slots, session.session_id)
     return wanted, slots
@@ -83,7 +84,7 @@ def place_fetch(session: PoolSession, keys: Sequence[bytes], *, whole: bool = Fa
 def has_room(session: PoolSession, keys: Sequence[bytes]) -> bool:
     """Whether `place_fetch` would find slots for all of the keys; as little exact as `store_room`. The caller holds the
     lock. O(keys)."""
-    fresh, present = _select(session.namespace, keys, {})
+    fresh, present = session.namespace.select(keys, {})
     return len(fresh) <= store_room(session, kept=len(session.pool.index.evictable(present)))
 
 
@@ -101,38 +102,7 @@ def store_room(session: PoolSession, *, kept: int = 0) -> int:
 
 def _refusal(session: PoolSession, now: float) -> Refusal | None:
     """Why no store may start, which includes that no slot is pinned yet."""
-    return session.acceptance.store_refusal(now) or (None if session.pool.slots.limit else "not_ready")
-
-
-def _select(
-    namespace: Namespace, keys: Sequence[bytes], outcomes: dict[str, int]
-) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present."""
-    present = namespace.keys.leading_runs(keys)
-    known, rest = 0, keys  # usually none or all of the keys are present
-    if present:
-        known = outcomes["skipped_already_cached"] = sum(map(len, present))
-        rest = keys[known:]
-    slots = namespace.keys.slots_of(rest)
-    if namespace.needs_all(rest, slots):
-        return list(range(known, len(keys))), present
-    fresh: list[int] = []
-    scattered: list[int] = []
-    taken: set[bytes] = set()
-    for i, (key, slot) in enumerate(zip(rest, slots, strict=True), known):
-        if slot is not None:
-            scattered.append(slot)
-            reason = "skipped_already_cached"
-        elif key in namespace.pending_stores:
-            reason = "skipped_in_flight"
-        elif key in taken:
-            reason = "skipped_duplicate"
-        else:
-            taken.add(key)
-            fresh.append(i)
-            continue
-        outcomes[reason] = outcomes.get(reason, 0) + 1
-    return fresh, [*present, scattered]
+    return session.refusal("store", now) or (None if session.pool.slots.limit else "not_ready")
 
 
 def _make_room(session: PoolSession, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:

@@ -1,5 +1,4 @@
-"""A pool: one memory layout, and everything whose life is that of the memory; and what it knows of its sessions and its
-journal.
+"""A pool: one memory layout, and everything whose life is that of the memory; and what it knows of its sessions.
 
 Lock: every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say
 so.
@@ -14,14 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from threading import Lock
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.claims import Claims, Switch
 from kvstow.control.comparison import Change, Comparison
 from kvstow.control.index import Index, Removal
-from kvstow.control.namespaces import Namespace, NamespaceLabel
+from kvstow.control.indexjournal import IndexJournal
+from kvstow.control.namespaces import Namespace
 from kvstow.control.ranktable import RankTable
 from kvstow.control.recording import Recording
 from kvstow.control.slots import AgeSampler, SlotMap
@@ -67,44 +67,14 @@ class PoolAcceptance:
     def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
         self.bypass_load, self.bypass_store, self.bypass_until = load, store, until
 
-    def bypasses_load(self, now: float) -> bool:
-        return self.bypass_load and now < self.bypass_until
+    def bypasses(self, what: Literal["load", "store"], now: float) -> bool:
+        return (self.bypass_load if what == "load" else self.bypass_store) and now < self.bypass_until
 
     def bypass(self, now: float) -> BypassStatus:
         if now >= self.bypass_until:
             return BypassStatus(load=False, store=False, ttl_seconds_left=None)
         left = None if self.bypass_until == inf else self.bypass_until - now
         return BypassStatus(self.bypass_load, self.bypass_store, left)
-
-
-class SessionAcceptance:
-    """Whether one session may load and store: what its pool allows, and its own state. Not locked."""
-
-    def __init__(self, pool: PoolAcceptance) -> None:
-        self._pool = pool
-        self.serving = False
-        """Every rank can copy and no transfer is stuck."""
-        self.closed = False
-
-    def is_kept_from_loading(self, now: float) -> bool:
-        """Whether an operator wants it to load nothing, ready or not."""
-        return self._pool.drain_mode == "all" or self._pool.bypasses_load(now)
-
-    def load_refusal(self, now: float) -> Refusal | None:
-        pool = self._pool
-        if pool.drain_mode == "all" or self.closed:
-            return "draining"
-        if not self.serving or pool.rebuilding:
-            return "not_ready"
-        return "bypassed" if pool.bypasses_load(now) else None
-
-    def store_refusal(self, now: float) -> Refusal | None:
-        pool = self._pool
-        if pool.drain_mode or self.closed:
-            return "draining"
-        if not self.serving or pool.rebuilding:
-            return "not_ready"
-        return "bypassed" if pool.bypass_store and now < pool.bypass_until else None
 
 
 class LeaseBook:
@@ -131,9 +101,9 @@ class LeaseBook:
         """The lease with this id, unless it has ended."""
         return self._open.get(lease_id)
 
-    def grant(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> Lease:
+    def grant(self, slots: tuple[int, ...]) -> Lease:
         self._last_id += 1
-        lease = self._open[self._last_id] = Lease(self._last_id, keys, slots)
+        lease = self._open[self._last_id] = Lease(self._last_id, len(slots), slots)
         self.num_slots += len(slots)
         return lease
 
@@ -177,45 +147,6 @@ ANY_SESSION = 0
 """Slots that sessions may still read, although they hold no block any more, are begun under this number."""
 
 
-class SlotJournal(Protocol):
-    """Used with the pool's lock held. No call waits or raises, unless the pool has a defect. O(slots given).
-
-    A slot is begun before any rank is told to write it, published once all ranks have its bytes, and cleared as soon as
-    it is free. So a slot that is published in the journal has whole bytes whenever the process ends.
-    """
-
-    max_key_bytes: int
-
-    def begin(self, slots: Sequence[int], session: int) -> None:
-        """The session's processes may use these slots, which hold no block."""
-
-    def publish(self, slots: Sequence[int], namespace: int, keys: Sequence[bytes]) -> None:
-        """Each slot holds the block with the key beside it, in the namespace with this number."""
-
-    def clear(self, slots: Sequence[int]) -> None:
-        """Nothing uses these slots."""
-
-    def name_namespaces(self, namespaces: Iterable[tuple[int, NamespaceLabel]]) -> None:
-        """The namespaces with their numbers, the most important first. The journal takes as many as it has room for.
-        Blocks of others are not recovered."""
-
-
-def fit(keys: Sequence[bytes], most: int) -> bool:
-    """Whether all keys have one length, from 1 to `most` bytes, as in one call of `publish`."""
-    widths = set(map(len, keys))
-    return not widths or (len(widths) == 1 and 1 <= max(widths) <= most)
-
-
-def check_width(keys: Sequence[bytes], most: int) -> None:
-    """Raises `InvalidRequestError` unless the keys `fit`."""
-    if not fit(keys, most):
-        widths = sorted(set(map(len, keys)))
-        raise InvalidRequestError(
-            f"keys of {widths} bytes; allowed: keys of one length, from 1 to {most} bytes, because the pool's "
-            "journal has a field of that size"
-        )
-
-
 logger = logging.getLogger("kvstow.engine")
 
 
@@ -228,7 +159,6 @@ class PoolSession(Protocol):
     namespace: Namespace
     ranks: RankTable
     leases: LeaseBook
-    acceptance: SessionAcceptance
     is_lost: bool
     quarantined_slots: list[int]
     label: str
@@ -237,6 +167,8 @@ class PoolSession(Protocol):
 
     @property
     def pool(self) -> Pool: ...
+
+    def refusal(self, what: Literal["load", "store"], now: float) -> Refusal | None: ...
 
     def adapt_to_pool(self) -> None: ...
 
@@ -301,7 +233,7 @@ class Pool:
         self.storing_ranks = frozenset(range(config.num_ranks))
         """The ranks that a store has to finish on."""
         self.last_op_id = 0
-        self.journal: SlotJournal | None = None
+        self.journal: IndexJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
@@ -379,6 +311,28 @@ class Pool:
             except IndexError:  # another thread was faster
                 return
             logger.log(level, message, *values)
+
+    def publish(
+        self,
+        namespace: Namespace,
+        slots: Sequence[int],
+        on_stored: Callable[[Sequence[bytes]], None] | None = None,
+    ) -> int:
+        """Make the keys of filled slots, in ascending order, visible, and free the slots of those that were disowned
+        meanwhile. Returns how many are visible. `on_stored`: called with their keys."""
+        keys, kept = namespace.publish(slots)
+        self.index.admit(namespace, kept, self.clock())
+        if len(kept) < len(slots):
+            self.deallocate(sorted(set(slots).difference(kept)))
+        self.sources.forget(slots)
+        if self.journal is not None and keys:
+            self.journal.publish(kept, namespace.tag, keys)
+        self.events.append("stored", keys, "", namespace.tag)
+        if self.slots.leaving:  # a resize has passed these slots already
+            self.remove_blocks([slot for slot in slots if slot >= self.slots.limit], "resize")
+        if on_stored is not None:
+            on_stored(keys)
+        return len(keys)
 
     def note_removal(self, removal: Removal, reason: str) -> None:
         """Count blocks that left the index, and free their slots."""
@@ -468,7 +422,7 @@ class Pool:
     def load_refusal(self, now: float) -> Refusal | None:
         """Why no session may load, or None."""
         engines = [session for session in self.sessions if session.is_engine and not session.is_lost]
-        refusals = [session.acceptance.load_refusal(now) for session in engines]
+        refusals = [session.refusal("load", now) for session in engines]
         return None if None in refusals else next(iter(refusals), None)
 
     @property

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from kvstow.control.namespaces import Namespace, first_of_runs, key_runs, keys_of, runs_below
+from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
+from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
-from kvstow.control.pool import LeaseBook, Pool, SessionAcceptance, check_width
+from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
 from kvstow.control.trial import Sample, Trial
@@ -20,17 +21,14 @@ from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
-from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
-from kvstow.status import LoadRefusal, RankStatus
-
-_NOTHING = Lease(0, (), ())
-"""The lease of a miss; it holds nothing."""
+from kvstow.status import LoadRefusal, RankStatus, Refusal
 
 MOST_HELD = 65_536
 """Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
 MOST_HELD_SLOTS = 4 << 20
-"""Slots of all of them, a slot once for each: 380 MiB, as each lease has keys of its own. 4,096 requests may wait for
+"""Slots of all of them, a slot once for each. 4,096 requests may wait for
 16,384 tokens of 16-token blocks."""
 
 
@@ -100,7 +98,9 @@ class Session:
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(pool, self)
-        self.acceptance = SessionAcceptance(pool.acceptance)
+        self.serving = False
+        """Every rank can copy and no transfer is stuck."""
+        self.closed = False
         self.host_error: str | None = None
         self.is_lost = False
         """The client has gone; what is left waits for the end of its processes."""
@@ -143,35 +143,36 @@ class Session:
         """The number of leading keys that are present. Holds nothing; see `acquire`."""
         pool = self.pool
         with pool.lock:
-            if self.acceptance.load_refusal(pool.clock()):
+            if self.refusal("load", pool.clock()):
                 return 0
-            return sum(map(len, self._leading_runs(keys)))
+            runs, _ = self.namespace.keys.find(keys, self.watermark, leading=True)
+            return sum(map(len, runs))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
         pool = self.pool
         with pool.lock:
-            if self.acceptance.load_refusal(pool.clock()):
+            if self.refusal("load", pool.clock()):
                 return [False] * len(keys)
-            return [slot is not None for slot in self.visible_slots(keys)]
+            return [slot is not None for slot in self.namespace.keys.slots_of(keys, self.watermark)]
 
     def find_runs(self, keys: Sequence[bytes]) -> list[KeyRun]:
         """Which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
         pool = self.pool
         with pool.lock:
-            if self.acceptance.load_refusal(pool.clock()):
+            if self.refusal("load", pool.clock()):
                 return []
-            return self._present_keys(keys)[1]
+            return self.namespace.keys.find(keys, self.watermark)[1]
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
         release it, or use it for `begin_load`. With `count` false this does not count as a lookup: a host that asks
         repeatedly for one request reports the result with `count_lookup`."""
-        return self._acquire(keys, self._leading_keys, count=count)[0]
+        return self._acquire(keys, leading=True, count=count)[0]
 
     def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
         """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
-        return self._acquire(keys, self._present_keys, count=count)
+        return self._acquire(keys, leading=False, count=count)
 
     def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
@@ -187,34 +188,27 @@ class Session:
             now = pool.clock()
             if self._lease_refusal(now):
                 return None
-            runs = self._leading_runs(keys)
+            runs, _ = self.namespace.keys.find(keys, self.watermark, leading=True)
             slots = list(chain.from_iterable(runs))
             if len(slots) < len(keys) or len(slots) > self.leases.max_slots:
                 return None
-            return self._hold(tuple(keys), slots, runs, now)
+            return self._hold(slots, runs, now)
 
-    def _acquire(
-        self,
-        keys: Sequence[bytes],
-        find: Callable[[Sequence[bytes]], tuple[list[Sequence[int]], list[KeyRun]]],
-        *,
-        count: bool,
-    ) -> tuple[Lease, list[KeyRun]]:
-        """`find`: the slots of keys, as runs of neighbours, and the runs of these keys."""
+    def _acquire(self, keys: Sequence[bytes], *, leading: bool, count: bool) -> tuple[Lease, list[KeyRun]]:
         pool, counters = self.pool, self.pool.counters
         begun = time.perf_counter()
         with pool.lock:
             now = pool.clock()
             refusal = self._lease_refusal(now)
-            runs, found = ([], []) if refusal else find(keys)
+            runs, found = ([], []) if refusal else self.namespace.keys.find(keys, self.watermark, leading=leading)
             slots = list(chain.from_iterable(runs))
             if len(slots) > self.leases.max_slots:
                 slots = slots[: int(self.leases.max_slots)]
                 runs, found = [slots], first_of_runs(found, len(slots))
-            lease = _NOTHING
+            lease = NO_LEASE
             if slots:
                 pool.ages.sample_found(slots, now)
-                lease = self._hold(tuple(keys_of(found, keys)), slots, runs, now)
+                lease = self._hold(slots, runs, now)
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
                 pool.sources.count_lookup(self.model, NO_SOURCE, len(keys), len(slots))
@@ -225,48 +219,18 @@ class Session:
         """Why a look-up finds nothing that it may keep. A client that begins loads and never ends them, or releases no
         lease, holds a bounded amount of this process's memory. What its pool still owes counts, too, or one that
         leases and releases faster than slots are freed would have no bound."""
-        refusal = self.acceptance.load_refusal(now)
+        refusal = self.refusal("load", now)
         if refusal:
             return refusal
         num_held = len(self.leases) + self.ops.num_ops["load"] + len(self.pool.owed)
         slots = self.leases.num_slots + self.ops.held_slots + self.pool.owed_slots
         return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS else None
 
-    def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
+    def _hold(self, slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""
         self.pool.index.times.mark_used(runs, now)
         self.pool.index.hold(slots)
-        return self.leases.grant(keys, tuple(slots))
-
-    def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        runs = self.namespace.keys.leading_runs(keys)
-        return runs if self.watermark is None else runs_below(runs, self.watermark)
-
-    def _leading_keys(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
-        """The slots of the leading visible keys, and the run of these keys, if there are any."""
-        runs = self._leading_runs(keys)
-        leading = sum(map(len, runs))
-        return runs, [KeyRun(0, leading)] if leading else []
-
-    def _present_keys(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[KeyRun]]:
-        """The slots of all visible keys, as runs of neighbours where possible, and the runs of these keys."""
-        runs, found = self._leading_keys(keys)
-        leading = found[0].length if found else 0
-        if leading < len(keys):  # the key after the leading ones is not visible
-            slots = self.visible_slots(keys[leading:])
-            rest = key_runs(slots, leading)
-            if rest:
-                runs.append([slot for slot in slots if slot is not None])
-                found += rest
-        return runs, found
-
-    def visible_slots(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Where each key is; None for those that are absent, or above what the session can reach. The caller holds the
-        lock."""
-        slots = self.namespace.keys.slots_of(keys)
-        if self.watermark is None:
-            return slots
-        return [slot if slot is not None and slot < self.watermark else None for slot in slots]
+        return self.leases.grant(tuple(slots))
 
     def find_lease(self, lease_id: int) -> Lease:
         """The lease of this session with this id. Raises `LeaseError` if it has ended."""
@@ -316,7 +280,6 @@ class Session:
                 "load",
                 tuple(blocks),
                 lease.slots[first:end],
-                keys=lease.keys[first:end],
                 held=lease.slots,
                 request_id=request_id,
                 now=pool.clock(),
@@ -333,8 +296,12 @@ class Session:
         """
         if len(keys) != len(blocks):
             raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
-        if self.pool.journal is not None:
-            check_width(keys, self.pool.journal.max_key_bytes)
+        if self.pool.journal is not None and not fit(keys):
+            widths = sorted(set(map(len, keys)))
+            raise InvalidRequestError(
+                f"keys of {widths} bytes; allowed: keys of one length, from 1 to {MAX_KEY_BYTES} bytes, because the "
+                "pool's journal has a field of that size"
+            )
         with self.pool.lock:
             return place_store(self, self.ops, keys, blocks, request_id)
 
@@ -373,9 +340,12 @@ class Session:
             if hints is not None and hints.context is None:  # the others are about a context, or the host's
                 hints = None
             now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
-            used = pool.index.use(self.namespace, keys, now, self._uses_behind)
-            self._uses_behind = used.least if start else 0
-            pool.sources.count_use(self.model, source, used.runs, used.new)
+            runs, absent = self.namespace.keys.split(keys)
+            new, least = pool.index.use(self.namespace, runs, absent, now, self._uses_behind)
+            self._uses_behind = least if start else 0
+            if pool.index.claims is not None:
+                pool.index.claims.note_uses(keys, now)
+            pool.sources.count_use(self.model, source, runs, new)
             recording = pool.recording
         if hints is not None:
             whole = self._claim(keys, start, hints, now)
@@ -548,9 +518,19 @@ class Session:
         yield from (lease.slots for lease in self.leases)
         yield from (entry.held for entry in self.ops if entry.held)
 
+    def refusal(self, what: Literal["load", "store"], now: float) -> Refusal | None:
+        """Why the session may not load, or store: what its pool allows, and its own state. The caller holds the
+        lock."""
+        pool = self.pool.acceptance
+        if self.closed or pool.drain_mode == "all" or (pool.drain_mode and what == "store"):
+            return "draining"
+        if not self.serving or pool.rebuilding:
+            return "not_ready"
+        return "bypassed" if pool.bypasses(what, now) else None
+
     def refresh_acceptance(self) -> None:
         """Update whether work is accepted, after a change of the ranks or of stuck ops. The caller holds the lock."""
-        self.acceptance.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
+        self.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
 
     def fail(self, reason: str) -> None:
         """The host has lost track of its ops: nothing is served until it restarts. Transfers under way end as usual.

@@ -10,19 +10,17 @@ from dataclasses import replace
 from itertools import accumulate
 from logging import INFO
 from operator import gt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator, Sweep, sweep_namespace
 from kvstow.control.attachedsession import AttachedSession, TierSession
+from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
 from kvstow.control.namespaces import Namespace, NamespaceLabel
-from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool, SlotJournal
+from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
 from kvstow.status import NamespaceStatus
-
-if TYPE_CHECKING:
-    from kvstow.control.indexjournal import RecoveredIndex
 
 
 class SharedPool(Pool):
@@ -39,7 +37,7 @@ class SharedPool(Pool):
         clock: Callable[[], float] = time.monotonic,
         slice_slots: int = SLICE_SLOTS,
         replicated: bool = False,
-        journal: SlotJournal | None = None,
+        journal: IndexJournal | None = None,
     ) -> None:
         super().__init__(config, clock, slice_slots=slice_slots)
         self.journal = journal
@@ -308,8 +306,8 @@ def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int],
             keys, slots = [keys[index] for index in order], [slots[index] for index in order]
         with pool.lock:
             pool.slots.take(slots)
-            namespace.pending_stores.start(keys, slots)
-            pool.index.publish(namespace, keys, slots, pool.clock())
+            namespace.keys.put(keys, slots)
+            pool.index.admit(namespace, slots, pool.clock())
     with pool.lock:
         pool.index.namespaces.leave(namespace)
     return len(all_keys)

@@ -1,4 +1,4 @@
-"""What a pool knows of each slot: whether it is free or held, and when its block was stored and used."""
+"""What a pool knows of each slot: whether it is free or held, its key, and when its block was stored and used."""
 
 from __future__ import annotations
 
@@ -220,6 +220,36 @@ class RefCounts:
     def is_consistent(self) -> bool:
         """Whether only held slots have further holders. For integrity checks."""
         return self._extra.keys() <= self._held and all(count > 0 for count in self._extra.values())
+
+
+class SlotKeys:
+    """What each slot of the pool holds. Not locked. Read-only, except for `KeyMap`.
+
+    `key_of[slot]` is the key in a slot, or None, and `tag_of[slot]` the number of its namespace, which means nothing
+    where there is no key. `has_namespaces`: there has been more than one.
+    """
+
+    __slots__ = ("has_namespaces", "key_of", "tag_of")
+
+    def __init__(self) -> None:
+        self.key_of: list[bytes | None] = []
+        self.tag_of = array("H")
+        self.has_namespaces = False
+
+    @property
+    def num_slots(self) -> int:
+        """One above the highest slot that has ever existed."""
+        return len(self.key_of)
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for slots below `num_slots`."""
+        missing = max(0, num_slots - len(self.key_of))
+        self.key_of.extend(repeat(None, missing))
+        self.tag_of.frombytes(bytes(self.tag_of.itemsize * missing))
+
+    def between(self, low: int, high: int) -> list[tuple[int, bytes]]:
+        """(slot, key) of the visible keys in the slots from `low` to below `high`."""
+        return [(slot, key) for slot, key in enumerate(self.key_of[low:high], low) if key is not None]
 
 
 _SHORT = 8

@@ -134,9 +134,9 @@ class TierTraffic:
         its order."""
         pool, session = self._pool, self._session
         with pool.lock:
-            if self._is_closed or session.acceptance.load_refusal(pool.clock()):
+            if self._is_closed or session.refusal("load", pool.clock()):
                 return []
-            slots = session.visible_slots(keys)
+            slots = session.namespace.keys.slots_of(keys, session.watermark)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
             pool.index.hold([slot for _, slot in found])
             return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])
@@ -180,16 +180,16 @@ class TierTraffic:
     def take_plans(self) -> list[tuple[int, TierOp]]:
         """Ranks, each with an op to give to it now, in order. The ops are for the boots that the ranks have now."""
         with self._pool.lock:
-            return self._session.ops.tier.take_plans()
+            return self._session.ops.take_tier_plans()
 
     def take_settled(self) -> list[TierSettled]:
         """All transfers that have ended since the last call, in order."""
-        tier = self._session.ops.tier
-        if not tier.settled:
+        waiting = self._session.ops.tier_settled
+        if not waiting:
             return []
         with self._pool.lock:
-            settled = list(tier.settled)
-            tier.settled.clear()
+            settled = list(waiting)
+            waiting.clear()
             return settled
 
 

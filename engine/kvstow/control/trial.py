@@ -56,8 +56,9 @@ class _SmallPool:
         index.hold(held)
         self._store(missing, now)
         index.unhold(held)
-        index.use(namespace, keys, now)
+        index.use(namespace, *namespace.keys.split(keys), now)
         if index.claims is not None:
+            index.claims.note_uses(keys, now)
             if hints is not None:
                 renewal = index.claims.begin(namespace, hints, keys, now)
                 index.claims.extend(renewal, namespace.keys.slots_of(keys))
@@ -74,8 +75,8 @@ class _SmallPool:
         keys = keys[: len(self._free)]
         slots = sorted(self._free[len(self._free) - len(keys) :])
         del self._free[len(self._free) - len(keys) :]
-        self._namespace.pending_stores.start(keys, slots)
-        self.index.publish(self._namespace, keys, slots, now)
+        self._namespace.keys.put(keys, slots)
+        self.index.admit(self._namespace, slots, now)
 
 
 class Trial:

@@ -14,7 +14,7 @@ from math import floor, log2
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.slots import SlotTimes, values_at
+from kvstow.control.slots import SlotKeys, SlotTimes, values_at
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -213,7 +213,7 @@ class Uses:
             self._ghosts.put(hash_keys(keys, tag), bytes(uses))
         self._evicted, self._num_evicted = {}, 0
 
-    def recall(self, runs: Sequence[Sequence[int]], key_of: Sequence[bytes | None], tag: int) -> None:
+    def recall(self, runs: Sequence[Sequence[int]], slot_keys: SlotKeys, tag: int) -> None:
         """The blocks in these runs of slots are about to be used. Those that are new have the uses of their keys."""
         self._remember()
         if not self._ghosts:
@@ -224,7 +224,7 @@ class Uses:
             if 0 not in uses:
                 continue
             new = [slot for slot, each in zip(run, uses, strict=True) if not each]
-            keys = [key for slot in new if (key := key_of[slot]) is not None]
+            keys = [key for slot in new if (key := slot_keys.key_of[slot]) is not None]
             for slot, known in zip(new, self._ghosts.find(hash_keys(keys, tag)), strict=True):
                 counts[slot] = known
 

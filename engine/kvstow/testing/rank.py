@@ -129,17 +129,17 @@ class FakeRank:
 
     def gather(self, op_id: int) -> None:
         """Read the blocks of a queued store into staging, and report that its source is free."""
-        self.staging.setdefault(op_id, [self.blocks.get(block) for block in self.queue[op_id].blocks])
+        self.staging.setdefault(op_id, list(map(self.blocks.get, self.queue[op_id].blocks)))
         self.send(op_id, "source_free")
 
     def run(self, op_id: int, *, fail: bool = False) -> None:
         """Copy a queued op and report it. If it fails, it corrupts what it would have written."""
         op = self.queue.pop(op_id)
         if op.direction == "store":
-            contents = self.staging.pop(op_id, [self.blocks.get(block) for block in op.blocks])
+            contents = self.staging.pop(op_id, list(map(self.blocks.get, op.blocks)))
             self.slots.update(zip(op.slots, contents, strict=True))
         else:
-            contents = [self.slots.get(slot) for slot in op.slots]
+            contents = list(map(self.slots.get, op.slots))
             self.blocks.update(zip(op.blocks, contents, strict=True))
         if fail:
             spoiled, numbers = (self.slots, op.slots) if op.direction == "store" else (self.blocks, op.blocks)

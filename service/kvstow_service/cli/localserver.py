@@ -16,10 +16,13 @@ T = TypeVar("T")
 _LISTENING = "0A"
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _UNIX = "unix:"
+_FOR_ADMINS = (routes.list_contexts, routes.get_context)
+"""Reads of which others see nothing, or less."""
 
 
 class LocalServerClient(Client):
-    """Reads over TCP. Changes go through the Unix socket that the server names, if it is a server of this machine."""
+    """Reads over TCP. Changes, and what only admins see, go through the Unix socket that the server names, if it is a
+    server of this machine."""
 
     def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
         super().__init__(endpoint, timeout=timeout)
@@ -27,9 +30,10 @@ class LocalServerClient(Client):
         self._local: Client | None = None
 
     def call(self, route: Route[T], body: Mapping[str, Any] | None = None, **given: Any) -> T:
-        if self._local is None and route.method != "GET":
+        is_open = route.method == "GET" and route not in _FOR_ADMINS
+        if self._local is None and not is_open:
             self._local = self._find()
-        if self._local is None or route.method == "GET":
+        if self._local is None or is_open:
             return super().call(route, body, **given)
         return self._local.call(route, body, **given)
 

@@ -297,7 +297,7 @@ class ReplayDriver:
         go_on()
 
     def _found(self, job: _Job, lease: Lease) -> None:
-        hits = len(lease.keys)
+        hits = lease.num_keys
         if not hits:
             self._store(job)
             return

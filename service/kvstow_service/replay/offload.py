@@ -18,7 +18,7 @@ from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillNews
-from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.results import NO_LEASE, Awaited, Given, Lease, Settled, StoreGrant
 from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.trace import BLOCK_TOKENS, Shape
@@ -79,7 +79,7 @@ class EmbeddedOffload:
         return Given(self._engine.acquire(keys))
 
     def hold(self, keys: Sequence[BlockKey]) -> Given[Lease]:
-        return Given(self._engine.lease(keys) or Lease(0, (), ()))
+        return Given(self._engine.lease(keys) or NO_LEASE)
 
     def release(self, held: Awaited[Lease]) -> None:
         self._engine.release_lease(held.value)

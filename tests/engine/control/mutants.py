@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ops import OpenOp, OpenTierOp, OpsInFlight, TierLedger
+from kvstow.control.ops import OpenOp, OpenTierOp, OpsInFlight
 from kvstow.control.pool import Pool
-from kvstow.messages import Completion
+from kvstow.messages import Completion, TierCompletion
 
 
 def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,8 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
             pool: Pool = self.pool
             entry = self.ops.get(grant.op.op_id)
             assert entry is not None
-            pool.index.publish(entry.namespace, entry.keys, grant.op.slots, 0.0)
-            entry.keys, entry.op = (), replace(grant.op, slots=())
+            pool.publish(entry.namespace, grant.op.slots)
+            entry.op = replace(grant.op, slots=())
         return grant
 
     patch.setattr(OffloadEngine, "begin_store", publish_at_once)
@@ -40,18 +40,18 @@ def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
 
 
 def rank_0_puts_first(patch: pytest.MonkeyPatch) -> None:
-    def plan_all(self: TierLedger, entry: OpenTierOp) -> None:
+    def plan_all(self: OpsInFlight, entry: OpenTierOp) -> None:
         entry.waits_for_others = False
-        self.plans.extend((rank, entry.tier_op) for rank in sorted(entry.pending))
+        self.tier_plans.extend((rank, entry.op) for rank in sorted(entry.pending))
 
-    patch.setattr(TierLedger, "begin", plan_all)
+    patch.setattr(OpsInFlight, "_plan", plan_all)
 
 
 def short_ranks_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    accept = TierLedger.accept
+    note = OpenTierOp.note
 
-    def believe_all(self: TierLedger, entry: OpenTierOp, completion: Completion) -> None:
-        accept(self, entry, completion)
-        entry.moved = len(entry.tier_op.slots)
+    def believe_all(self: OpenTierOp, completion: TierCompletion) -> None:
+        note(self, completion)
+        self.moved = len(self.op.slots)
 
-    patch.setattr(TierLedger, "accept", believe_all)
+    patch.setattr(OpenTierOp, "note", believe_all)

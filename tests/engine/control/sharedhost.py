@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
-from kvstow.control.pool import SlotJournal
+from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.sharedpool import SharedPool
 from kvstow.messages import Op
 from kvstow.testing.fakes import FakeClock
@@ -69,7 +69,7 @@ class Host:
         *,
         replicated: bool = False,
         policy: str = "lru",
-        journal: SlotJournal | None = None,
+        journal: IndexJournal | None = None,
     ) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks, policy=policy)

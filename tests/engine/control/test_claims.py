@@ -400,6 +400,20 @@ def test_evict_and_purge_take_a_context(make: Callable[[int], Host]) -> None:
     assert host.there(shared) == 0
 
 
+def test_a_purged_context_has_no_stores_in_flight(make: Callable[[int], Host]) -> None:
+    host, (first, second) = make(8), make_keys(2)
+    host.serve([first], Hints(A, resume_in=5.0))
+    op = host.engine.begin_store([second], [0]).op
+    host.engine.admin.purge(context=A, dry_run=True).run()
+    host.engine.admin.evict(context=A).run()
+    assert second in host.engine.namespace.pending_stores
+    host.engine.admin.purge(context=A).run()
+    host.ranks[0].submit(op)
+    host.ranks[0].run_all()
+    assert host.engine.contains([first, second]) == [False, False]
+    host.engine.check_integrity()
+
+
 # -- the trial ---------------------------------------------------------------------------------------------------------
 
 

@@ -187,7 +187,7 @@ def test_stuck_transfers_are_marked_one_by_one(
         engine.begin_store(make_keys(8, f"store{number}-"), range(8))
     clock.advance(40.0)
     holding = count_by_holding(engine)
-    count_calls(monkeypatch, Index, "quarantine", lambda namespace, keys, slots: holding.add(len(slots)))
+    count_calls(monkeypatch, Index, "quarantine", lambda namespace, slots: holding.add(len(slots)))
     engine.tick()
     assert sum(holding.counts) == 64
     assert max(holding.counts) == 8

@@ -32,7 +32,7 @@ def test_stored_blocks_are_found_and_loaded(make_host: MakeEngine) -> None:
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A, B, C, D])
-    assert lease.keys == (A, B, C)
+    assert lease.num_keys == 3
     assert load(engine, ranks, lease) == [A, B, C]
     engine.check_integrity()
 
@@ -98,7 +98,7 @@ def test_a_lease_of_single_keys_is_all_or_nothing(make_host: MakeEngine) -> None
     assert engine.lease([A, B]) is None
     lease = engine.lease([C, A, C])
     assert lease is not None
-    assert lease.keys == (C, A, C)
+    assert lease.num_keys == 3
     assert engine.stats().pool.slots.leased == 2
     engine.release_lease(lease)
     engine.check_integrity()

@@ -70,7 +70,7 @@ def test_what_is_in_flight_in_any_pool_is_counted(clock: FakeClock) -> None:
     shared.set_populated(2)
     assert pools.switches.drain_status.leases == 0
     with shared.lock:
-        session.leases.grant((b"k",), (0,))
+        session.leases.grant((0,))
     status = pools.switches.drain_status
     assert (status.leases, status.drained) == (1, False)
 

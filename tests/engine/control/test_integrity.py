@@ -36,8 +36,8 @@ def forget_an_orphan(pool: Pool) -> None:
     pool.index._orphans.clear()
 
 
-def miscount_filling_slots(pool: Pool) -> None:
-    pool.sessions[0].namespace.pending_stores._num_slots += 1
+def add_a_key_to_a_store(pool: Pool) -> None:
+    pool.sessions[0].namespace.pending_stores._slot_of[b"other"] = 4
 
 
 def add_a_holder_to_a_free_slot(pool: Pool) -> None:
@@ -100,7 +100,7 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (lose_an_evictable_slot, "the evictable slots are not those"),
         (miscount_the_order, "the eviction order repeats or loses slots"),
         (forget_an_orphan, "orphans are not the held slots without a key"),
-        (miscount_filling_slots, "the count of filling slots is wrong"),
+        (add_a_key_to_a_store, "the keys and slots that are being stored do not match"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
         (take_a_slot_from_its_namespace, "keys by slot and slots by key differ"),
         (miscount_leased_slots, "the count of leased slots is wrong"),

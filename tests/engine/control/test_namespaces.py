@@ -42,7 +42,7 @@ def test_a_run_of_slots_ends_where_another_namespace_begins() -> None:
     second.store(KEYS[:9])
     first.store(KEYS[9:])  # in the next slots
     second.store(KEYS[12:])
-    assert second.session.acquire(KEYS).keys == tuple(KEYS[:9])
+    assert second.session.acquire(KEYS).num_keys == 9
     assert second.session.find_runs(KEYS) == [(0, 9), (12, 4)]
 
 

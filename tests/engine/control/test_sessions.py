@@ -329,10 +329,10 @@ def test_no_lease_ends_for_a_store_while_nothing_may_be_evicted(host: Host) -> N
 def test_a_hit_of_more_than_half_of_the_pool_is_cut(host: Host) -> None:
     client = host.attach()
     client.store([A, B, C, D, E])
-    assert client.session.acquire([A, B, C, D, E]).keys == (A, B, C, D)
+    assert client.session.acquire([A, B, C, D, E]).num_keys == 4
     assert client.session.lease([A, B, C, D, E]) is None
     lease, runs = client.session.acquire_runs([A, b"x", B, C, D, E])
-    assert (lease.keys, runs) == ((A, B, C, D), [(0, 1), (2, 3)])
+    assert (lease.num_keys, runs) == (4, [(0, 1), (2, 3)])
     assert PoolFacade(host.pool).stats().pool.leases == 2
 
 
@@ -343,10 +343,10 @@ def test_a_look_up_of_all_keys_answers_with_runs(host: Host) -> None:
     assert client.session.find_runs(keys) == [KeyRun(1, 2), KeyRun(4, 1)]
     lease, runs = client.session.acquire_runs(keys)
     assert runs == [KeyRun(1, 2), KeyRun(4, 1)]
-    assert lease.keys == (A, B, D)
+    assert lease.num_keys == 3
     assert client.session.acquire_runs([C]) == (client.session.acquire([C]), [])
     assert client.session.acquire_runs([A], count=False)[1] == [KeyRun(0, 1)]
-    assert client.session.acquire([A], count=False).keys == (A,)
+    assert client.session.acquire([A], count=False).num_keys == 1
     lookups = PoolFacade(host.pool).stats().lookups
     assert (lookups.query_blocks, lookups.hit_blocks) == (7, 3), "those that are counted"
 
@@ -500,7 +500,7 @@ def test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot(host: Host, e
     client.store([A, B, C])
     loading = other.session.begin_load(other.session.acquire([A]), [0])
     lease = client.session.acquire([A, B, C, A])
-    assert lease.keys == (A, B, C, A)
+    assert lease.num_keys == 4
     if ends == "release":
         client.session.release_leases([lease.lease_id])
     else:

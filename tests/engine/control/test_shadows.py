@@ -59,7 +59,7 @@ class Pool:
         for each in (lease, held):
             self.engine.release_lease(each)
         self.engine.use(chain)
-        return len(lease.keys)
+        return lease.num_keys
 
 
 REQUESTS = st.lists(

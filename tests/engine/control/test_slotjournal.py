@@ -316,9 +316,13 @@ def the_journal_publishes_before_the_bytes_are_whole(patch: pytest.MonkeyPatch) 
         assert journal is not None
         accept(self, entry, rank, completion)
         if entry.op.direction == "store" and completion.mark == "done" and entry.pending:
-            journal.publish(entry.op.slots, entry.namespace.tag, entry.keys)
+            journal.publish(entry.op.slots, entry.namespace.tag, keys_of(entry))
 
     patch.setattr(OpsInFlight, "_accept", too_early)
+
+
+def keys_of(entry: OpenOp) -> list[bytes]:
+    return [entry.namespace.pending_stores._key_of[slot] or b"" for slot in entry.op.slots]
 
 
 def the_journal_begins_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -338,7 +342,7 @@ def failed_stores_are_published(patch: pytest.MonkeyPatch) -> None:
     def publish(self: OpsInFlight, entry: OpenOp) -> None:
         journal = self.pool.journal
         if entry.error and not entry.abandoned and journal is not None:
-            journal.publish(entry.op.slots, entry.namespace.tag, entry.keys)
+            journal.publish(entry.op.slots, entry.namespace.tag, keys_of(entry))
         end(self, entry)
 
     patch.setattr(OpsInFlight, "_end_store", publish)

@@ -78,7 +78,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         config = EngineConfig(slot_bytes=1, capacity_slots=slots, num_ranks=num_ranks, policy=policy)
         self.engine = OffloadEngine(config, clock=self.clock, slice_slots=slice_slots)
         self.ranks = make_ranks(self.engine)
-        self.leases: list[Lease] = []
+        self.leases: list[tuple[Lease, tuple[bytes, ...]]] = []
         self.loads = {}
         self.stores: dict[int, Op] = {}
         self.said: list[tuple[int, str, int, Mark]] = []
@@ -102,12 +102,12 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
             self.use_with_hints(pick)
         elif what == "look up":
             lease = self.engine.acquire(chain)
-            assert lease.keys == tuple(chain[: len(lease.slots)])
-            self.leases.append(lease)
+            assert lease.num_keys == len(lease.slots) <= len(chain)
+            self.leases.append((lease, tuple(chain[: lease.num_keys])))
         elif self.leases:
-            lease = self.leases.pop(pick % len(self.leases))
+            lease, keys = self.leases.pop(pick % len(self.leases))
             if what == "load" and lease.slots:
-                self.load(lease)
+                self.load(lease, keys)
             else:
                 self.engine.release_lease(lease)
 
@@ -126,16 +126,17 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
             self.submit(op)
 
     def load_all(self) -> None:
-        for found in map(self.engine.acquire, CHAINS):
-            self.load(found) if found.slots else self.engine.release_lease(found)
+        for chain in CHAINS:
+            found = self.engine.acquire(chain)
+            self.load(found, tuple(chain[: found.num_keys])) if found.slots else self.engine.release_lease(found)
 
-    def load(self, lease: Lease) -> None:
+    def load(self, lease: Lease, keys: tuple[bytes, ...]) -> None:
         try:
             op = self.engine.begin_load(lease, self.fresh_blocks(len(lease.slots)))
         except LeaseError:
             self.engine.release_lease(lease)
             return
-        self.loads[op.op_id] = (op, lease.keys, [rank.boot_id for rank in self.ranks])
+        self.loads[op.op_id] = (op, keys, [rank.boot_id for rank in self.ranks])
         self.submit(op)
 
     def copy(self, what: str, pick: int) -> None:
@@ -312,7 +313,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         """Let everything end; nothing may be left behind."""
         if not hasattr(self, "ranks"):
             return
-        for lease in self.leases:
+        for lease, _ in self.leases:
             self.engine.release_lease(lease)
         if self.sweep:
             self.sweep.cancel()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstow.config import EngineConfig, parse_policy
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.sharedpool import SharedPool
-from kvstow.control.slots import SlotTimes
+from kvstow.control.slots import SlotKeys, SlotTimes
 from kvstow.control.uses import Ghosts, Hashes, Uses, hash_keys
 from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock
@@ -168,11 +168,11 @@ def test_no_block_outlives_one_that_it_depends_on(make_engine: MakeEngine, clock
 
 def serve(engine: OffloadEngine, ranks: list[FakeRank], chain: Sequence[bytes]) -> int:
     lease = engine.acquire(chain)
-    if len(lease.keys) < len(chain):
-        store_keys(engine, ranks, list(chain[len(lease.keys) :]))
+    if lease.num_keys < len(chain):
+        store_keys(engine, ranks, list(chain[lease.num_keys :]))
     engine.release_lease(lease)
     engine.use(chain)
-    return len(lease.keys)
+    return lease.num_keys
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------
@@ -206,7 +206,9 @@ def test_what_is_evicted_block_by_block_is_hashed_together(monkeypatch: pytest.M
         uses.evict([key], [slot], slot % 2)
     assert hashed == []
     uses.admit(range(4095))
-    uses.recall([range(1)], keys, 0)
+    slot_keys = SlotKeys()
+    slot_keys.key_of.extend(keys)
+    uses.recall([range(1)], slot_keys, 0)
     assert hashed == [2048, 2047, 1], "once for each namespace"
     assert uses.of(0) == 1
     assert uses._evicted == {}

@@ -98,7 +98,7 @@ class TierNode:
     def loaded(self, keys: Sequence[bytes]) -> int:
         """Load the leading keys that are visible, and check the bytes on every rank. Returns how many there were."""
         lease = self.engine.acquire(keys)
-        hits = len(lease.keys)
+        hits = lease.num_keys
         if not hits:
             return 0
         op = self.engine.begin_load(lease, range(2000, 2000 + hits))

@@ -74,6 +74,11 @@ def test_without_a_token_changes_go_through_the_socket_that_the_server_names(run
     assert run("bypass", "--load", "--server", make_host().url).exit_code == 0
 
 
+def test_what_only_admins_see_comes_through_that_socket_too(run: Any, make_host: Any) -> None:
+    outcome = run("describe", "context", "trip", "--server", make_host().url)
+    assert "there is no context" in outcome.stderr, outcome.stderr
+
+
 def test_the_socket_of_another_server_is_not_used(run: Any, make_host: Any, tmp_path: Path) -> None:
     """A forwarded port leads to a server of another machine, which may name a path that exists here, too."""
     uds = tmp_path / "admin.sock"

@@ -135,7 +135,7 @@ class EmbeddedHost(Host):
     def find(self, keys: list[bytes], hold: Hold = Hold.PRESENT) -> tuple[Lease, list[KeyRun]]:
         if hold == Hold.ALL:
             lease = self.engine.lease(keys)
-            return (Lease(0, (), ()), []) if lease is None else (lease, [KeyRun(0, len(keys))])
+            return (Lease(0), []) if lease is None else (lease, [KeyRun(0, len(keys))])
         return self.engine.acquire_runs(keys)
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], first: int = 0) -> Op | None:
@@ -260,7 +260,7 @@ def test_what_was_stored_is_found_wherever_it_is_and_loaded(host: Host) -> None:
     host.store([6])
     lease, runs = host.find(keys_of(range(8)))
     assert runs == [(2, 3), (6, 1)]
-    assert list(lease.keys) == keys_of([2, 3, 4, 6])
+    assert lease.num_keys == 4
     op = host.begin_load(lease, [90, 91], first=2)
     assert op is not None
     assert (op.direction, op.blocks) == ("load", (90, 91))
@@ -287,7 +287,7 @@ def test_leased_blocks_are_not_evicted(host: Host) -> None:
     host.release(lease)
     host.check(range(8))
     host.store(range(200, 200 + SLOTS))
-    assert host.find(keys_of(range(8))) == (Lease(0, (), ()), [])
+    assert host.find(keys_of(range(8))) == (Lease(0), [])
 
 
 def test_a_block_that_was_used_is_evicted_last(host: Host) -> None:
@@ -300,9 +300,9 @@ def test_a_block_that_was_used_is_evicted_last(host: Host) -> None:
 
 def test_all_or_nothing(host: Host) -> None:
     host.store([1, 2])
-    assert host.find(keys_of([1, 2, 3]), Hold.ALL) == (Lease(0, (), ()), [])
+    assert host.find(keys_of([1, 2, 3]), Hold.ALL) == (Lease(0), [])
     lease, _ = host.find(keys_of([2, 1]), Hold.ALL)
-    assert list(lease.keys) == keys_of([2, 1])
+    assert lease.num_keys == 2
 
 
 def test_what_failed_to_load_is_not_found_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,10 +367,10 @@ def test_an_engine_goes_on_with_another_service_that_has_nothing(nodes: Nodes, s
     assert [host.kv[block].tobytes() for block in range(10)] == [host.contents[key] for key in keys_of(range(10))]
     nodes.node.close()
     host.until(lambda: not host.engine.is_attached)
-    assert host.find(keys_of(range(10))) == (Lease(0, (), ()), [])
+    assert host.find(keys_of(range(10))) == (Lease(0), [])
     nodes.start()
     host.until_usable()
-    assert host.find(keys_of(range(10))) == (Lease(0, (), ()), [])
+    assert host.find(keys_of(range(10))) == (Lease(0), [])
     host.store(range(20, 30))
     host.check(range(20, 30))
 

@@ -262,7 +262,7 @@ class NodeSession(MemoryHolder):
         control, keys = self.control, call.keys
         if call.hold == Hold.LEADING:
             lease = control.acquire(keys, count=call.counted)
-            return Found(lease.lease_id, ((0, len(lease.keys)),) if lease.keys else ())
+            return Found(lease.lease_id, ((0, lease.num_keys),) if lease.num_keys else ())
         if call.hold == Hold.PRESENT:
             lease, runs = control.acquire_runs(keys, count=call.counted)
             return Found(lease.lease_id, tuple(runs))

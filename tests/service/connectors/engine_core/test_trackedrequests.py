@@ -59,7 +59,7 @@ def test_keys_of_another_prompt_are_forgotten() -> None:
     ],
 )
 def test_tokens_that_the_tier_has_brought_are_counted_once(fetched: tuple[range, ...], count: int) -> None:
-    assert Hit(0, 20, Lease(1, (), ()), fetched=fetched).fetched_tokens(4, 16) == count
+    assert Hit(0, 20, Lease(1), fetched=fetched).fetched_tokens(4, 16) == count
 
 
 def test_tokens_of_a_step_in_flight_are_not_confirmed() -> None:

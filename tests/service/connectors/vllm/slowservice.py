@@ -118,8 +118,8 @@ class SlowConnection:
         self.refusal: str | None = None
         self.welcome: Welcome | None = None
 
-    def call(self, message: Message) -> Call:
-        call = Call()
+    def call(self, message: Message, call: Call | None = None) -> Call:
+        call = call or Call()
         if self.state != "attached":
             call.fail(DisconnectedError(str(self.problem)))
             return call
