@@ -539,14 +539,14 @@ _OF_SERVER = (
     counter(
         "http_requests",
         "HTTP requests by response status",
-        lambda app: app.http.requests(),
+        lambda app: app.http.requests.copy(),
         ("method", "route", "code"),
     ),
     Family(
         "histogram",
         "http_request_duration_seconds",
         "Duration of an HTTP request",
-        lambda app: app.http.seconds(),
+        lambda app: app.http.seconds.copy(),
         ("method", "route"),
     ),
     gauge("http_requests_inflight", "HTTP requests in progress", "http.inflight"),

@@ -7,9 +7,11 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
@@ -40,34 +42,18 @@ _REPORT_ROUTE = "/v1/ranks/{rank}/report"
 _ADDED_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
-class RouteKey(NamedTuple):
-    method: str
-    route: str
-
-
 class HttpCounters:
     """Requests by method, route template and status. A series begins with its first request: zeros for all possible
-    ones made up two thirds of a scrape. Bounded by the number of routes and statuses. Counted on the event loop, read
-    on any thread."""
+    ones made up two thirds of a scrape. Bounded by the number of routes and statuses. Counted on the event loop."""
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[str, str, str], int] = {}
-        self._seconds: dict[RouteKey, Histogram] = {}
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        self.seconds: defaultdict[tuple[str, str], Histogram] = defaultdict(partial(Histogram, _BOUNDS))
         self.inflight = 0
 
-    def count(self, key: RouteKey, status: int, seconds: float) -> None:
-        series = (*key, str(status))
-        self._requests[series] = self._requests.get(series, 0) + 1
-        if key not in self._seconds:
-            self._seconds[key] = Histogram(_BOUNDS)
-        self._seconds[key].observe(seconds)
-
-    def requests(self) -> dict[tuple[str, str, str], int]:
-        """By method, route and status."""
-        return self._requests.copy()
-
-    def seconds(self) -> dict[RouteKey, Histogram]:
-        return {key: histogram.copy() for key, histogram in self._seconds.copy().items()}
+    def count(self, method: str, route: str, status: int, seconds: float) -> None:
+        self.requests[method, route, str(status)] += 1
+        self.seconds[method, route].observe(seconds)
 
 
 class RequestMiddleware:
@@ -91,28 +77,34 @@ class RequestMiddleware:
             await self._run(scope, receive, answer)
         finally:
             self._counters.inflight -= 1
-            key = RouteKey(scope["method"] if scope["method"] in _METHODS else "other", _template(scope))
-            self._counters.count(key, answer.status, time.perf_counter() - started)
+            method, route = scope["method"] if scope["method"] in _METHODS else "other", _template(scope)
+            self._counters.count(method, route, answer.status, time.perf_counter() - started)
             if not is_reading(scope["method"], scope["path"]):
-                self._audit(scope, key, answer.status)
+                self._audit(scope, method, route, answer.status)
 
-    def _audit(self, scope: Scope, key: RouteKey, status: int) -> None:
+    def _audit(self, scope: Scope, method: str, route: str, status: int) -> None:
         """Log each request for a change, and add each change that was made to the journal."""
         changed = status < 400 and not scope.get(CHANGED_NOTHING)
-        routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
-        if is_known(scope.get(ACTOR)) or status < 400:
-            _write_audit(audit_logger.log, scope, key, status, changed, logging.DEBUG if routine else logging.INFO)
-        else:
-            _write_audit(self._refused.log, scope, key, status, changed, logging.INFO)
+        routine = route == _REPORT_ROUTE and status < 400  # every rank, every second
+        actor, client = scope.get(ACTOR, "-"), scope.get("client")
+        log = audit_logger.log if is_known(actor) or status < 400 else self._refused.log
+        log(
+            logging.DEBUG if routine else logging.INFO,
+            "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s changed=%s query=%s body=%s",
+            actor,
+            client[0] if client else "-",
+            method,
+            route,
+            _path(scope),
+            status,
+            scope[REQUEST_ID],
+            "yes" if changed else "no",
+            _shown(scope.get("query_string", b"")),
+            _shown(scope.get(BODY, b"")),
+        )
         if changed and not routine:
-            self._journal.add(
-                "change",
-                actor=scope.get(ACTOR, "-"),
-                method=key.method,
-                path=_path(scope),
-                status=status,
-                request_id=scope[REQUEST_ID],
-            )
+            given = {"path": _path(scope), "status": status, "request_id": scope[REQUEST_ID]}
+            self._journal.add("change", actor=actor, method=method, **given)
 
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
@@ -160,24 +152,6 @@ def _path(scope: Scope) -> str:
     """The path as received: percent-encoded, which is safe in a log line."""
     raw = scope.get("raw_path") or scope["path"].encode()
     return ascii(raw.decode("latin-1"))[1:-1]
-
-
-def _write_audit(log: Callable[..., None], scope: Scope, key: RouteKey, status: int, changed: bool, level: int) -> None:
-    client = scope.get("client")
-    log(
-        level,
-        "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s changed=%s query=%s body=%s",
-        scope.get(ACTOR, "-"),
-        client[0] if client else "-",
-        key.method,
-        key.route,
-        _path(scope),
-        status,
-        scope[REQUEST_ID],
-        "yes" if changed else "no",
-        _shown(scope.get("query_string", b"")),
-        _shown(scope.get(BODY, b"")),
-    )
 
 
 def _shown(text: bytes) -> str:
@@ -270,6 +244,7 @@ class BodyMiddleware:
             return
         is_bounded = is_reading(scope["method"], scope["path"]) and is_stranger(scope)
         limit = self._reading_limit if is_bounded else self._limit
+        headers, allowed = Headers(scope=scope), [_JSON, *([_MERGE_PATCH] if scope["method"] == "PATCH" else [])]
         try:
             async with asyncio.timeout(self._seconds):
                 body = await _read(scope, receive, limit)
@@ -284,9 +259,8 @@ class BodyMiddleware:
             if is_bounded:
                 detail += f" (limit for admins and the Unix socket: {self._limit} bytes)"
             await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
-        elif body and not _is_json(scope):
-            given = _header(scope, b"content-type").decode("latin-1")[:100]
-            detail = f"Content-Type is {given!r}; allowed: {', '.join(_json_types(scope))}"
+        elif body and (kind := headers.get("content-type", "")).partition(";")[0].strip().lower() not in allowed:
+            detail = f"Content-Type is {kind[:100]!r}; allowed: {', '.join(allowed)}"
             await problem(scope, 415, detail)(scope, receive, send)
         else:
             scope[BODY] = body
@@ -295,7 +269,7 @@ class BodyMiddleware:
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
     """The whole body; None as soon as it exceeds the limit. Raises `ClientDisconnect`."""
-    declared = _header(scope, b"content-length")
+    declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         return None
     body = bytearray()
@@ -309,19 +283,6 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
         if len(body) > limit:
             return None
     return bytes(body)
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _json_types(scope: Scope) -> tuple[str, ...]:
-    return (_JSON, _MERGE_PATCH) if scope["method"] == "PATCH" else (_JSON,)
-
-
-def _is_json(scope: Scope) -> bool:
-    given = _header(scope, b"content-type").decode("latin-1")
-    return given.partition(";")[0].strip().lower() in _json_types(scope)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -53,22 +53,15 @@ _STATUS_OF: dict[type[KvstowError], int] = {
 
 _CODE_OF: dict[int, str] = {
     400: "malformed_body",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
     408: "body_too_slow",
-    409: "conflict",
-    412: "precondition_failed",
     413: "body_too_large",
-    415: "unsupported_media_type",
     422: "invalid_request",
-    429: "too_many_requests",
     431: "head_too_large",
     500: "internal",
     503: "unavailable",
     507: "insufficient_memory",
 }
+"""Those that differ from the name of the status."""
 
 MAX_ERRORS = 20
 """Errors in one response: a body of 1 MiB could have half a million."""
@@ -85,7 +78,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """The problem response to the request of `scope`. A `Retry-After` header is repeated in the body."""
-    code = code or _CODE_OF.get(status, "error")
+    code = code or _CODE_OF.get(status) or HTTPStatus(status).name.lower()
     retry_after = (headers or {}).get("Retry-After")
     body = {
         "type": f"urn:kvstow:problem:{code}",

@@ -148,7 +148,7 @@ async def get_live(page: Page, pool: str | None = None) -> StreamingResponse:
 async def get_openapi(request: Request) -> Response:
     """The OpenAPI description of all routes."""
     description: Description = request.app.openapi
-    return Response(await run_in_threadpool(description.document), media_type="application/json")
+    return Response(await run_in_threadpool(lambda: description.document), media_type="application/json")
 
 
 _lenient = APIRouter(include_in_schema=False)
