@@ -113,14 +113,6 @@ def level_of(name: str) -> LogLevelView:
     return LogLevelView(logger=name, level=level)
 
 
-def change_level(name: str, level: str) -> LogLevelView:
-    """Raises `ConfigError` for a logger that does not exist or is not KVStow's."""
-    if name not in loggers():
-        raise ConfigError("logger", name, ", ".join(loggers()))
-    logging.getLogger(name).setLevel(level.upper())
-    return level_of(name)
-
-
 router = StrictRouter(tags=["server"])
 
 
@@ -175,7 +167,10 @@ async def get_log_levels() -> LogLevelsView:
 @router.put("/v1/loglevel", responses=changing())
 async def set_log_level(body: LogLevelBody) -> LogLevelView:
     """Set the level of one logger."""
-    return change_level(body.logger, body.level)
+    if body.logger not in loggers():
+        raise ConfigError("logger", body.logger, ", ".join(loggers()))
+    logging.getLogger(body.logger).setLevel(body.level.upper())
+    return level_of(body.logger)
 
 
 # -- what happens, has happened and is wrong -----------------------------------------------------------------------
