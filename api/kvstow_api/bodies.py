@@ -148,7 +148,7 @@ class PurgeBody(EvictBody):
     """Exactly one selector. `all`, `keys`, `key_prefixes` and `context` remove leased blocks, too; the others only
     those that eviction may remove."""
 
-    everything: OnlyTrue = Field(False, alias="all")
+    everything: OnlyTrue | None = Field(None, alias="all")
     keys: KeyList | None = None
     key_prefixes: KeyList | None = None
     age_seconds: Seconds | None = None
