@@ -137,22 +137,10 @@ IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings
 _PLANNED = 1024  # blocks visited per hold of the engine's lock
 
 
-def _check_match(pool: HostedPool, if_match: str | None) -> None:
-    """Raises 412 if the settings have changed since the client read them."""
-    etag = settings_etag(pool)
-    if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
-        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
-
-
-async def plan_change(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
-    """What `make_change` would do. Raises what it would raise."""
-    _check_match(pool, if_match)
-    return await run_in_threadpool(_plan, pool, patch)
-
-
-def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
-    """Visits every block above the new capacity, slice by slice."""
-    _check(pool, patch)
+def _plan(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
+    """What `make_change` would do. Raises what it would raise. Visits every block above the new capacity, slice by
+    slice."""
+    _check(pool, patch, if_match)
     desired, policy = pool.facade.desired(), pool.facade.stats().pool.policy
     slot: int | None = patch.capacity_slots
     evicted = 0
@@ -174,8 +162,7 @@ async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_matc
     same ETag the second is refused. Raises before anything has changed."""
     admin = pool.facade.admin
     async with app.settings_lock:
-        _check_match(pool, if_match)
-        _check(pool, patch)
+        _check(pool, patch, if_match)
         operation = None
         capacity = patch.capacity_slots
         if capacity is not None:
@@ -187,13 +174,14 @@ async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_matc
         return operation
 
 
-def _check(pool: HostedPool, patch: PoolPatch) -> None:
-    highest = pool.max_capacity_slots
-    if patch.capacity_slots is None:
-        return
-    if not pool.is_resizable:
+def _check(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> None:
+    """Raises 412 if the settings have changed since the client read them, and an error for a size that cannot be."""
+    etag, highest = settings_etag(pool), pool.max_capacity_slots
+    if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
+        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
+    if patch.capacity_slots is not None and not pool.is_resizable:
         raise ConflictError(f"the host sets the size of pool {pool.name}, by its memory and what its engines ask for")
-    if patch.capacity_slots > highest:
+    if patch.capacity_slots is not None and patch.capacity_slots > highest:
         raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
 
 
@@ -282,7 +270,7 @@ async def change_pool(
     patch = _in_slots(pool, body)
     if body.dry_run:
         request.scope[CHANGED_NOTHING] = True
-        return await plan_change(pool, patch, if_match)
+        return await run_in_threadpool(_plan, pool, patch, if_match)
     operation = await make_change(app, pool, patch, if_match)
     if operation is not None and not await has_succeeded(operation, wait):
         return accepted(operation)
