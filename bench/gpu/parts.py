@@ -26,7 +26,7 @@ import torch
 
 from bench.report import Table
 from kvstow.config import PoolConfig
-from kvstow.memory import chunks, region
+from kvstow.memory import region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PopulateOnly, Registrar
@@ -199,7 +199,7 @@ def _work(name: str, memory: Memory, registrar: Registrar) -> Callable[[], int]:
         return _CHUNK
 
     def nodes() -> int:
-        region.bytes_by_node(address + following(), _CHUNK, chunks.NODE_STEP)
+        region.bytes_by_node(address + following(), _CHUNK)
         return _CHUNK
 
     return {

@@ -21,6 +21,7 @@ import os
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from bench.vllm.engines import GIB, Setup, rank_pool, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
 from bench.vllm.results import add_common, add_engine, enter_node, open_results
+from kvstow.memory.slotpool import SlotPool
 
 P50_BAR, P99_BAR, FIRST_BAR = 1.05, 2.0, 1.02  # times; ms; times
 STEADY_BAR, IDLE_BAR = 30.0, 5.0  # seconds for 40 GiB
@@ -128,19 +130,19 @@ def measure(
     if plan.warm_bytes:
         tell(part="new", seconds=decode.until_idly_pinned(started.port, small + plan.warm_bytes))
         decode.resize(started.port, small)
-        rank_pool().take_call_figures()
+        _Calls.of_pool().take()
         idle = decode.until_idly_pinned(started.port, small + plan.warm_bytes)
         tell(part="idle", seconds=idle)
         decode.resize(started.port, small)
         decode.resize(started.port, small + plan.warm_bytes, paused=True)
-        rank_pool().take_call_figures()
+        _Calls.of_pool().take()
         steady, pinned, steps = decode.until_pinned(small)
         tell(part="steady", seconds=steady, gib=pinned / GIB, pinning=asdict(_steps(steps)))
         decode.resize(started.port, small)
     growths = []
     for _ in range(plan.turns):
         decode.resize(started.port, small + plan.num_bytes, paused=True)
-        rank_pool().take_call_figures()
+        _Calls.of_pool().take()
         growths.append(decode.growth())
         tell(part="resized", **asdict(_turn(growths[-1:])))
         decode.resize(started.port, small)
@@ -148,7 +150,7 @@ def measure(
     for _ in range(plan.turns):
         decode.resize(started.port, small + plan.num_bytes, paused=True)
         first_paused.append(decode.first_token())
-        rank_pool().take_call_figures()
+        _Calls.of_pool().take()
         rank_pool().set_paused(False)
         first_pinning.append(decode.first_token())
         tell(part="first", pinning=first_pinning[-1], paused=first_paused[-1])
@@ -170,15 +172,56 @@ def measure_attached(setup: Setup, load: Load, vocabulary: int, note: Callable[.
             raise TimeoutError(f"no memory was granted within {_RESIZE_SECONDS:g} s")
         decode.settle()
     del pool.set_paused
-    pool.take_call_figures()
+    _Calls.of_pool().take()
     cold = _turn([decode.growth()])
     _tell(note, part="attached", **asdict(cold))
     return Pinning(started.seconds, cold, None, [], [], [], None, None)
 
 
 def _tell(note: Callable[..., None], **measured: Any) -> None:
-    """With what the register calls of the part took; see `CallFigures`."""
-    note(**measured, calls=rank_pool().take_call_figures()._asdict())
+    """With what the register calls of the part took."""
+    note(**measured, calls=_Calls.of_pool().take())
+
+
+class _Calls:
+    """Measures a pool's register calls."""
+
+    _made: dict[int, _Calls] = {}  # noqa: RUF012 - by the pool's identity
+
+    @classmethod
+    def of_pool(cls) -> _Calls:
+        """That of this process's pool, which is measured from the first time on."""
+        pool = rank_pool()
+        return cls._made.get(id(pool)) or cls._made.setdefault(id(pool), cls(pool))
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool, self._calls = pool, list[tuple[int, float, bool]]()
+        registrar = pool._registrar
+        register = registrar.register
+
+        def measured(address: int, num_bytes: int) -> None:
+            of_pool = threading.current_thread().name == "kvstow-pin"
+            clock = time.thread_time if of_pool else time.perf_counter  # the pool's thread also waits for others
+            began = clock()
+            register(address, num_bytes)
+            self._calls.append((num_bytes, clock() - began, not of_pool))
+
+        registrar.register = measured  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, float]:
+        """Register calls since the last time. `by_host`: on the host's thread."""
+        calls, self._calls = self._calls, []
+        seconds = sorted(took for _, took, _ in calls) or [0.0]
+        budget = self._pool.steps.budget
+        return {
+            "calls": len(calls),
+            "by_host": sum(by_host for _, _, by_host in calls),
+            "median_bytes": statistics.median([num_bytes for num_bytes, _, _ in calls] or [0]),
+            "median_seconds": statistics.median(seconds),
+            "p99_seconds": seconds[len(seconds) * 99 // 100],
+            "share": budget.share,
+            "cost": budget.cost,
+        }
 
 
 class _Decode:

@@ -9,7 +9,7 @@ Import rules (checked by `tests/test_layering.py`):
             attach.identity                             imports the above
             tier                                        imports the above; never torch
             control, memory, attach                     import the above, not each other; never torch
-            devices, opqueues, copythread, dataplane    import memory and the above; never control
+            devices, copythread, dataplane              import memory and the above; never control
             testing                                     may import all of kvstow
 """
 

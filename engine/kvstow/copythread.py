@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvstow.devices.base import Device, Fence, Ticket, TicketState
-from kvstow.errors import CopyError, DataPlaneFailedError
+from kvstow.errors import CopyError, DataPlaneFailedError, QueueFullError
 from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
-from kvstow.opqueues import OpQueues, PendingOp
 
 # Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
 # 1 ms cost a fifth of the rate (43 of 54 GB/s); every 0.2 ms costs almost nothing, and 5 ms of CPU per 2 GiB.
@@ -31,10 +31,89 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
 # The same while the host drives the copies: each poll takes the interpreter from it. A thread of small torch ops lost a
 # quarter of its speed to polls every 0.2 ms, and 4 % to polls every 1 ms.
 _DRIVEN_PAUSE, _DRIVEN_FOR = 1e-3, 0.1
+_STORES_AT_ONCE = 2  # more would make a sampled token's copy wait behind them on the link
 _TURN_TIMEOUT = 1e-3  # seconds that `drive` waits for this thread to finish its turn
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 
 logger = logging.getLogger("kvstow.dataplane")
+
+
+@dataclass(slots=True)
+class PendingOp:
+    """An op that is not complete. It may begin once `after` is reached. `submitted`: when it was queued; `ticket` is
+    None until the device has the op."""
+
+    op: Op
+    after: Fence | None
+    submitted: float
+    hold: SlotHold | None = None
+    ticket: Ticket | None = None
+    queue_seconds: float = 0.0
+    source_free: bool = False
+
+    def drop_memory(self) -> None:
+        """Release the memory of the op's slots, which the device no longer accesses."""
+        if self.hold is not None:
+            self.hold.release()
+
+
+class OpQueues:
+    """Ops by direction, first in, first out. At most two stores and `loads_at_once` loads run at a time, and `adopted`
+    ones, whatever room there is.
+
+    Loads come before stores: a request waits for a load, and nothing waits for a store. Not locked: the copy thread's
+    lock guards it.
+    """
+
+    def __init__(self, max_queued: int, loads_at_once: int) -> None:
+        self._max_queued = max_queued
+        self._at_once: dict[Direction, int] = {"load": loads_at_once, "store": _STORES_AT_ONCE}
+        self._queued: dict[Direction, deque[PendingOp]] = {"load": deque(), "store": deque()}
+        self.adopted: list[PendingOp] = []
+        """They run on the device already."""
+        self._running: dict[Direction, list[PendingOp]] = {"load": [], "store": []}
+
+    def put(self, op: Op, after: Fence | None, now: float) -> None:
+        """Raises `QueueFullError`."""
+        if self.num_queued() >= self._max_queued:
+            raise QueueFullError(f"{self._max_queued} ops are queued; no more are taken")
+        self._queued[op.direction].append(PendingOp(op, after, now))
+
+    def admit(self) -> None:
+        """Let queued ops run where there is room."""
+        for direction, queue in self._queued.items():
+            while self._has_room(direction):
+                self._running[direction].append(queue[0])  # first: it may raise, and no op may get lost
+                queue.popleft()
+
+    def running(self) -> list[PendingOp]:
+        """Adopted ops, then loads, then stores, each in order of their start."""
+        return [*self.adopted, *self._running["load"], *self._running["store"]]
+
+    def discard_running(self, running: PendingOp) -> None:
+        of = self.adopted if running in self.adopted else self._running[running.op.direction]
+        of.remove(running)
+
+    def take_queued(self) -> list[PendingOp]:
+        """All of them, which are forgotten."""
+        taken = [*self._queued["load"], *self._queued["store"]]
+        for queue in self._queued.values():
+            queue.clear()
+        return taken
+
+    def can_start(self) -> bool:
+        """Whether a queued op has room to run."""
+        return any(self._has_room(direction) for direction in self._queued)
+
+    def num_queued(self, direction: Direction | None = None) -> int:
+        """Of one direction, or of both."""
+        return sum(map(len, self._queued.values())) if direction is None else len(self._queued[direction])
+
+    def num_running(self) -> int:
+        return len(self.adopted) + sum(map(len, self._running.values()))
+
+    def _has_room(self, direction: Direction) -> bool:
+        return bool(self._queued[direction]) and len(self._running[direction]) < self._at_once[direction]
 
 
 class CopyThread:
@@ -95,7 +174,7 @@ class CopyThread:
                 self._publish([_failed(op, DataPlaneFailedError(self._failure or "the data plane is closed"))])
                 copy.drop_memory()
             else:
-                self._ops.adopt(copy)
+                self._ops.adopted.append(copy)
                 self._work.notify()
 
     def failed_of(self, ops: Sequence[Op]) -> list[Op] | None:
@@ -167,7 +246,8 @@ class CopyThread:
             while self._wait_for_work(pause):
                 with self._turn:
                     moved = self._take_turn()
-                pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), self._longest_pause())
+                longest = _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
+                pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), longest)
         except BaseException as error:
             logger.exception("the copy thread has failed")
             with self._lock:
@@ -181,18 +261,15 @@ class CopyThread:
         when it is time to end."""
         with self._lock:
             if not self._ops.num_running():
-                self._work.wait_for(lambda: self._ops.can_start() or self._ops.num_running() or self._is_ending())
+                self._work.wait_for(self._has_work)
                 pause = 0.0
-            if self._ops.are_adopted:  # their host computes with them, and nobody waits for their end
-                pause = _DRIVEN_PAUSE
-            if self._ops.num_running():
+            if (running := self._ops.num_running()) == len(self._ops.adopted) > 0 and not self._ops.num_queued():
+                pause = _DRIVEN_PAUSE  # their host computes with them, and nobody waits for their end
+            if running:
                 self._work.wait_for(self._ops.can_start, timeout=pause)
             if self._defect is not None:
                 raise self._defect
             return self._stop_at is None or (self._ops.num_running() > 0 and self._clock() < self._stop_at)
-
-    def _longest_pause(self) -> float:
-        return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
 
     def _take_turn(self) -> bool:
         """Begin ops that have room, advance the device, and poll each running op; True if one of them has made
@@ -269,15 +346,19 @@ class CopyThread:
         except Exception:
             logger.exception("the device did not close")
         with self._lock:
-            running = self._ops.take_running()
-            self._publish([_failed(copy.op, DataPlaneFailedError(reason)) for copy in running])
-            for copy in running:
+            for copy in self._ops.running():
+                self._publish([_failed(copy.op, DataPlaneFailedError(reason))])
+                self._ops.discard_running(copy)
                 copy.drop_memory()
             self._has_ended = True
         if self._failure is not None:
             self._on_failure()
 
     # Under `_lock`.
+
+    def _has_work(self) -> bool:
+        is_ending = self._stop_at is not None or self._defect is not None
+        return is_ending or self._ops.can_start() or self._ops.num_running() > 0
 
     def _take(self, op: Op, after: Fence | None, now: float) -> Completion | None:
         """Queue the op, or return its failure."""
@@ -296,9 +377,6 @@ class CopyThread:
 
     def _fail_queued(self, reason: str) -> None:
         self._publish([_failed(queued.op, DataPlaneFailedError(reason)) for queued in self._ops.take_queued()])
-
-    def _is_ending(self) -> bool:
-        return self._stop_at is not None or self._defect is not None
 
 
 def _failed(op: Op, error: BaseException) -> Completion:

@@ -27,6 +27,18 @@ class Region:
         if self.num_blocks > 1 and self.stride_bytes < self.page_bytes:
             raise ConfigError(f"region {self.name}: stride_bytes", self.stride_bytes, f"at least {self.page_bytes}")
 
+    def require(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+        """Raises `ConfigError` unless a tensor of this type, with these strides in bytes, is the region."""
+        key = f"region {self.name}"
+        if dtype != "uint8":
+            raise ConfigError(key, dtype, "uint8")
+        if tuple(shape) != (self.num_blocks, self.page_bytes):
+            raise ConfigError(key, tuple(shape), f"shape {(self.num_blocks, self.page_bytes)}")
+        if self.page_bytes > 1 and strides[1] != 1:
+            raise ConfigError(key, tuple(strides), "rows without gaps between their bytes")
+        if self.num_blocks > 1 and strides[0] != self.stride_bytes:
+            raise ConfigError(key, strides[0], f"a row stride of {self.stride_bytes} bytes")
+
 
 class Span(NamedTuple):
     """Bytes `start` to `start + size` of each page of region number `region`."""

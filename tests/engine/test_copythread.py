@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstow import opqueues
+from kvstow import copythread
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
@@ -248,14 +248,14 @@ def test_a_signal_that_interrupts_a_host_while_it_drives_reaches_it_and_ends_the
 def test_an_op_that_cannot_be_queued_for_lack_of_memory_fails_alone(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queued = opqueues.PendingOp
+    queued = copythread.PendingOp
 
     def make(op: Op, *rest: Any) -> Any:
         if op.op_id == 2:
             raise MemoryError("no room")
         return queued(op, *rest)
 
-    monkeypatch.setattr(opqueues, "PendingOp", make)
+    monkeypatch.setattr(copythread, "PendingOp", make)
     harness.submit(1, 2, 3)
     assert harness.completions(1) == [Completion(2, "failed", "MemoryError: no room")]
     assert harness.device.ticket(3)

@@ -149,13 +149,16 @@ def test_messages_survive_json() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"rank": True}, "RankReport.rank is True; allowed: a whole number, 0 or more"),
-        ({"rank": -1}, "RankReport.rank is -1"),
-        ({"boot_id": None}, "RankReport.boot_id is None; allowed: a text"),
-        ({"state": "fine"}, "RankReport.state is 'fine'; allowed: starting, pinning, ready, degraded, failed, stopped"),
-        ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan; allowed: a number, 0 or more"),
-        ({"error": 5}, "RankReport.error is 5; allowed: a text of at most 4096 printable characters, or null"),
-        ({"numa_bytes": [1]}, r"RankReport.numa_bytes is \[1\]; allowed: up to 64 names with whole numbers, 0 or more"),
+        ({"rank": True}, r"RankReport: Expected `int`, got `bool` - at `\$\.rank`"),
+        ({"rank": -1}, "RankReport.rank is -1; allowed: numbers of 0 or more"),
+        ({"rank": 1 << 63}, "RankReport.rank is 9223372036854775808"),
+        ({"boot_id": None}, r"Expected `str`, got `null` - at `\$\.boot_id`"),
+        ({"state": "fine"}, r"Invalid enum value 'fine' - at `\$\.state`"),
+        ({"state": "\ud800"}, "RankReport: "),
+        ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan; allowed: numbers of 0 or more"),
+        ({"error": 5}, r"Expected `str \| null`, got `int` - at `\$\.error`"),
+        ({"error": "x" * 4097}, "RankReport.error is 'x.*; allowed: .* 4096 printable characters"),
+        ({"numa_bytes": [1]}, r"Expected `object`, got `array` - at `\$\.numa_bytes`"),
         ({"pin_failures": {"driver": -1}}, "RankReport.pin_failures is {'driver': -1}"),
         ({"pin_failures": {str(n): 1 for n in range(65)}}, "RankReport.pin_failures is "),
         ({"more": 1}, r"unknown fields \['more'\]"),
@@ -167,26 +170,20 @@ def test_a_message_of_the_wrong_shape_is_refused_by_field(change: dict[str, obje
 
 
 def test_an_incomplete_message_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"DesiredState\.engine_id is missing"):
+    with pytest.raises(InvalidRequestError, match="DesiredState: Object missing required field `engine_id`"):
         DesiredState.from_json({"capacity_slots": 1})
-    with pytest.raises(InvalidRequestError, match=r"RankReport\.number is missing"):
+    with pytest.raises(InvalidRequestError, match="RankReport: Object missing required field `number`"):
         RankReport.from_json({name: value for name, value in REPORT.to_json().items() if name != "number"})
-    with pytest.raises(InvalidRequestError, match="DesiredState is list; allowed: an object"):
+    with pytest.raises(InvalidRequestError, match="DesiredState: Expected `object`, got `array`"):
         DesiredState.from_json([])
-    with pytest.raises(InvalidRequestError, match="paused is 1; allowed: true or false"):
-        DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "paused": 1})
+    with pytest.raises(InvalidRequestError, match=r"Expected `bool`, got `int` - at `\$\.paused`"):
+        DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "paused": 1, "number": 1})
 
 
 @pytest.mark.parametrize("error", [ConfigError("key", 1, "2"), PinError("memlock", "refused"), KvstowError("x")])
 def test_errors_cross_processes(error: KvstowError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
-
-
-def test_reading_a_message_resolves_no_type_hints_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    RankReport.from_json(REPORT.to_json())
-    monkeypatch.setattr("kvstow.messages.get_type_hints", lambda _: pytest.fail("resolved again"))
-    assert RankReport.from_json(REPORT.to_json()) == REPORT
 
 
 @pytest.mark.parametrize("change", [{"host": "a\ud800"}, {"boot_id": "a\nb"}, {"numa_bytes": {"\x1b[2J": 1}}])

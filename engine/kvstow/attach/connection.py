@@ -46,10 +46,12 @@ _T = TypeVar("_T")
 class Call:
     """A request that was sent. One thread uses it. It is `done` once its answer has arrived, or never will."""
 
-    __slots__ = ("_answer", "_error", "done", "is_pending")
+    __slots__ = ("_answer", "_error", "done", "is_pending", "is_unwanted")
 
     def __init__(self) -> None:
         self.done = False
+        self.is_unwanted = False
+        """Set once the host no longer needs the answer."""
         self.is_pending = False
         """The service has sent `Pending`: this answer takes time. Answers to later calls may come first."""
         self._answer: Frame | None = None
@@ -82,15 +84,13 @@ class Answer(Call, Generic[_T]):
     answer. If the service refused the request or disconnected, the value promises nothing (no hits, no op), and `error`
     says why."""
 
-    __slots__ = ("_read", "error", "is_unwanted", "value")
+    __slots__ = ("_read", "error", "value")
 
-    def __init__(self, read: Callable[[Answer[_T]], _T], without: _T) -> None:
+    def __init__(self, read: Callable[[Call], _T], without: _T) -> None:
         """`read` makes the value from the answer when it arrives. If it raises, the value is `without`."""
         super().__init__()
         self.value = without
         self.error: str | None = None
-        self.is_unwanted = False
-        """Set once the host no longer needs the value."""
         self._read = read
 
     @classmethod

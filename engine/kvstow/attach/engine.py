@@ -379,7 +379,7 @@ class AttachedEngine:
     def _is_of_session(self, identifier: int) -> bool:
         return self.ticket is not None and number_of(identifier) == self.ticket.number
 
-    def _ask(self, message: Message, read: Callable[[Answer[_T]], _T], without: _T) -> Answer[_T]:
+    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
         self._flush()
         answer = Answer(read, without)
         self._connection.call(message, answer)
@@ -416,8 +416,8 @@ class AttachedEngine:
             self._room = results.room
             self._ops.take_results(results.ops)
 
-    def _read_found(self, num_keys: int, answer: Answer[Hits]) -> Hits:
-        found = answer.answer(Found)
+    def _read_found(self, num_keys: int, call: Call) -> Hits:
+        found = call.answer(Found)
         runs, fetched = tuple(map(KeyRun._make, found.runs)), tuple(map(KeyRun._make, found.fetched))
         assert self.ticket is not None
         if runs and sum(runs[-1]) > num_keys:
@@ -425,7 +425,7 @@ class AttachedEngine:
         lease = NO_LEASE
         if found.lease_id:
             lease = Lease(unique_id(self.ticket.number, found.lease_id), sum(run.length for run in runs))
-        if answer.is_unwanted and found.lease_id:
+        if call.is_unwanted and found.lease_id:
             self._unwanted.append(lease)
         return Hits(lease, runs, fetched)
 

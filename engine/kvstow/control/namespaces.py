@@ -295,9 +295,9 @@ class Namespace:
             outcomes[reason] = outcomes.get(reason, 0) + 1
         return fresh, [*present, scattered]
 
-    def begin(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> tuple[bytes, ...]:
+    def begin(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
         """The chosen ones of the keys, by index, are written to these slots from now on. Returns them."""
-        wanted = values_at(keys, chosen)
+        wanted = keys if len(chosen) == len(keys) else [keys[i] for i in chosen]
         self.pending_stores.start(wanted, slots)
         return wanted
 

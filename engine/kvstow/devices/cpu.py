@@ -171,20 +171,12 @@ def _load_run(kv: Rows, host: Rows) -> None:
 
 def _array_of(region: Region, tensor: Any) -> Rows:
     """The tensor as an array over its own memory, checked against the region."""
-    key = f"region {region.name}"
     if not isinstance(tensor, np.ndarray):
         if tensor.device.type != "cpu":
-            raise ConfigError(key, str(tensor.device), "the CPU, as for all regions")
+            raise ConfigError(f"region {region.name}", str(tensor.device), "the CPU, as for all regions")
         tensor = tensor.numpy()
     array: Rows = tensor
-    if array.dtype != np.uint8:
-        raise ConfigError(key, str(array.dtype), "uint8")
-    if array.shape != (region.num_blocks, region.page_bytes):
-        raise ConfigError(key, array.shape, f"shape {(region.num_blocks, region.page_bytes)}")
-    if region.page_bytes > 1 and array.strides[1] != 1:
-        raise ConfigError(key, array.strides, "rows without gaps between their bytes")
-    if region.num_blocks > 1 and array.strides[0] != region.stride_bytes:
-        raise ConfigError(key, array.strides[0], f"a row stride of {region.stride_bytes} bytes")
+    region.require(str(array.dtype), array.shape, array.strides)
     return array
 
 

@@ -105,7 +105,7 @@ class MemoryBudget:
     def remove_pool(self, name: str) -> None:
         """Recall all its extents. The pool is gone once clients have released them. Raises `ConflictError` while it has
         sessions."""
-        pool = self._pool(name)
+        pool = self.pool(name)
         if pool.asks:
             raise ConflictError(f"pool {name} has sessions: {', '.join(sorted(pool.asks))}")
         pool.removed = True
@@ -113,24 +113,20 @@ class MemoryBudget:
     def attach(self, name: str, session: str, slots: int | None = None) -> None:
         """The session asks for this many slots, or for all that there are. The largest request of all sessions
         counts."""
-        pool = self._pool(name)
+        pool = self.pool(name)
         if pool.removed:
             raise ConflictError(f"pool {name} is being removed")
         pool.asks[session] = slots
 
     def detach(self, name: str, session: str) -> None:
         """The session has ended. Its pool keeps its extents until others need them."""
-        pool = self._pool(name)
+        pool = self.pool(name)
         if pool.asks.pop(session, 0) != 0 and not pool.asks:
             pool.idle_since = next(self._moments)
 
-    def want(self, name: str, slots: int | None) -> None:
-        """The pool can use this many slots now, or all that it may have: extents are given on demand."""
-        self._pool(name).wanted = slots
-
     def set_nodes(self, name: str, nodes: Sequence[int | None]) -> None:
         """Set the NUMA node of each rank's device for new rows. None changes nothing: the node is not known."""
-        pool = self._pool(name)
+        pool = self.pool(name)
         ranks = zip(pool.layout.ranks, nodes, strict=True)
         known = tuple(rank if node is None else replace(rank, numa_node=node) for rank, node in ranks)
         pool.layout = replace(pool.layout, ranks=known)
@@ -169,7 +165,7 @@ class MemoryBudget:
     ) -> None:
         """Restore the next row of a pool from before a restart: the number, size and NUMA node of each extent. The
         caller then records the mappings of clients that may be alive. Raises `ConflictError`."""
-        pool = self._pool(name)
+        pool = self.pool(name)
         sizes = [num_bytes for _, num_bytes, _ in extents]
         if first_slot != pool.held_slots() or not pool.layout.has_row(num_slots, sizes):
             raise ConflictError(f"{num_slots} slots from {first_slot} on, in {sizes} bytes, are no row of pool {name}")
@@ -211,12 +207,11 @@ class MemoryBudget:
 
     # -- what there is --------------------------------------------------------------------------------------
 
-    def layout(self, name: str) -> PoolLayout:
-        return self._pool(name).layout
-
-    def rows(self, name: str) -> Mapping[int, Row]:
-        """The pool's rows by number; those recalled are among them, and are the last ones."""
-        return dict(self._pool(name).rows)
+    def pool(self, name: str) -> BookedPool:
+        """Others may set what it wants, and read the rest. Raises `NotFoundError`."""
+        if name not in self._pools:
+            raise NotFoundError(f"there is no pool {name}")
+        return self._pools[name]
 
     def find(self, number: int) -> BookedExtent:
         """Raises `NotFoundError`."""
@@ -241,10 +236,6 @@ class MemoryBudget:
     def closing_bytes(self) -> int:
         """The memory of closed extents that no process is known to keep."""
         return sum(extent.num_bytes for extent in self.closed.values() if not extent.is_kept)
-
-    def granted_bytes(self, name: str) -> int:
-        """What the pool has, without what was recalled."""
-        return self._pool(name).held_bytes()
 
     def fair_shares(self) -> dict[str, int]:
         """Bytes that each pool with sessions may have at least, if it wants them. What processes keep of an owner's
@@ -469,11 +460,6 @@ class MemoryBudget:
             self.extents[extent].recalled = True
         steps.append(Recall(name, number, extents))
         return row.num_bytes
-
-    def _pool(self, name: str) -> BookedPool:
-        if name not in self._pools:
-            raise NotFoundError(f"there is no pool {name}")
-        return self._pools[name]
 
 
 def _require_units(what: str, num_bytes: int) -> None:

@@ -130,12 +130,11 @@ class Window:
     Not locked: one thread at a time. The owner calls `close`.
     """
 
-    notice: str | None = field(default=None, init=False)
-    """The last reason why memory is not in huge pages or not on its node."""
+    notices: set[str] = field(default_factory=set, init=False)
+    """The reasons why memory is not in huge pages or not on its node."""
     _region: HostRegion = field(default_factory=lambda: HostRegion(STEP_BYTES), init=False)
     _can_collapse: bool = field(default=True, init=False)
     _can_populate: bool = field(default=True, init=False)
-    _logged: set[str] = field(default_factory=set, init=False)
 
     def populate(self, extent: Extent, start: int, end: int, stop: Callable[[], bool]) -> int | None:
         """Back the bytes from `start` to `end`, multiples of 2 MiB, with memory, in huge pages if the kernel can. Bytes
@@ -201,11 +200,8 @@ class Window:
     def _warn(self, notice: str | None) -> None:
         """Log why memory is slower than it could be. Each reason once: extents of several nodes take turns, and each
         node has a reason of its own."""
-        if notice is None:
-            return
-        self.notice = notice
-        if notice not in self._logged:
-            self._logged.add(notice)
+        if notice is not None and notice not in self.notices:
+            self.notices.add(notice)
             logger.warning("%s", notice)
 
     def _populate(self, extent: Extent, offset: int, address: int, num_bytes: int, library: ctypes.CDLL) -> None:

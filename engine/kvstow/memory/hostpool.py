@@ -8,74 +8,20 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from kvstow.config import HugePages, PoolConfig
+from kvstow.config import PoolConfig
 from kvstow.errors import InsufficientMemoryError
-from kvstow.memory.chunks import NODE_STEP, Chunk, ChunkGrid, SlotMemory
+from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.limits import Allowance, MemoryLimits, limits_of
-from kvstow.memory.pinning import PacedRegistrar, PopulateOnly, Registrar, pace_of
+from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.memory.region import HostRegion, bytes_by_node, prefer_node, round_up
 from kvstow.memory.slotpool import Int64Array, SlotPool
 
 _POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
 
 
-class ChunkMemory(SlotMemory):
-    """A region of address space, resident from its start to `resident_bytes`. Chunks are committed from the bottom up
-    and decommitted from the top down."""
-
-    def __init__(
-        self,
-        num_bytes: int,
-        huge_pages: HugePages,
-        paced: PacedRegistrar,
-        allowance: Allowance,
-        is_host_idle: Callable[[], bool],
-        numa_node: int | None,
-    ) -> None:
-        """Reserves address space and uses no memory. Raises `PinError` if there is not even address space."""
-        super().__init__(paced)
-        self._allowance, self._is_host_idle = allowance, is_host_idle
-        self._region = HostRegion(num_bytes, huge_pages)
-        self.address = self._region.address
-        if numa_node is not None:
-            self.numa_notice = prefer_node(self.address, self._region.num_bytes, numa_node)
-
-    def commit(self, chunk: Chunk) -> None:
-        self._paced.prepare_thread()
-        start, end = self._pages(chunk)
-        self._allowance.require(start, end)
-        if start < end:
-            threads = _POPULATORS if self._is_host_idle() else 1
-            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
-        self.resident_bytes = end
-
-    def decommit(self, chunk: Chunk) -> None:
-        start, end = self._pages(chunk)
-        if start < end:
-            self._region.decommit(start, end - start)
-        self.resident_bytes = start
-
-    def address_of(self, chunk: Chunk) -> int:
-        return self.address + chunk.offset
-
-    def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
-        start, end = self._pages(chunk)
-        return bytes_by_node(self.address + start, end - start, NODE_STEP)
-
-    def close(self) -> None:
-        self.resident_bytes = 0
-        self._region.close()
-
-    def _pages(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page across its
-        lower boundary belongs to the previous chunk."""
-        page_bytes = self._region.page_bytes
-        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)
-
-
 class HostPool(SlotPool):
-    """Slots at `address + slot * slot_stride`, in address space that is reserved once. Memory above the target is given
-    back."""
+    """Slots at `address + slot * slot_stride`, in address space that is reserved once. Chunks are committed from the
+    bottom up, and given back from the top down to the target."""
 
     def __init__(
         self,
@@ -104,18 +50,10 @@ class HostPool(SlotPool):
         if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
         self._allowance = Allowance(limits.shortage, clock)
-        self._memory: ChunkMemory = ChunkMemory(
-            self._grid.region_bytes,
-            config.huge_pages,
-            self._paced,
-            self._allowance,
-            self._is_host_idle,
-            numa_node,
-        )
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
+        self._region = HostRegion(self._grid.region_bytes, config.huge_pages)
+        self.address = self._region.address
+        if numa_node is not None:
+            self._numa_notice = prefer_node(self.address, self._region.num_bytes, numa_node)
 
     @property
     def slot_stride(self) -> int:
@@ -132,3 +70,35 @@ class HostPool(SlotPool):
 
     def _forget_limits(self) -> None:
         self._allowance.forget()
+
+    def _commit(self, chunk: Chunk) -> None:
+        self._paced.prepare_thread()
+        start, end = self._pages(chunk)
+        self._allowance.require(start, end)
+        if start < end:
+            threads = _POPULATORS if self._is_host_idle() else 1
+            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
+        self._resident_bytes = end
+
+    def _decommit(self, chunk: Chunk) -> None:
+        start, end = self._pages(chunk)
+        if start < end:
+            self._region.decommit(start, end - start)
+        self._resident_bytes = start
+
+    def _address_of(self, chunk: Chunk) -> int:
+        return self.address + chunk.offset
+
+    def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
+        start, end = self._pages(chunk)
+        return bytes_by_node(self.address + start, end - start)
+
+    def _close_memory(self) -> None:
+        self._resident_bytes = 0
+        self._region.close()
+
+    def _pages(self, chunk: Chunk) -> tuple[int, int]:
+        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page across its
+        lower boundary belongs to the previous chunk."""
+        page_bytes = self._region.page_bytes
+        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InvalidRequestError, PinError
-from kvstow.memory.chunks import Chunk, ChunkGrid, SlotMemory
+from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.hoststeps import HostSteps
-from kvstow.memory.pinning import LATENCY_TARGET, AdaptivePace, Pace, PacedRegistrar, Registrar
+from kvstow.memory.pinning import LATENCY_TARGET, AdaptivePace, Pace, Registrar
 from kvstow.memory.region import (
     HUGE_PAGE_BYTES,
     MADV_POPULATE_READ,
@@ -146,36 +146,6 @@ class ExtentChunk(Chunk):
         return round_up(self.offset, HUGE_PAGE_BYTES), round_up(self.end_offset, HUGE_PAGE_BYTES)
 
 
-class ExtentMemory(SlotMemory):
-    """The memory of chunks that are parts of extents."""
-
-    def __init__(self, paced: PacedRegistrar, close_extents: Callable[[], None]) -> None:
-        super().__init__(paced)
-        self._close_extents = close_extents
-
-    def commit(self, chunk: Chunk) -> None:
-        assert isinstance(chunk, ExtentChunk)
-        self._paced.prepare_thread()
-        start, end = chunk.pages()
-        if start < end:
-            chunk.extent.map(start, end)
-        self.resident_bytes += end - start
-
-    def decommit(self, chunk: Chunk) -> None:
-        assert isinstance(chunk, ExtentChunk)
-        start, end = chunk.pages()
-        if start < end:
-            chunk.extent.unmap(start, end)
-        self.resident_bytes -= end - start
-
-    def address_of(self, chunk: Chunk) -> int:
-        assert isinstance(chunk, ExtentChunk)
-        return chunk.extent.address + chunk.offset
-
-    def close(self) -> None:
-        self._close_extents()
-
-
 class _AddressTable:
     """Where the slots of extents lie. Immutable, so any thread may use it without a lock. O(log extents) for a slot."""
 
@@ -218,7 +188,6 @@ class MappedPool(SlotPool):
         """Has no slots yet. `pace`: makes the pace of registering; adaptive by default."""
         pace = pace or partial(AdaptivePace, LATENCY_TARGET)
         super().__init__(slot_bytes, _MAX_SLOTS, 0, registrar, pace, clock=clock, cpu_clock=cpu_clock)
-        self._memory = ExtentMemory(self._paced, self._close_extents)
         self._stride = slot_bytes
         self._in_place: list[MappedExtent] = []
         """In the order of their slots."""
@@ -380,7 +349,26 @@ class MappedPool(SlotPool):
     def _forget_limits(self) -> None:
         """There are none: the memory is the service's."""
 
-    def _close_extents(self) -> None:
+    def _commit(self, chunk: Chunk) -> None:
+        assert isinstance(chunk, ExtentChunk)
+        self._paced.prepare_thread()
+        start, end = chunk.pages()
+        if start < end:
+            chunk.extent.map(start, end)
+        self._resident_bytes += end - start
+
+    def _decommit(self, chunk: Chunk) -> None:
+        assert isinstance(chunk, ExtentChunk)
+        start, end = chunk.pages()
+        if start < end:
+            chunk.extent.unmap(start, end)
+        self._resident_bytes -= end - start
+
+    def _address_of(self, chunk: Chunk) -> int:
+        assert isinstance(chunk, ExtentChunk)
+        return chunk.extent.address + chunk.offset
+
+    def _close_memory(self) -> None:
         for extent in self._all():
             extent.close()
         self._in_place, self._arriving = [], []

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from kvstow.config import HugePages
 from kvstow.errors import PinError
 from kvstow.memfd import MemfdEnds, is_open_elsewhere, seal_writes
-from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.budget import Close, Create, MemoryBudget, Step
 from kvstow.memory.extents import Extent, Populator
 
 _MOST_PINNED = 3
@@ -44,23 +44,26 @@ class NodeMemory:
         self.extents: dict[int, Extent] = {}
         """The extents that exist, by number, without those that were given up. Others read it."""
         self._missing: dict[int, Create] = {}
-        self._rows: dict[int, int] = {}
 
     def apply(self) -> list[Step]:
         """Decide and carry out. Returns the steps. After a `Recall`, the caller evicts the row's blocks and asks
         clients to release it; the last `Give` of a row makes its slots available as they are populated."""
         steps = self.budget.plan()
         for step in steps:
-            self._carry_out(step)
+            if isinstance(step, Create):
+                self._missing[step.extent] = step
+            elif isinstance(step, Close):
+                self._close(step.extent)
+        for number, extent in self.extents.items():  # the populator takes it into account from its next chunk on
+            extent.row = self.budget.extents[number].waiting_row
         self._create_missing()
         self.close_given_up([step.extent for step in steps if isinstance(step, Close)])
         return steps
 
-    def restore(self, number: int, extent: Extent, row: int | None) -> None:
+    def restore(self, number: int, extent: Extent) -> None:
         """Take over an extent of an earlier service, which the budget knows."""
         self.extents[number] = extent
-        if row is not None:
-            self._rows[number] = extent.row = row
+        extent.row = self.budget.extents[number].waiting_row
         self.populator.add(extent)
 
     def give_up(self, fd: int) -> None:
@@ -136,30 +139,6 @@ class NodeMemory:
         if self._ends is not None:
             self._ends.close()
 
-    def _carry_out(self, step: Step) -> None:
-        match step:
-            case Create():
-                self._missing[step.extent] = step
-            case Give():
-                self._set_row(step.extent, step.row)
-            case TakeBack():
-                self._set_row(step.extent, None)
-            case Close():
-                self._close(step.extent)
-            case Recall():
-                for number in step.extents:
-                    self._set_row(number, None)
-
-    def _set_row(self, number: int, row: int | None) -> None:
-        """The populator takes it into account from its next chunk on."""
-        if row is None:
-            self._rows.pop(number, None)
-        else:
-            self._rows[number] = row
-        extent = self.extents.get(number)
-        if extent is not None:
-            extent.row = row
-
     def _create_missing(self) -> None:
         before, self.error = self.error, None
         for number, step in list(self._missing.items()):
@@ -171,11 +150,10 @@ class NodeMemory:
                 self.error = error
                 return
             del self._missing[number]
-            self.restore(number, extent, self._rows.get(number))
+            self.restore(number, extent)
 
     def _close(self, number: int) -> None:
         self._missing.pop(number, None)
-        self._rows.pop(number, None)
         extent = self.extents.pop(number, None)
         if extent is not None:
             self.populator.discard(extent)

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import resource
-import statistics
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
@@ -202,33 +198,10 @@ _LONG_IDLE, _LONG_IDLE_SHARE = 0.25, 0.65
 _CHUNKS_AHEAD = 12  # populated and not yet registered: 1 GiB at most
 
 
-class Pace(Protocol):
-    """Driven by the pinning thread; any thread may read `chunk_bytes`."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes that the next call should register."""
-
-    @property
-    def call_seconds(self) -> float | None:
-        """Expected duration of the next call, if the host's thread may make it; None if it must not."""
-
-    @property
-    def chunks_ahead(self) -> int:
-        """How many chunks may be populated and not yet registered."""
-
-    def delay(self, now: float) -> float:
-        """Seconds until the next call may begin; now if 0 or less."""
-
-    def record(self, num_bytes: int, seconds: float, now: float) -> None:
-        """A call that ended at `now` held the driver's lock for `seconds`. On the pinning thread that is its CPU time:
-        its elapsed time would include waiting for the lock and the GIL."""
-
-
 class FixedPace:
     """Fixed size and pause, except for longer pauses while the host starts."""
 
-    call_seconds = None
+    call_seconds = None  # the host's thread must not make the calls
     chunks_ahead = 1
 
     def __init__(self, chunk_bytes: int, pause: float, steps: HostSteps) -> None:
@@ -250,9 +223,11 @@ class AdaptivePace:
     While the host makes steps, its own thread makes the calls, for a share of its time that depends on what they cost
     its steps (`CallBudget`). Each takes `latency_target`. While the host is idle, calls take two fifths of the time,
     and two thirds after a quarter of a second; while it starts, a tenth; while it waits for a long step of its device,
-    a twentieth."""
+    a twentieth.
 
-    chunks_ahead = _CHUNKS_AHEAD
+    Driven by the pinning thread; any thread may read `chunk_bytes`, the bytes that the next call should register."""
+
+    chunks_ahead = _CHUNKS_AHEAD  # may be populated and not yet registered
 
     def __init__(self, latency_target: float, steps: HostSteps) -> None:
         self.chunk_bytes = _FIRST_BYTES
@@ -264,9 +239,11 @@ class AdaptivePace:
 
     @property
     def call_seconds(self) -> float:
+        """Expected duration of the next call, which the host's thread may make."""
         return self.chunk_bytes / self._bytes_per_second
 
     def delay(self, now: float) -> float:
+        """Seconds until the next call may begin; now if 0 or less."""
         state = self._steps.state(now)
         if self._ended is None or state == "stepping":
             return 0.0  # the host's steps are the pause
@@ -275,11 +252,16 @@ class AdaptivePace:
         return self._ended + self._seconds * (1 / share - 1) - now
 
     def record(self, num_bytes: int, seconds: float, now: float) -> None:
-        """After a slow call the next is smaller at once; after a fast one it grows step by step."""
+        """A call that ended at `now` held the driver's lock for `seconds`. On the pinning thread that is its CPU time:
+        its elapsed time would include waiting for the lock and the GIL. After a slow call the next is smaller at once;
+        after a fast one it grows step by step."""
         self._ended, self._seconds = now, max(seconds, _LEAST_SECONDS)
         self._bytes_per_second = num_bytes / self._seconds
         aimed = min(self._bytes_per_second * self._target, self.chunk_bytes * _GROWTH, _MOST_BYTES)
         self.chunk_bytes = max(int(aimed), _LEAST_BYTES)
+
+
+Pace = FixedPace | AdaptivePace
 
 
 def pace_of(config: PoolConfig, steps: HostSteps) -> Pace:
@@ -289,32 +271,9 @@ def pace_of(config: PoolConfig, steps: HostSteps) -> Pace:
     return FixedPace(chunk_bytes, PAUSE if config.pause is None else config.pause, steps)
 
 
-_KEPT = 4096  # calls, for `figures`
-
-logger = logging.getLogger("kvstow.pool")
-
-
-class CallFigures(NamedTuple):
-    """Register and unregister calls since the last time. `by_host`: on the host's thread. `wakes`: how often the
-    pinning thread woke while the host made steps. `batches`: how often it populated, for `populating_seconds`. Medians
-    and `p99_seconds` are of the last 4096 calls, and 0 without any. `share`: of the host's time while it makes steps;
-    `cost`: by how much of a call's time it makes a step longer (see `CallBudget`)."""
-
-    calls: int
-    by_host: int
-    wakes: int
-    batches: int
-    populating_seconds: float
-    median_bytes: float
-    median_seconds: float
-    p99_seconds: float
-    share: float
-    cost: float
-
-
 class PacedRegistrar:
     """Makes the calls of a `Registrar` on the thread that the pace chooses. Not locked: the pinning thread calls it,
-    and after the end of that thread the one that closes the pool. Any thread may call `take_figures`."""
+    and after the end of that thread the one that closes the pool."""
 
     def __init__(
         self,
@@ -328,10 +287,6 @@ class PacedRegistrar:
         self.registrar, self._pace, self._steps = registrar, pace, steps
         self._clock, self._cpu_clock = clock, cpu_clock
         self._is_prepared = False
-        self._calls: deque[MadeCall] = deque(maxlen=_KEPT)
-        self._number = self._by_host = self._batches = 0
-        self._populating_seconds = 0.0
-        self._told: tuple[float, ...] = (0, 0, 0, 0, 0.0)
         self._started = 0.0
         self._of_host: float | None = None
 
@@ -354,8 +309,8 @@ class PacedRegistrar:
     def record(self, num_bytes: int) -> None:
         """Tell the pace how long the last `unregister` held the driver's lock."""
         of_host = self._of_host
-        self._record(MadeCall(num_bytes, self._cpu_clock() - self._started if of_host is None else of_host))
-        self._by_host += of_host is not None
+        seconds = self._cpu_clock() - self._started if of_host is None else of_host
+        self._pace.record(num_bytes, seconds, self._clock())
 
     def advance(self, queue: CallQueue, wake_at: int, wait_for_turn: Callable[[], bool]) -> None:
         """Wait until `wake_at` calls of the queue have been made by the host's thread, or make the next one here. May
@@ -377,7 +332,7 @@ class PacedRegistrar:
                 made = queue.made
                 num_bytes = queue.make()
                 if queue.made > made:
-                    self._record(MadeCall(num_bytes, self._cpu_clock() - started))
+                    self._pace.record(num_bytes, self._cpu_clock() - started, self._clock())
             finally:
                 queue.done()
 
@@ -386,54 +341,13 @@ class PacedRegistrar:
         self._steps.withdraw()
         self._record_of_host(queue)
 
-    @contextmanager
-    def populating(self) -> Iterator[None]:
-        """Measures, for `take_figures`."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._batches += 1
-            self._populating_seconds += self._clock() - began
-
-    def take_figures(self) -> CallFigures:
-        """Since the last time."""
-        counted, self._calls = self._calls, deque(maxlen=_KEPT)
-        calls, before = list(counted), self._told  # a thread may still add to the deque
-        self._told = (self._number, self._by_host, self._steps.looks, self._batches, self._populating_seconds)
-        number, by_host, wakes, batches, populating = (now - then for now, then in zip(self._told, before, strict=True))
-        seconds = sorted(call.seconds for call in calls) or [0.0]
-        return CallFigures(
-            int(number),
-            int(by_host),
-            int(wakes),
-            int(batches),
-            populating,
-            statistics.median([call.num_bytes for call in calls] or [0]),
-            statistics.median(seconds),
-            seconds[len(seconds) * 99 // 100],
-            self._steps.budget.share,
-            self._steps.budget.cost,
-        )
-
     def _record_of_host(self, queue: CallQueue) -> None:
         """Tell the pace of each call what the median one took: one that took unusually long must not shrink the
         next ones."""
         calls: list[MadeCall] = []
         while queue.by_host:
             calls.append(queue.by_host.popleft())
-        if not calls:
-            return
-        self._by_host += len(calls)
-        usual = sorted(calls, key=lambda call: call.seconds / call.num_bytes)[len(calls) // 2]
-        for call in calls:
-            self._keep(call)
+        calls.sort(key=lambda call: call.seconds / call.num_bytes)
+        for _ in calls:
+            usual = calls[len(calls) // 2]
             self._pace.record(usual.num_bytes, usual.seconds, self._clock())
-
-    def _record(self, call: MadeCall) -> None:
-        self._keep(call)
-        self._pace.record(call.num_bytes, call.seconds, self._clock())
-
-    def _keep(self, call: MadeCall) -> None:
-        self._number += 1
-        self._calls.append(call)

@@ -204,6 +204,7 @@ _MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no functions for t
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _NODES = 1024  # the kernel's most; a mask may be larger than the machine
 _WORD_BITS = 64
+_NODE_STEP = 16 << 20  # bytes between two samples of the node: sampling holds the GIL
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
@@ -223,7 +224,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
     return _refusal(node, f"mbind failed: {error_text()}")
 
 
-def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
+def bytes_by_node(address: int, num_bytes: int, step: int = _NODE_STEP) -> Counter[int]:
     """Bytes of the populated range by node, from one page in every `step` bytes (2 us each; any page of a huge page
     shows its node). Empty if the kernel refuses, as in some containers."""
     found: Counter[int] = Counter()

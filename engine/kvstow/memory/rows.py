@@ -115,6 +115,11 @@ class BookedExtent:
         return self.pool is None
 
     @property
+    def waiting_row(self) -> int | None:
+        """The row of a pool that waits for this memory; None if none does."""
+        return None if self.pool is None or self.recalled else self.row
+
+    @property
     def may_change_hands(self) -> bool:
         """Its pool has lost it, and every client has released it."""
         return self.recalled and not self.maps
@@ -139,12 +144,13 @@ class BookedPool:
     """What a pool has, what its sessions ask for, and so which rows it lacks. Not locked.
 
     Rows are numbered from 0 and lie end to end: a row's first slot follows the last one of the row before. The last row
-    is recalled first, and while a recalled row is left, the pool gets no new one.
+    is recalled first, and while a recalled row is left, the pool gets no new one. `asks`: slots, by session; `wanted`:
+    the slots that the pool can use now, or None for all that it may have, as extents are given on demand.
     """
 
     layout: PoolLayout
     idle_since: int
-    asks: dict[str, int | None] = field(default_factory=dict)  # slots, by session
+    asks: dict[str, int | None] = field(default_factory=dict)
     wanted: int | None = None
     removed: bool = False
     rows: dict[int, Row] = field(default_factory=dict)
@@ -157,6 +163,7 @@ class BookedPool:
         return any(row.recalled for row in self.rows.values())
 
     def held_bytes(self) -> int:
+        """Without what was recalled."""
         return sum(row.num_bytes for row in self.rows.values() if not row.recalled)
 
     def held_slots(self) -> int:

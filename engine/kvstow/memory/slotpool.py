@@ -7,8 +7,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeGuard
 
@@ -17,9 +18,10 @@ import numpy.typing as npt
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
-from kvstow.memory.chunks import Chunk, Growth, PinnedChunks, SlotMemory
-from kvstow.memory.hoststeps import CallQueue, HostSteps
-from kvstow.memory.pinning import CallFigures, Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.memory.chunks import Chunk, PinnedChunks
+from kvstow.memory.hoststeps import CallQueue, HostSteps, RegisterCall
+from kvstow.memory.pinning import Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.memory.region import bytes_by_node
 from kvstow.messages import PoolFigures
 
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
@@ -64,6 +66,133 @@ class SlotHold:
         self.release()
 
 
+_REFILL = 3  # more chunks are populated when a third of those ahead are left: 160 ms of calls beside steps of 20 ms
+
+
+class Growth:
+    """Chunks on their way into a pool. They are planned, populated, and registered, in the order of their slots.
+
+    The pinning thread uses it, and calls `end` last. It populates chunks here or, beside an idle host, on another
+    thread. Their register calls wait in `queue`, from which the host's thread takes some; any thread may hold or stop
+    the queue.
+    """
+
+    def __init__(self, pool: SlotPool, pinned: PinnedChunks | None) -> None:
+        """`pinned`: what the pool has already."""
+        self.queue = CallQueue()
+        self._pool, self._before = pool, pinned
+        self._after_call: list[PinnedChunks] = []
+        """What is pinned after each call of the queue."""
+        self._ahead: Future[list[Chunk]] | None = None
+        """Chunks that the other thread populates, or has populated, and that were not taken yet."""
+        self._thread: ThreadPoolExecutor | None = None
+        self._has_no_thread = False
+
+    @property
+    def pinned(self) -> PinnedChunks | None:
+        """What the pool has, with what is registered by now."""
+        made = self.queue.made
+        return self._after_call[made - 1] if made else self._before
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all that has been planned is registered."""
+        return self.queue.made == len(self._after_call) and self._ahead is None
+
+    def populate_ahead(self) -> int | None:
+        """Populate more chunks if few of those that are have yet to be registered: on this thread, or beside the
+        register calls of an idle host. Returns after how many calls it is to be called again; None if there is nothing
+        to register. Raises `PinError` if the next chunk cannot be populated."""
+        most = self._pool._pace.chunks_ahead
+        refill_at = most // _REFILL
+        while True:
+            self._add(self._take_ahead(wait=self.queue.made == len(self._after_call)))
+            pending = len(self._after_call) - self.queue.made
+            is_idle = self._pool._is_host_idle()
+            if pending > (most - refill_at if is_idle else refill_at):
+                return len(self._after_call) - refill_at
+            if self._ahead is not None:
+                return len(self._after_call)
+            chunks = self._next_chunks(most - pending)
+            if chunks and is_idle and pending and self._begin_ahead(chunks):
+                return len(self._after_call)
+            if not chunks or not (chunks := self._commit(chunks, is_optional=pending > 0)):
+                return len(self._after_call) if pending else None
+            self._add(chunks)
+            if not is_idle:
+                return len(self._after_call) - refill_at
+
+    def end(self) -> None:
+        """Give back what is populated and not registered. The queue has been settled."""
+        rest = [chunks.last for chunks in self._after_call[self.queue.made :]]
+        try:
+            rest += self._take_ahead(wait=True)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            for chunk in reversed(rest):  # one by one: they may lie in several extents
+                self._pool._decommit(chunk)
+
+    def _begin_ahead(self, chunks: Sequence[Chunk]) -> bool:
+        """Populate these on another thread. False if the process can start none."""
+        thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="kvstow-ahead")
+        try:
+            if not self._has_no_thread:
+                self._ahead = thread.submit(self._commit, chunks, is_optional=True)
+                self._thread = thread
+        except RuntimeError as error:
+            self._has_no_thread = True
+            logger.warning("memory is not populated ahead, so pinning takes longer: %s", error)
+        return not self._has_no_thread
+
+    def _take_ahead(self, *, wait: bool) -> list[Chunk]:
+        """What the other thread has populated since the last time; nothing if it has not finished, unless `wait`."""
+        ahead = self._ahead
+        if ahead is None or not (wait or ahead.done()):
+            return []
+        self._ahead = None
+        return ahead.result()
+
+    def _next_chunks(self, most: int) -> list[Chunk]:
+        top = self._after_call[-1] if self._after_call else self._before
+        # The first ones alone, so that some slots can be used soon.
+        return self._pool._plan(top.last.end_slot if top else 0, min(max(1, len(self._after_call)), most))
+
+    def _add(self, chunks: Sequence[Chunk]) -> None:
+        """Let these, which are populated, be registered."""
+        if not chunks:
+            return
+        top, more = self._after_call[-1] if self._after_call else self._before, []
+        try:
+            for chunk in chunks:
+                top = PinnedChunks.on(top, chunk, self._pool._bytes_by_node(chunk))
+                more.append(top)
+            self._after_call.extend(more)
+        except BaseException:
+            self._pool._decommit(_span(chunks))
+            raise
+        self.queue.add([RegisterCall(partial(self._pool._register, chunk), chunk.num_bytes) for chunk in chunks])
+
+    def _commit(self, chunks: Sequence[Chunk], *, is_optional: bool) -> list[Chunk]:
+        """Commit all of them, or else the first one; which of them it did. None only if `is_optional`: then there are
+        others to register before this must raise."""
+        for tried in (chunks, chunks[:1]):
+            try:
+                self._pool._commit(_span(tried))
+            except PinError:
+                if len(tried) == 1 and not is_optional:
+                    raise
+            else:
+                return list(tried)
+        return []
+
+
+def _span(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks that follow each other in memory, as one."""
+    first, last = chunks[0], chunks[-1]
+    return replace(first, end_slot=last.end_slot, num_bytes=last.end_offset - first.offset)
+
+
 class SlotPool(ABC):
     """Slots of `slot_bytes`; those below `pinned_slots` may be used. `HostPool` has memory of its own, `MappedPool` has
     that of the node service.
@@ -96,7 +225,6 @@ class SlotPool(ABC):
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """The subclass sets `_memory` before `start`."""
         self.slot_bytes = slot_bytes
         self.max_slots = max_slots
         """The largest target."""
@@ -104,7 +232,9 @@ class SlotPool(ABC):
         self.steps = HostSteps(clock)
         self._pace = pace(self.steps)
         self._paced = PacedRegistrar(registrar, self._pace, self.steps, clock=clock, cpu_clock=cpu_clock)
-        self._memory: SlotMemory
+        self._resident_bytes = 0
+        self._numa_notice: str | None = None
+        """A sentence for people if memory cannot be bound to the node."""
         self._state = threading.Condition()
         self._ending = threading.Lock()
         self._held: Counter[int] = Counter()  # by the slot at which it ends
@@ -120,7 +250,28 @@ class SlotPool(ABC):
         self._listeners = Callbacks()
         self._thread: threading.Thread | None = None
 
-    # Where pools differ.
+    # Where pools differ. The pinning thread calls what concerns memory, with two exceptions: the thread that populates
+    # calls `_commit` after the pinning thread has called it once, and `_close_memory` comes when all calls have ended.
+    # Each call either succeeds or is undone completely. Chunks that follow each other may be committed as one.
+
+    @abstractmethod
+    def _commit(self, chunk: Chunk) -> None:
+        """Make the chunk's bytes present. Raises `PinError`."""
+
+    @abstractmethod
+    def _decommit(self, chunk: Chunk) -> None:
+        """Give the chunk's memory back."""
+
+    @abstractmethod
+    def _address_of(self, chunk: Chunk) -> int: ...
+
+    @abstractmethod
+    def _close_memory(self) -> None:
+        """Give all memory and the address space back; idempotent."""
+
+    def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
+        """A committed chunk's bytes by NUMA node."""
+        return bytes_by_node(self._address_of(chunk), chunk.num_bytes)
 
     @abstractmethod
     def addresses(self, slots: Int64Array) -> Int64Array:
@@ -230,10 +381,10 @@ class SlotPool(ABC):
                 target_slots=self._target,
                 pinned_bytes=pinned * self.slot_bytes,
                 target_bytes=self._target * self.slot_bytes,
-                resident_bytes=self._memory.resident_bytes,
+                resident_bytes=self._resident_bytes,
                 locked_bytes=self._registrar.locked_bytes,
                 pin_mode=self._registrar.mode,
-                notice="; ".join(filter(None, (self._registrar.notice, self._memory.numa_notice))) or None,
+                notice="; ".join(filter(None, (self._registrar.notice, self._numa_notice))) or None,
                 pin_rate_bytes_per_second=self._progress.rate,
                 pin_elapsed_seconds=self._progress.elapsed,
                 chunks_done=done,
@@ -244,10 +395,6 @@ class SlotPool(ABC):
                 pin_failures=dict(self._pin_failures),
                 numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
             )
-
-    def take_call_figures(self) -> CallFigures:
-        """What the register calls took since the last time."""
-        return self._paced.take_figures()
 
     def close(self) -> None:
         """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""
@@ -268,10 +415,13 @@ class SlotPool(ABC):
     def _give_back(self, chunks: PinnedChunks | None) -> None:
         try:
             while chunks is not None:
-                self._memory.unregister_at_close(chunks.last)
-                chunks = chunks.below
+                chunk, chunks = chunks.last, chunks.below
+                try:
+                    self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
+                except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
+                    logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
         finally:
-            self._memory.close()
+            self._close_memory()
 
     # The pinning thread.
 
@@ -329,24 +479,21 @@ class SlotPool(ABC):
 
     def _begin_growth(self) -> Growth:
         """Under `_state`."""
-        growth = Growth(
-            self._chunks,
-            self._plan,
-            memory=self._memory,
-            paced=self._paced,
-            pace=self._pace,
-            is_host_idle=self._is_host_idle,
-        )
+        growth = Growth(self, self._chunks)
         self._queue = growth.queue
         growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
         self._progress.begin(self._covered() * self.slot_bytes)
         return growth
 
+    def _register(self, chunk: Chunk) -> None:
+        """Pin a committed chunk, on the pinning thread or the host's. Raises `PinError`; it is then not pinned."""
+        self._registrar.register(self._address_of(chunk), chunk.num_bytes)
+
     def _is_host_idle(self) -> bool:
         return self.steps.state(self._clock()) == "idle"
 
     def _plan(self, covered: int, number: int) -> list[Chunk]:
-        """Up to so many chunks that follow each other in memory, after the first `covered` slots."""
+        """Up to so many chunks to populate, which follow each other in memory, after the first `covered` slots."""
         with self._state:
             queue = self._queue
             if self._paused or queue is None or queue.is_over_for_good or self._give_back_step() is not None:
@@ -404,12 +551,12 @@ class SlotPool(ABC):
                 return
             self._chunks = chunks.below  # the chunk cannot be held from now on
         try:
-            self._memory.unregister(chunks.last)
+            self._paced.unregister(self._address_of(chunks.last), chunks.last.num_bytes)
         except BaseException:
             with self._state:
                 self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
             raise
-        self._memory.decommit(chunks.last)
+        self._decommit(chunks.last)
         self._paced.record(chunks.last.num_bytes)
 
     def _wait_for_turn(self, queue: CallQueue | None = None) -> bool:

@@ -73,13 +73,13 @@ async def test_a_report_is_taken_and_answered(client: httpx.AsyncClient, engine:
     ("change", "words"),
     [
         ({"rank": 0}, "RankReport.rank is 0; allowed: 1"),
-        ({"rank": "1"}, "RankReport.rank is '1'"),
+        ({"rank": "1"}, "RankReport: Expected `int`, got `str` - at `$.rank`"),
         ({"slot_bytes": 64}, "slot_bytes 64"),
-        ({"state": "happy"}, "RankReport.state"),
+        ({"state": "happy"}, "'happy' - at `$.state`"),
         ({"pinned_slots": -1}, "RankReport.pinned_slots"),
-        ({"pinned_slots": 1.0}, "RankReport.pinned_slots"),
+        ({"pinned_slots": 1.5}, "$.pinned_slots"),
         ({"boot_id": ""}, "boot_id"),
-        ({"boot_id": None}, "RankReport.boot_id"),
+        ({"boot_id": None}, "$.boot_id"),
         ({"mood": "good"}, "unknown fields"),
     ],
 )

@@ -27,7 +27,7 @@ def settle(budget: MemoryBudget) -> list[Step]:
 
 
 def held(budget: MemoryBudget, pool: str) -> int:
-    return sum(row.num_bytes for row in budget.rows(pool).values() if not row.recalled)
+    return sum(row.num_bytes for row in budget.pool(pool).rows.values() if not row.recalled)
 
 
 def test_a_whole_row_is_an_extent_of_the_usual_size_for_each_rank() -> None:
@@ -100,10 +100,12 @@ def test_a_pool_gets_what_its_engines_ask_for_and_the_larger_ask_counts() -> Non
     budget.add_pool("a", layout(2 * MIB))
     budget.attach("a", "s1", 512 + 10)
     settle(budget)
-    assert [row.num_slots for row in budget.rows("a").values()] == [512, 10]
+    assert [row.num_slots for row in budget.pool("a").rows.values()] == [512, 10]
     budget.attach("a", "s2", 3 * 512)
     settle(budget)
-    assert [row.num_slots for row in budget.rows("a").values()] == [512, 10, 512], "there are 502 slots more to come"
+    assert [row.num_slots for row in budget.pool("a").rows.values()] == [512, 10, 512], (
+        "there are 502 slots more to come"
+    )
     budget.attach("a", "s3")
     settle(budget)
     assert held(budget, "a") >= 7 * GIB
@@ -113,13 +115,13 @@ def test_a_pool_gets_no_more_than_it_has_use_for() -> None:
     budget = MemoryBudget(8 * GIB)
     budget.add_pool("a", layout(2 * MIB))
     budget.attach("a", "s1")
-    budget.want("a", 512)
+    budget.pool("a").wanted = 512
     settle(budget)
     assert held(budget, "a") == GIB
-    budget.want("a", 513)
+    budget.pool("a").wanted = 513
     settle(budget)
     assert held(budget, "a") == GIB + 2 * MIB
-    budget.want("a", None)
+    budget.pool("a").wanted = None
     settle(budget)
     assert held(budget, "a") == 7 * GIB + 2 * MIB, "one row is not whole"
 
@@ -196,7 +198,7 @@ def test_a_new_pool_gets_something_also_where_a_row_is_more_than_a_share() -> No
 
 def test_an_extent_changes_hands_only_after_each_client_has_let_go() -> None:
     budget = filled("a", total=2 * GIB)
-    (first,), (second,) = (row.extents for row in budget.rows("a").values())
+    (first,), (second,) = (row.extents for row in budget.pool("a").rows.values())
     budget.record_mapping("worker", second)
     budget.record_mapping("worker", second)
     budget.record_mapping("other", second)
@@ -265,11 +267,11 @@ def test_a_removed_pool_is_gone_once_clients_have_let_go() -> None:
     with pytest.raises(ConflictError, match="being removed"):
         budget.attach("a", "late")
     settle(budget)
-    assert set(budget.rows("a")) == {0}
+    assert set(budget.pool("a").rows) == {0}
     budget.record_death("worker")
     settle(budget)
     with pytest.raises(NotFoundError, match="no pool a"):
-        budget.rows("a")
+        budget.pool("a")
     assert budget.spare_bytes == 2 * GIB
 
 
@@ -293,7 +295,7 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
     budget.restore_spare(13, GIB, None, None)
     budget.check_integrity()
     assert settle(budget) == [Create(14, GIB, None)]
-    assert budget.rows("a")[0].extents == (11, 12)
+    assert budget.pool("a").rows[0].extents == (11, 12)
     budget.attach("a", "s")
     assert [step.row for step in settle(budget) if isinstance(step, Give)] == [1, 1]
     with pytest.raises(ConflictError, match="twice"):
@@ -302,7 +304,7 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
         with pytest.raises(ConflictError, match="are no row of pool a"):
             budget.restore_row("a", first_slot, num_slots, [(90 + n, size, 0) for n, size in enumerate(sizes)])
     budget.check_integrity()
-    assert set(budget.rows("a")) == {0, 1}
+    assert set(budget.pool("a").rows) == {0, 1}
 
 
 def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
@@ -311,7 +313,7 @@ def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
     budget.restore_row("a", 0, 512, [(1, GIB, None)])
     budget.attach("a", "s")
     settle(budget)
-    assert [row.num_slots for row in budget.rows("a").values()] == [512] * 4
+    assert [row.num_slots for row in budget.pool("a").rows.values()] == [512] * 4
 
 
 def test_the_row_of_an_extent_that_is_given_up_is_taken_back_with_those_above_it() -> None:
@@ -485,7 +487,7 @@ class Node:
             if self.budget._pools[pool].removed:
                 return
             if what == "want":
-                self.budget.want(pool, slots)
+                self.budget.pool(pool).wanted = slots
             else:
                 session = f"s{next(self.names)}"
                 self.budget.attach(pool, session, slots)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvstow.errors import PinError
 from kvstow.memory import hoststeps, pinning
-from kvstow.memory.chunks import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
+from kvstow.memory.slotpool import Growth
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 MakePool = Callable[..., HostPool]
@@ -78,16 +80,15 @@ class Growing:
 
 
 def test_the_hosts_thread_registers_all_chunks_and_the_pinning_thread_runs_less_often(
-    make_pool: MakePool, eventually: Eventually
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    populated = Populated(monkeypatch)
     growing = Growing(make_pool)
     growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
-    figures = growing.pool.take_call_figures()
     assert growing.threads == {threading.current_thread()}
-    assert (figures.calls, figures.by_host, figures.median_bytes) == (40, 40, CHUNK)
-    assert figures.batches <= 8, "1, 1, 2, 4, and then at least 8 chunks at once"
-    figures = growing.pool.take_call_figures()
-    assert (figures.calls, figures.batches, figures.populating_seconds) == (0, 0, 0), "since the last time"
+    assert set(growing.registrar.registered.values()) == {CHUNK}
+    assert len(growing.registrar.registered) == 40
+    assert populated.batches <= 8, "1, 1, 2, 4, and then at least 8 chunks at once"
 
 
 def test_a_growth_has_ended_also_where_the_pinning_thread_did_not_see_its_last_calls(
@@ -233,6 +234,7 @@ class Populated:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 1, error: Exception | None = None) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.chunks: set[int] = set()
+        self.batches = 0
         commit, decommit, times = HostRegion.commit, HostRegion.decommit, 0
 
         def committing(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool, threads: int) -> None:
@@ -245,6 +247,7 @@ class Populated:
                     if error is not None:
                         raise error
             commit(region, offset, num_bytes, plenty=plenty, threads=threads)
+            self.batches += 1
             self.chunks.update(range(offset // CHUNK, (offset + num_bytes) // CHUNK))
 
         def decommitting(region: HostRegion, offset: int, num_bytes: int) -> None:
@@ -279,6 +282,26 @@ def test_beside_an_idle_host_chunks_are_populated_while_others_are_registered(
     eventually(is_ready)
     assert growing.is_settled()
     assert 1 <= max(ahead) <= 12
+
+
+def test_without_another_thread_the_pinning_thread_populates(
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def submit(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    growing = Growing(make_pool, is_idle=True)
+
+    def is_ready() -> bool:
+        growing.clock.advance(1.0)
+        return growing.pool.status().state == "ready"
+
+    with caplog.at_level(logging.WARNING):
+        eventually(is_ready)
+    assert growing.is_settled()
+    message = "memory is not populated ahead, so pinning takes longer: can't start new thread"
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
 @pytest.mark.parametrize(

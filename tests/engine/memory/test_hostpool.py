@@ -517,7 +517,7 @@ def test_memory_is_counted_by_its_node(
 ) -> None:
     first: list[int] = []
 
-    def told(address: int, num_bytes: int, step: int) -> Counter[int]:
+    def told(address: int, num_bytes: int) -> Counter[int]:
         first.append(address)
         return Counter({int(address > first[0]): num_bytes})  # the first chunk on node 0, the others on node 1
 

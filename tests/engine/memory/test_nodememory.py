@@ -78,7 +78,7 @@ def test_memory_is_populated_before_there_is_a_pool_and_then_given(make: MakeNod
     assert resident_bytes(node) == 4 * EXTENT
     add_pool(node)
     node.apply()
-    assert {number: row.extents for number, row in node.budget.rows("a").items()} == {0: (1, 2), 1: (3, 4)}
+    assert {number: row.extents for number, row in node.budget.pool("a").rows.items()} == {0: (1, 2), 1: (3, 4)}
     assert resident_bytes(node) == 4 * EXTENT
 
 
@@ -93,7 +93,7 @@ def test_the_populator_knows_which_rows_wait_for_extents(make: MakeNode) -> None
     assert rows_waited_for(node) == {1: None, 2: None, 3: None, 4: None}
     node.budget.attach("a", "s", 4)
     node.apply()
-    given = node.budget.rows("a")[0].extents
+    given = node.budget.pool("a").rows[0].extents
     assert rows_waited_for(node) == {number: 0 if number in given else None for number in (1, 2, 3, 4)}
     node.budget.record_mapping("client", given[0])
     node.budget.detach("a", "s")
@@ -115,7 +115,7 @@ def test_an_extent_of_before_a_restart_is_the_same_memory(make: MakeNode, eventu
     os.pwrite(first.fd, b"kv", 0)
     node = make(1)
     node.budget.restore_spare(7, EXTENT, None, None)
-    node.restore(7, first, None)
+    node.restore(7, first)
     assert node.apply() == []
     eventually(lambda: node.populator.status().state == "ready")
     assert os.pread(node.extents[7].fd, 2, 0) == b"kv"
@@ -133,7 +133,7 @@ def test_memory_goes_to_another_owner_only_as_fresh_memory(make: MakeNode, event
     node.budget.detach("a", "s")
     add_pool(node, "b", owner=2)
     follow(node)
-    now = node.budget.rows("b")[0].extents
+    now = node.budget.pool("b").rows[0].extents
     assert not before & {number_of(node, extent) for extent in now}
     eventually(lambda: node.populator.status().state == "ready")
     for number in now:
@@ -233,7 +233,7 @@ def test_memory_goes_to_another_owner_only_when_no_process_has_it(make: MakeNode
     node = make(2)
     add_pool(node, owner=1)
     follow(node)
-    client, extent = "session/0", node.budget.rows("a")[0].extents[0]
+    client, extent = "session/0", node.budget.pool("a").rows[0].extents[0]
     found = node.extents.get(extent)
     assert found is not None
     node.budget.record_mapping(client, extent)
@@ -249,7 +249,7 @@ def test_memory_goes_to_another_owner_only_when_no_process_has_it(make: MakeNode
         assert (kept.num_bytes, kept.had) == (EXTENT, {client})
         assert sum(one.num_bytes for one in node.extents.values()) == EXTENT, "nothing takes its place"
         assert node.budget.allocated_bytes == 2 * EXTENT
-        assert sum(node.budget.layout("b").sizes(node.budget.rows("b")[0].num_slots)) <= EXTENT, (
+        assert sum(node.budget.pool("b").layout.sizes(node.budget.pool("b").rows[0].num_slots)) <= EXTENT, (
             "the pool gets the rest"
         )
         node.close_given_up()
@@ -305,19 +305,19 @@ def test_what_the_keeper_still_has_is_not_free(make: MakeNode) -> None:
     node.budget.detach("a", "s")
     add_pool(node, "b", owner=2)
     node.apply()
-    assert node.budget.rows("b") == {}
+    assert node.budget.pool("b").rows == {}
     for fd in kept:
         os.close(fd)
     assert node.settle()
     node.apply()
-    assert len(node.budget.rows("b")) == 1
+    assert len(node.budget.pool("b").rows) == 1
 
 
 def test_memory_whose_seals_a_client_has_sealed_is_kept_until_those_that_had_it_have_ended(make: MakeNode) -> None:
     node = make(2)
     add_pool(node, owner=1)
     follow(node)
-    extent = node.budget.rows("a")[0].extents[0]
+    extent = node.budget.pool("a").rows[0].extents[0]
     found = node.extents.get(extent)
     assert found is not None
     node.budget.record_mapping("session/0", extent)

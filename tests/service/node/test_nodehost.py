@@ -27,7 +27,7 @@ def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBe
     engine.refuses_fds = True
     engine.join()
     bench.run()
-    (row,) = bench.budget.rows(engine.pool.name).values()
+    (row,) = bench.budget.pool(engine.pool.name).rows.values()
     assert bench.budget.mappers(row.extents[0]) == [f"pool {engine.pool.name}"], "no worker has it"
     assert "Too many open files" in bench.memory.figures.failures[0]
     engine.refuses_fds = False
@@ -44,7 +44,7 @@ def test_a_session_that_is_lost_before_its_memory_is_sent_leaves_nothing(bench: 
     engine.lose()
     engine.over()
     bench.run()
-    (row,) = bench.budget.rows(engine.pool.name).values()
+    (row,) = bench.budget.pool(engine.pool.name).rows.values()
     assert bench.budget.mappers(row.extents[0]) == [f"pool {engine.pool.name}"]
     assert bench.host.sessions() == []
     other = bench.attach(ONE_RANK)

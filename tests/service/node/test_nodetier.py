@@ -551,7 +551,7 @@ def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> 
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
     engine.wait_for(lambda: store.num_objects == ROW_SLOTS + 1)
     tier, budget = tier_of(node).pool_tier, node.memory.memory.budget
-    last = budget.rows(tier.pool.name)[1].extents[0]
+    last = budget.pool(tier.pool.name).rows[1].extents[0]
     leave(engine)
     store.removals.shut()
     assert ONE_RANK.pool is not None

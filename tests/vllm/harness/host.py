@@ -46,7 +46,8 @@ class Host:
         """An `OffloadEngine`, or what shows the pool of the `service`."""
         self._clock = FakeClock()
         self.workers: dict[int, SteppedWorker] = {}
-        for name in ("kvstow.opqueues._STORES_AT_ONCE", "kvstow.dataplane._AT_ONCE"):  # copies can overtake each other
+        # copies can overtake each other
+        for name in ("kvstow.copythread._STORES_AT_ONCE", "kvstow.dataplane._AT_ONCE"):
             patch.setattr(name, 1000)
         device = partial(
             SimulatedDevice,

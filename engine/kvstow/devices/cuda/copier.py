@@ -22,9 +22,8 @@ write the KV cache). So the kernel of one batch runs during the copies of anothe
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -51,6 +50,22 @@ def machine_code(driver: Driver, capability: tuple[int, int]) -> bytes:
     return driver.compile(source, capability)
 
 
+def load_kernels(context: Context, names: Sequence[str], undo: ExitStack) -> dict[str, Handle]:
+    """These functions of pages.cu."""
+    driver = context.driver
+    module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
+    undo.callback(driver.unload_module, module)
+    return {name: driver.get_function(module, name) for name in names}
+
+
+def copy_to_device(driver: Driver, values: npt.NDArray[np.void], undo: ExitStack) -> int:
+    """The address of a copy on the device."""
+    address = driver.allocate(values.nbytes)
+    undo.callback(driver.free, address)
+    driver.write(address, values)
+    return address
+
+
 class _PageArguments(ctypes.Structure):
     """The arguments of both kernels, in their order (pages.cu)."""
 
@@ -67,13 +82,9 @@ class PageKernels:
     block takes `block_bytes`. Used by one thread. `undo` frees the memory on the device."""
 
     def __init__(self, context: Context, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
-        driver = self._driver = context.driver
-        module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
-        undo.callback(driver.unload_module, module)
-        self._functions = {name: driver.get_function(module, name) for name in ("gather", "scatter")}
-        table = driver.allocate(pieces.nbytes)
-        undo.callback(driver.free, table)
-        driver.write(table, pieces)
+        self._driver = context.driver
+        self._functions = load_kernels(context, ("gather", "scatter"), undo)
+        table = copy_to_device(self._driver, pieces, undo)
         self._num_pieces, self._block_bytes = len(pieces), block_bytes
         self._arguments = _PageArguments(pieces=table, block_bytes=block_bytes)
         self._blocks = np.ctypeslib.as_array(self._arguments.blocks)
@@ -159,11 +170,9 @@ class Batch:
     is_marked: bool = True
 
 
-class Copier(ABC):
-    """`undo` frees what the copier holds; call `drain` first. `kernels` is None if no region is staged."""
-
-    _kernel: Literal["gather", "scatter"]
-    _order: AccessOrder
+class Copier:
+    """The copies of stores, or of loads. The slots of a load belong to it, so copying them may begin before its fence.
+    `undo` frees what the copier holds; call `drain` first. `kernels` is None if no region is staged."""
 
     def __init__(
         self,
@@ -171,12 +180,14 @@ class Copier(ABC):
         split: Split,
         kernels: PageKernels | None,
         *,
+        stores: bool,
         num_buffers: int,
         batches_ahead: int,
         per_advance: int,
         undo: ExitStack,
     ) -> None:
-        self._per_advance = per_advance
+        self._stores, self._per_advance = stores, per_advance
+        self._order: AccessOrder = "stream" if stores else "any"
         self._driver, self._split, self._kernels = driver, split, kernels
         self._kv = new_stream(driver, undo, urgent=True)  # the kernels are short, and the link waits for them
         self._buffers = deque(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
@@ -199,6 +210,9 @@ class Copier(ABC):
             self._buffers.rotate(-1)
             self._end_begun()
             left -= 1
+        for batch in self._flying if self._stores and not self._split.has_direct else ():
+            if batch.number == batch.transfer.num_batches - 1:
+                _attempt(batch, self._mark_source_free)
 
     def drain(self) -> None:
         """Wait for batches under way; ops that are not complete then have failed. Raises `DriverError` after trying
@@ -214,24 +228,6 @@ class Copier(ABC):
             for stream in (self._kv, *(buffer.link for buffer in self._buffers)):
                 attempts.callback(twice, partial(self._driver.synchronize, stream))
 
-    # Where the directions differ.
-
-    @abstractmethod
-    def _streams(self, batch: Batch) -> tuple[Handle, Handle]:
-        """The streams of a batch's first and of its second half."""
-
-    @abstractmethod
-    def _may_begin(self, transfer: Transfer) -> bool: ...
-
-    @abstractmethod
-    def _may_end(self, transfer: Transfer) -> bool: ...
-
-    @abstractmethod
-    def _first_half(self, batch: Batch) -> None: ...
-
-    @abstractmethod
-    def _second_half(self, batch: Batch) -> None: ...
-
     # The life of a batch.
 
     def _next(self) -> Transfer | None:
@@ -239,7 +235,7 @@ class Copier(ABC):
         while self._waiting:
             transfer = self._waiting[0]
             if transfer.error is None and transfer.begun < transfer.num_batches:
-                if self._may_begin(transfer):
+                if not self._stores or transfer.may_touch_blocks():
                     return transfer
                 if transfer.error is None:
                     return None
@@ -262,7 +258,10 @@ class Copier(ABC):
         _mark(batch, lambda batch: self._driver.record_event(batch.marks.halfway, first))
 
     def _end_begun(self) -> None:
-        while self._unended and self._may_end(self._unended[0].transfer):
+        while self._unended:
+            transfer = self._unended[0].transfer
+            if not self._stores and transfer.error is None and not transfer.may_touch_blocks():
+                return
             self._end(self._unended.popleft())
 
     def _end(self, batch: Batch) -> None:
@@ -297,14 +296,37 @@ class Copier(ABC):
 
     # The halves.
 
-    def _wait_fence(self, transfer: Transfer) -> None:
-        """Make the stream of work on the KV cache wait for the op's fence."""
+    def _streams(self, batch: Batch) -> tuple[Handle, Handle]:
+        """Those of its first and of its second half."""
+        return (self._kv, batch.buffer.link) if self._stores else (batch.buffer.link, self._kv)
+
+    def _first_half(self, batch: Batch) -> None:
+        if self._stores:
+            self._move_pages(batch)
+        else:
+            self._copy_staged(batch, batch.marks.halfway)
+
+    def _second_half(self, batch: Batch) -> None:
+        if self._stores:
+            self._copy_staged(batch, batch.marks.finished)
+        else:
+            self._move_pages(batch)
+        if self._split.has_direct:
+            self._copy(batch.transfer.direct.batch(batch.number), batch.marks.direct_timer, self._streams(batch)[1])
+
+    def _move_pages(self, batch: Batch) -> None:
+        """Run the kernel, after the op's fence."""
+        transfer = batch.transfer
         if isinstance(transfer.after, CudaFence) and not transfer.fence_queued:
             transfer.after.hold_back(self._kv)
             transfer.fence_queued = True
+        if self._kernels is not None:
+            start = batch.number * self._split.batch_blocks
+            blocks = transfer.blocks[start : start + self._split.batch_blocks]
+            self._kernels.launch("gather" if self._stores else "scatter", batch.buffer.address, blocks, self._kv)
 
-    def _take_turn(self, batch: Batch, copied: Handle) -> None:
-        """Order a batch's copies after the previous ones; `copied` is recorded after them.
+    def _copy_staged(self, batch: Batch, copied: Handle) -> None:
+        """Copy after the batches before it; `copied` is recorded after these copies.
 
         A copy engine stays with a stream as long as it has work: with all batches on one stream, the copy of a sampled
         token waited for a whole store, 39 ms for 2 GiB; with one stream per buffer it waits 0.9 ms at most.
@@ -312,86 +334,19 @@ class Copier(ABC):
         if self._last_copied is not None:
             self._driver.wait_event(batch.buffer.link, self._last_copied)
         self._last_copied = copied
-
-    def _run_kernel(self, batch: Batch) -> None:
-        if self._kernels is None:
-            return
-        start = batch.number * self._split.batch_blocks
-        blocks = batch.transfer.blocks[start : start + self._split.batch_blocks]
-        self._kernels.launch(self._kernel, batch.buffer.address, blocks, self._kv)
-
-    def _copy_staged(self, batch: Batch) -> None:
         if self._kernels is not None:
             device, host, size = batch.transfer.staged.batch(batch.number)
             self._copy(Copies(device + batch.buffer.address, host, size), batch.marks.staged_timer, batch.buffer.link)
 
-    def _copy_direct(self, batch: Batch, stream: Handle) -> None:
-        if self._split.has_direct:
-            self._copy(batch.transfer.direct.batch(batch.number), batch.marks.direct_timer, stream)
-
     def _copy(self, copies: Copies, timer: Timer, stream: Handle) -> None:
         device, host, size = copies
-        target, source = (host, device) if self._order == "stream" else (device, host)
+        target, source = (host, device) if self._stores else (device, host)
         timer.start(stream)
         self._driver.copy(target, source, size, self._order, stream)
         timer.stop(stream)
 
-
-class StoreCopier(Copier):
-    """Device to host."""
-
-    _kernel, _order = "gather", "stream"
-
-    def advance(self) -> None:
-        super().advance()
-        for batch in self._flying:
-            if batch.number == batch.transfer.num_batches - 1 and not self._split.has_direct:
-                _attempt(batch, self._mark_source_free)
-
-    def _streams(self, batch: Batch) -> tuple[Handle, Handle]:
-        return self._kv, batch.buffer.link
-
-    def _may_begin(self, transfer: Transfer) -> bool:
-        return transfer.may_touch_blocks()
-
-    def _may_end(self, transfer: Transfer) -> bool:
-        return True
-
-    def _first_half(self, batch: Batch) -> None:
-        self._wait_fence(batch.transfer)
-        self._run_kernel(batch)
-
-    def _second_half(self, batch: Batch) -> None:
-        self._take_turn(batch, batch.marks.finished)
-        self._copy_staged(batch)
-        self._copy_direct(batch, batch.buffer.link)
-
     def _mark_source_free(self, batch: Batch) -> None:
         batch.transfer.source_free = batch.transfer.source_free or self._driver.is_reached(batch.marks.halfway)
-
-
-class LoadCopier(Copier):
-    """Host to device. The slots belong to the op, so copying them may begin before the fence."""
-
-    _kernel, _order = "scatter", "any"
-
-    def _streams(self, batch: Batch) -> tuple[Handle, Handle]:
-        return batch.buffer.link, self._kv
-
-    def _may_begin(self, transfer: Transfer) -> bool:
-        return True
-
-    def _may_end(self, transfer: Transfer) -> bool:
-        return transfer.error is not None or transfer.may_touch_blocks()
-
-    def _first_half(self, batch: Batch) -> None:
-        self._take_turn(batch, batch.marks.halfway)
-        self._copy_staged(batch)
-
-    def _second_half(self, batch: Batch) -> None:
-        self._wait_fence(batch.transfer)
-        self._run_kernel(batch)
-        self._copy_direct(batch, self._kv)
 
 
 def _attempt(batch: Batch, step: Callable[[Batch], None]) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,12 +16,12 @@ import torch
 from kvstow.config import COPY_STRATEGIES, CopyStrategy
 from kvstow.devices.base import Fence, checked, checked_slots
 from kvstow.devices.cuda.context import CudaRegistrar, Timer, new_stream, primary_context
-from kvstow.devices.cuda.copier import LoadCopier, PageKernels, StoreCopier, Transfer
+from kvstow.devices.cuda.copier import Copier, PageKernels, Transfer
 from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle, Int64Array
 from kvstow.devices.cuda.layerloader import CudaLayeredLoad, LayerLoader
 from kvstow.devices.cuda.plan import Split
 from kvstow.errors import ConfigError, CopyError
-from kvstow.layout import KVLayout, Part, Region
+from kvstow.layout import KVLayout, Part
 from kvstow.memory.slotpool import SlotPool
 
 logger = logging.getLogger("kvstow.cuda")
@@ -111,18 +112,9 @@ class CudaDevice:
         split = self._split
         kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
         buffers = options.num_buffers
-        self._stores = StoreCopier(
-            driver, split, kernels, num_buffers=buffers, batches_ahead=buffers, per_advance=buffers, undo=undo
-        )
-        self._loads = LoadCopier(
-            driver,
-            split,
-            kernels,
-            num_buffers=buffers,
-            batches_ahead=options.loads_ahead,
-            per_advance=options.loads_per_advance,
-            undo=undo,
-        )
+        make = partial(Copier, driver, split, kernels, num_buffers=buffers, undo=undo)
+        self._stores = make(stores=True, batches_ahead=buffers, per_advance=buffers)
+        self._loads = make(stores=False, batches_ahead=options.loads_ahead, per_advance=options.loads_per_advance)
         self._layers = None
         if parts is not None:
             self._layers = LayerLoader(self._context, layout, bases, parts, self._compute_stream, undo)
@@ -276,16 +268,4 @@ def check_tensors(pool: SlotPool, layout: KVLayout, tensors: Sequence[torch.Tens
     for region, tensor in zip(layout.regions, tensors, strict=True):
         if tensor.device.type != device_type or tensor.device != tensors[0].device:
             raise ConfigError(f"region {region.name}", str(tensor.device), f"one {device_type} device for all regions")
-        _check_tensor(region, tensor)
-
-
-def _check_tensor(region: Region, tensor: torch.Tensor) -> None:
-    key = f"region {region.name}"
-    if tensor.dtype is not torch.uint8:
-        raise ConfigError(key, tensor.dtype, "torch.uint8")
-    if tuple(tensor.shape) != (region.num_blocks, region.page_bytes):
-        raise ConfigError(key, tuple(tensor.shape), f"shape {(region.num_blocks, region.page_bytes)}")
-    if region.page_bytes > 1 and tensor.stride(1) != 1:
-        raise ConfigError(key, tensor.stride(), "rows without gaps between their bytes")
-    if region.num_blocks > 1 and tensor.stride(0) != region.stride_bytes:
-        raise ConfigError(key, tensor.stride(0), f"a row stride of {region.stride_bytes} bytes")
+        region.require(str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.stride())

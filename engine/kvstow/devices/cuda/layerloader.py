@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstow.devices.base import Fence, TicketState
 from kvstow.devices.cuda.context import Context, CudaFence, Timer, new_event, new_stream
-from kvstow.devices.cuda.copier import machine_code, pointers_to_fields, twice
+from kvstow.devices.cuda.copier import copy_to_device, load_kernels, pointers_to_fields, twice
 from kvstow.devices.cuda.driver import Driver, DriverError, Handle, Int64Array
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.errors import CopyError
@@ -59,31 +59,27 @@ class _Buffers:
         self.timer, self.finished = Timer(driver, undo), new_event(driver, undo, timing=False)
 
 
-class LayerTicket:
-    """A `Ticket`. Its state is written by the thread that drives the device."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.seconds = 0.0
-        self.is_done = False
-
-    def poll(self) -> TicketState:
-        if self.error is not None:
-            return TicketState.FAILED
-        return TicketState.DONE if self.is_done else TicketState.PENDING
-
-
 class CudaLayeredLoad:
     """A `LayeredLoad`: `events[launches[part]]` is reached when the part is in its blocks. Like a fence, it owns its
-    events and gives them back when it is collected."""
+    events and gives them back when it is collected. It is also its own ticket: the thread that drives the device writes
+    `seconds` and `is_done`."""
+
+    error: BaseException | None = None  # it has none: a load that cannot be submitted is no load
 
     def __init__(self, context: Context, compute: Callable[[], Handle]) -> None:
         self._context, self._compute = context, compute
-        self.ticket = LayerTicket()
+        self.seconds, self.is_done = 0.0, False
         self.events: list[Handle] = []
         self.launches: list[int] = []
         self._waited: dict[Handle, int] = {}
         """By stream, the last launch that it waits for: launches end in their order."""
+
+    @property
+    def ticket(self) -> CudaLayeredLoad:
+        return self
+
+    def poll(self) -> TicketState:
+        return TicketState.DONE if self.is_done else TicketState.PENDING
 
     def wait(self, part: int) -> None:
         stream, launch = self._compute(), self.launches[part]
@@ -112,14 +108,9 @@ class LayerLoader:
     ) -> None:
         driver = self._driver = context.driver
         self._context, self._compute = context, compute
-        module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
-        undo.callback(driver.unload_module, module)
-        self._fetch = driver.get_function(module, "fetch")
+        self._fetch = load_kernels(context, ("fetch",), undo)["fetch"]
         rows = [_pieces(layout, bases, part) for part in parts]
-        pieces = np.concatenate(rows)
-        self._table = driver.allocate(pieces.nbytes)
-        undo.callback(driver.free, self._table)
-        driver.write(self._table, pieces)
+        self._table = copy_to_device(driver, np.concatenate(rows), undo)
         self._starts = [0, *accumulate(len(row) for row in rows)]
         self._part_bytes = [sum(span.size for span in part) for part in parts]
         self._stream = new_stream(driver, undo, urgent=True)
@@ -202,9 +193,9 @@ class LayerLoader:
                 return
             self._flying.popleft()
             with suppress(DriverError):  # a load of unknown length
-                load.ticket.seconds = buffers.timer.take()
+                load.seconds = buffers.timer.take()
             self._buffers.append(buffers)
-            load.ticket.is_done = True  # last: the slots may be reused from now on
+            load.is_done = True  # last: the slots may be reused from now on
 
     def copy_now(self, device: Int64Array, host: Int64Array, size: Int64Array, after: Fence | None) -> None:
         """Copy `size[i]` bytes from `host[i]` to `device[i]`, and wait for it."""

@@ -314,7 +314,7 @@ class AttachedControl(AttachedEngine):
         if silent > SILENT_SECONDS:
             self.disconnect(f"the service has not answered for {silent:.0f} seconds")
 
-    def _ask(self, message: Message, read: Callable[[Answer[_T]], _T], without: _T) -> Answer[_T]:
+    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
         answer = super()._ask(message, read, without)
         if not answer.done:
             self._asked.append(_Asked(answer, self._clock(), self._step))

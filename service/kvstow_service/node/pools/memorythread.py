@@ -225,19 +225,19 @@ class MemoryThread:
         for number, (extent, owner) in survivors.extents.items():
             if number not in in_rows:
                 self.budget.restore_spare(number, extent.num_bytes, extent.numa_node, owner)
-                self.memory.restore(number, extent, None)
+                self.memory.restore(number, extent)
 
     def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
         """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
         have attached again, it asks for memory in the name of its session."""
         assert self.records is not None
         memory = self._enter_pool(pool, found.record)
-        for number, row in enumerate(found.rows):
+        for row in found.rows:
             extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
             described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
             self.budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
             for extent, taken in extents:
-                self.memory.restore(extent, taken, number)
+                self.memory.restore(extent, taken)
         memory.restore()
         self.records.restore_pool(pool, found.record, found.journal)
         for record, pidfd in found.workers:
@@ -259,7 +259,7 @@ class MemoryThread:
 
     def _enter_pool(self, pool: NodePool, record: PoolRecord) -> PoolMemory:
         self.budget.add_pool(pool.name, record.layout)
-        self.budget.want(pool.name, 0)  # until all workers of an engine have attached
+        self.budget.pool(pool.name).wanted = 0  # until all workers of an engine have attached
         on_smaller = partial(self._on_smaller, pool)
         found = self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
         return found
@@ -374,14 +374,14 @@ class MemoryThread:
             return
         held: Counter[str] = Counter()
         for found in self._pools.values():
-            rows = self.budget.rows(found.pool.name).values()
+            rows = self.budget.pool(found.pool.name).rows.values()
             for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
                 clients = self.budget.mappers(extent)
                 if found.holder not in clients:  # the pool itself has released it
                     sessions = {client.rpartition("/")[0] for client in clients}
                     held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
         for pool, share in due.items():
-            if self.budget.granted_bytes(pool) < share:
+            if self.budget.pool(pool).held_bytes() < share:
                 yield from ((pool, session, num_bytes) for session, num_bytes in held.items())
 
     def _kept(self) -> Mapping[tuple[str, ...], int]:
@@ -415,5 +415,5 @@ class MemoryThread:
             budget.recalled_bytes,
         )
         for name, found in self._pools.items():
-            found.pool.granted_bytes = self.budget.granted_bytes(name)
+            found.pool.granted_bytes = self.budget.pool(name).held_bytes()
             found.pool.due_bytes = due.get(name, 0)

@@ -83,22 +83,22 @@ class PoolMemory:
     def is_empty(self) -> bool:
         """Whether it has no memory, and no worker of an engine."""
         has_engines = any(worker.session.control.is_engine for worker in self.workers.values())
-        return not self._held and not has_engines and not self._budget.rows(self.pool.name)
+        return not self._held and not has_engines and not self._budget.pool(self.pool.name).rows
 
     def want(self) -> bool:
         """Ask for as many whole rows as are used, plus one. Returns True if that is more than before."""
-        row_slots = self._budget.layout(self.pool.name).row_slots
+        row_slots = self._budget.pool(self.pool.name).layout.row_slots
         rows = 1 - (-self.pool.used_slots // row_slots)
         if rows <= self._wanted_rows:
             return False
         self._wanted_rows = rows
         self.pool.grow_above = (rows - 1) * row_slots
-        self._budget.want(self.pool.name, rows * row_slots)
+        self._budget.pool(self.pool.name).wanted = rows * row_slots
         return True
 
     def follow(self) -> bool:
         """Call after each change of the budget. Returns True if the budget has to decide again."""
-        rows = self._budget.rows(self.pool.name)
+        rows = self._budget.pool(self.pool.name).rows
         active = sum(not row.recalled for row in rows.values())
         notice, failure = self.notice, self.failure
         self.notice, self.failure, self.waits = None, None, False
@@ -116,7 +116,7 @@ class PoolMemory:
 
     def restore(self) -> None:
         """Take the rows that have survived a restart. Call before the budget decides."""
-        rows = self._budget.rows(self.pool.name)
+        rows = self._budget.pool(self.pool.name).rows
         self._take(rows, len(rows))
         self._show(rows)
 
@@ -158,7 +158,7 @@ class PoolMemory:
         self._announce_populated(rows)
 
     def _populated_slots(self, row: Row) -> int:
-        layout = self._budget.layout(self.pool.name)
+        layout = self._budget.pool(self.pool.name).layout
         least = row.num_slots
         for number, rank in zip(row.extents, layout.ranks, strict=True):
             extent = self._memory.extents.get(number)
@@ -235,7 +235,7 @@ class PoolMemory:
                 return False  # the worker was just lost
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
-        stride = self._budget.layout(self.pool.name).ranks[worker.place].slot_stride
+        stride = self._budget.pool(self.pool.name).layout.ranks[worker.place].slot_stride
         fds = list[int]()
         try:
             for extent in extents:

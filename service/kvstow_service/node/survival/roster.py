@@ -180,7 +180,9 @@ def roster_content(
             {
                 "record": {**asdict(record), "identity": msgspec.to_builtins(record.identity)},
                 "journal": journal_label(journal),
-                "rows": [[row.first_slot, row.num_slots, row.extents] for _, row in sorted(budget.rows(name).items())],
+                "rows": [
+                    [row.first_slot, row.num_slots, row.extents] for _, row in sorted(budget.pool(name).rows.items())
+                ],
             }
             for name, (record, journal) in pools.items()
         ],

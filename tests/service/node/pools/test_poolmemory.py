@@ -149,7 +149,7 @@ def test_memory_that_is_sealed_before_it_is_populated_is_replaced(make_bench: Ma
 def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> None:
     bench = make_bench(extents=260)
     engine = bench.start(ONE_RANK)
-    bench.budget.want(engine.pool.name, None)
+    bench.budget.pool(engine.pool.name).wanted = None
     bench.memory.do(bench.memory.memory.retry)
     bench.run()
     late = bench.start(ONE_RANK)
@@ -186,7 +186,7 @@ def test_devices_numa_nodes_decide_where_memory_is_made(bench: HostBench) -> Non
     engine.join(0, numa_node=1)
     engine.join(1)
     bench.run()
-    assert [rank.numa_node for rank in bench.budget.layout(engine.pool.name).ranks] == [1, None]
+    assert [rank.numa_node for rank in bench.budget.pool(engine.pool.name).layout.ranks] == [1, None]
 
 
 def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBench) -> None:
@@ -197,7 +197,7 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     engine.report()
     assert bench.host.sessions()[0].state == "attaching"
     assert engine.begin_store(1).outcomes == {"dropped_not_ready": 1}
-    (row,) = bench.budget.rows(engine.pool.name).values()
+    (row,) = bench.budget.pool(engine.pool.name).rows.values()
     first, second = (bench.memory.memory.extents.get(number) for number in row.extents)
     assert first is not None
     assert second is not None
