@@ -44,7 +44,6 @@ class AppState:
 
 
 def info_view(app: AppState) -> InfoView:
-    """Without secrets."""
     host = app.host
     return InfoView(
         version=host.version,

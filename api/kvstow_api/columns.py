@@ -26,8 +26,6 @@ _Item = TypeVar("_Item")
 
 
 class Column(NamedTuple):
-    """One column of a table, and the text of its cells."""
-
     title: str
     cell: Callable[[Any], str]
     place: Place = "everywhere"
@@ -224,7 +222,6 @@ RANKS = _columns(
 
 
 def waits_for(transfer: TransferStatus) -> str:
-    """The ranks that work on the transfer, or the host if none does."""
     busy = [rank for rank in transfer.pending_ranks if rank not in transfer.idle_ranks]
     if transfer.idle_ranks and not busy:
         return "the host"

@@ -50,12 +50,10 @@ class HostedPool:
 
     @property
     def shares_memory(self) -> bool:
-        """All ranks of an engine use the same memory."""
         return self.stored_slot_bytes is not None and self.stored_slot_bytes < self.facade.config.total_slot_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of slots that are not free, on all ranks together."""
         return self.facade.used_slots * (self.stored_slot_bytes or self.facade.config.total_slot_bytes)
 
 

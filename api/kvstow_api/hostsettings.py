@@ -30,7 +30,6 @@ def parse_host_names(key: str, value: object) -> tuple[str, ...]:
 
 
 def normal_host(name: str) -> str:
-    """Equal for spellings of the same host name."""
     return name.lower().removesuffix(".")
 
 
@@ -63,7 +62,6 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Raises `OSError` if the file cannot be found or accessed."""
         return cls.from_status(os.stat(path))
 
     @classmethod

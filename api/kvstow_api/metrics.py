@@ -111,7 +111,6 @@ class PoolSnapshot(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, str]:
-        """The values of `POOL`."""
         return self.hosted.name, self.hosted.model
 
     def tokens(self, blocks: int) -> int | None:
@@ -133,7 +132,6 @@ def _exposed(
 
 
 def _counters(kind: type) -> Iterator[Family]:
-    """The families that the counters of this dataclass are annotated with."""
     places: dict[Exposed, dict[tuple[str, ...], Callable[[Any], Any]]] = {}
     for one, read, labels in _exposed(kind):
         places.setdefault(one, {})[labels] = read
@@ -361,7 +359,6 @@ _CAPACITY = gauge("pool_capacity_bytes", f"Configured bytes; {_SHARED}", float)
 
 
 def _over(family: Family, ranks: Sequence[RankStatus]) -> Any:
-    """Of the ranks of one number, in several engines."""
     found = [value for value in map(family.read, ranks) if value is not None]
     if not family.labels:
         return family.over(found) if found else None

@@ -57,8 +57,6 @@ class HttpCounters:
 
 
 class RequestMiddleware:
-    """The outermost middleware."""
-
     def __init__(self, app: ASGIApp, *, counters: HttpCounters, journal: Journal) -> None:
         self._app = app
         self._counters = counters
@@ -117,8 +115,6 @@ class RequestMiddleware:
 
 
 class _Answer:
-    """A `send` that adds headers and records the status."""
-
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._headers = [(b"x-request-id", request_id.encode()), *_ADDED_HEADERS]
@@ -140,7 +136,6 @@ def _request_id(scope: Scope) -> str:
 
 
 def _template(scope: Scope) -> str:
-    """The template of the route that handled the request, or that matches it if a middleware answered."""
     route = scope.get("route")  # set by the router
     if route is None:
         routes = scope["app"].router.routes
@@ -286,7 +281,6 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns `body`, and then what follows it (a disconnect)."""
     pending = [body]
 
     async def replay() -> Message:

@@ -60,7 +60,6 @@ class Description:
 
     @cached_property
     def document(self) -> bytes:
-        """As JSON."""
         return json.dumps(self(), separators=(",", ":")).encode()
 
 

@@ -72,13 +72,11 @@ class Operation:
         self._is_cancelled = True
 
     async def wait(self, timeout: float) -> OperationView:
-        """The operation when it ends, or after `timeout` seconds."""
         if timeout > 0 and self.task is not None:
             await asyncio.wait([self.task], timeout=timeout)
         return self.view
 
     async def run(self) -> None:
-        """Run to the end and record the result."""
         try:
             self._update(started=datetime.now(UTC))
             while await run_in_threadpool(self._step):
@@ -123,10 +121,7 @@ def _progress(sweep: Sweep) -> ProgressView:
 
 
 class Operations:
-    """The operations of one server: the running ones and the last that have ended."""
-
     def __init__(self, clock: Callable[[], float], journal: Journal) -> None:
-        """`journal` records each start and end."""
         self._clock, self._journal = clock, journal
         self._operations: dict[str, Operation] = {}
         self._started = 0
@@ -163,7 +158,6 @@ class Operations:
         return operation
 
     def all(self) -> list[Operation]:
-        """All that are kept, newest first."""
         self._forget_old()
         return list(reversed(self._operations.values()))
 

@@ -38,8 +38,6 @@ assert set(_SLOT_ORDER) == set(SLOT_STATES)
 
 
 class PoolReadings(NamedTuple):
-    """Of one pool."""
-
     stats: EngineStats
     ranks: Sequence[RankStatus]
     curves: CurvesView
@@ -61,8 +59,6 @@ class Readings(NamedTuple):
 
 
 class MemoryBar(NamedTuple):
-    """The memory of all pools together."""
-
     populated_bytes: int
     target_bytes: int
     progress: str
@@ -167,7 +163,6 @@ class Overview:
 
     @property
     def empty(self) -> str:
-        """What to say where there is no pool."""
         how = f'; vLLM attaches with "attach": "{self.attach}" in kv_connector_extra_config' if self.attach else ""
         return f"no engine has attached yet, so there is no pool{how}"
 
@@ -180,7 +175,6 @@ def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
 
 
 def overview(given: Readings) -> Overview:
-    """O(pools + sessions + ranks)."""
     names = tuple(pool.name for pool in given.pools)
     is_missing = given.asked not in (None, *names)
     selected = None if given.pool is None else pool_to_show(names, given.asked)
@@ -233,7 +227,6 @@ def _memory(given: Readings) -> MemoryBar:
 
 
 def _ways(choices: Mapping[str, int]) -> tuple[Row, ...]:
-    """How loads went since the start, and why."""
     reasons = ", ".join(f"{choice.replace('_', ' ', 1)} {count:,}" for choice, count in choices.items() if count)
     by_layer = sum(count for choice, count in choices.items() if choice.startswith("layer_"))
     return (Row("loads by layer", f"{by_layer:,} of {sum(choices.values()):,}", reasons),) if reasons else ()
@@ -316,7 +309,6 @@ def _block_rates(now: NowView) -> str:
 
 
 def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:
-    """All curves of this unit, which share an axis."""
     axis = AXES[unit]
     items = [one for one in given.items if one.unit == unit]
     points = [point for one in items for point in one.points if point is not None]

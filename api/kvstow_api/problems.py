@@ -96,7 +96,6 @@ def problem(
 
 
 def internal_problem(scope: Scope) -> Response:
-    """The response to an unexpected error, which the caller has logged."""
     return problem(scope, 500, "internal error; see the log for this request id")
 
 
@@ -118,7 +117,6 @@ def method_not_allowed(scope: Scope) -> Response | None:
 
 
 def install(app: FastAPI) -> None:
-    """Answer errors that the routes of `app` raise with problems."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(KvstowError, _on_kvstow)
@@ -162,7 +160,6 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
-    """One error of pydantic as field, message, value and allowed values."""
     where, *path = item["loc"]
     field = ".".join(str(part) for part in path) or str(where)
     context, message = item.get("ctx", {}), item["msg"]

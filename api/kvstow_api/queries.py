@@ -22,7 +22,6 @@ from kvstow_api.directory import NO_POOL, Directory, HostedPool
 
 
 def find_pool(directory: Directory, name: str) -> HostedPool:
-    """Raises `NotFoundError` if there is no pool of this name."""
     pool = directory.find_pool(name)
     if pool is None:
         names = [one.name for one in directory.pools()]

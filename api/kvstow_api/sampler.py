@@ -118,16 +118,13 @@ class Sampler:
         self._failing = False
 
     def of_pool(self, pool: str) -> PoolSamples:
-        """The samples of a pool; empty until its first one."""
         return self._pools.get(pool) or PoolSamples("")
 
     def rejected_lately(self) -> Mapping[str, int]:
-        """Connections of engines that were refused within `REJECTED_SECONDS`, by reason."""
         now, before = self._directory.rejected, self._rejected[0] if self._rejected else {}
         return {reason: count - before.get(reason, 0) for reason, count in now.items()}
 
     def now_of_session(self, session: SessionStatus) -> SessionStatus:
-        """With the rates of the last seconds."""
         return session_now(session, self._sessions.get(session.id, ()))
 
     def tick(self) -> None:
@@ -156,7 +153,6 @@ class Sampler:
     def _states(
         self, pools: Sequence[HostedPool], sessions: Sequence[SessionStatus]
     ) -> Iterator[tuple[_Key, dict[str, Any]]]:
-        """The state of each thing, as an event says it."""
         if self._directory.is_node:
             node = host_readiness(self._directory)
             yield ("state", None), {"pool": None, "state": node.state, "reason": node.reason}

@@ -41,7 +41,6 @@ class StreamLimit:
 
     @contextmanager
     def place(self, scope: Scope) -> Iterator[None]:
-        """Counts one more stream while the context is open. Raises `QueueFullError` if a limit is reached."""
         client: str | None = scope["client"][0] if is_stranger(scope) else None
         self._check(client)
         self.open += 1
@@ -106,7 +105,6 @@ class Cursor(NamedTuple):
         return "-".join(map(str, self))
 
     def is_before(self, other: Cursor) -> bool:
-        """Whether `other` is at or after this position, in the same life."""
         return self.engine_id == other.engine_id and self.journal <= other.journal and self.blocks <= other.blocks
 
     @classmethod

@@ -234,7 +234,6 @@ def _is_bad(rank: RankStatus) -> bool:
 
 
 def rank_failure(rank: RankStatus, report_timeout: float) -> bool:
-    """Whether the rank does not report, or cannot pin or copy."""
     age = rank.last_report_age_seconds
     return age is None or age > report_timeout or _is_bad(rank)
 
@@ -333,13 +332,11 @@ def _outcome(name: str, stats: EngineStats) -> int:
 
 
 def _busy_states(stats: EngineStats) -> list[tuple[str, int]]:
-    """The states in which slots cannot be evicted, the commonest first."""
     counts = [(state, getattr(stats.pool.slots, state)) for state in _BUSY]
     return sorted((one for one in counts if one[1]), key=lambda one: -one[1])
 
 
 def _since(evidence: Evidence, counter: Callable[[EngineStats], int]) -> int:
-    """How much a counter has grown within the last seconds."""
     if len(evidence.recent) < 2:
         return 0
     first, last = ends_of_now(evidence.recent)

@@ -39,8 +39,6 @@ _LEAST = 4  # so that every state with a slot is visible
 
 
 class Part(NamedTuple):
-    """A part of the bar of slots."""
-
     name: str
     slots: int
     begin: int
@@ -152,7 +150,6 @@ class Renderer:
 
 
 def _asset(name: str) -> str:
-    """A file of this package without indentation."""
     text = files("kvstow_api.page").joinpath(name).read_text(encoding="utf-8")
     return re.sub(r"\n\s*", "\n", text).strip()
 
@@ -231,7 +228,6 @@ def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
 
 
 def _events(app: AppState, pool: str | None) -> tuple[EventLine, ...]:
-    """The newest first: those of the pool and of the whole server, or of all pools."""
     entries, _ = app.journal.after(0)
     found = (entry for entry in reversed(entries) if pool is None or entry.data.get("pool") in (None, pool))
     return tuple(
@@ -265,7 +261,6 @@ def _words(kind: str, data: Mapping[str, Any]) -> str:
 
 
 def _of_pool(data: Mapping[str, Any]) -> str:
-    """The pool of an event of a node."""
     name = data.get("pool")
     return "" if name in (None, POOL_NAME) else f"{name}: "
 
@@ -340,7 +335,6 @@ class StatusPage:
             await asyncio.sleep(max(0.0, left) if poll is None else poll)
 
     def _refreshed(self, renderer: Renderer, pool: str | None) -> _View:
-        """The view of the pool, rendered again if it is older than the interval."""
         if pool is not None and self._app.directory.find_pool(pool) is None:
             pool = _NO_POOL
         view = self._views.get(pool)

@@ -28,7 +28,6 @@ _STREAMS = ("/v1/events", "/v1/pools/{pool}/trace")  # `Client.events` and `Clie
 
 
 def table() -> str:
-    """The text of that module."""
     lines = []
     for name, kind, operation, method, path in _routes():
         answer = "type(None)" if kind is NoneType else _named(kind)
