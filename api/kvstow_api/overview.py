@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
+from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, SlotState
 from kvstow.status import RankStatus, SessionStatus, TransferStatus
 from kvstow_api.answers import (
     NO_TIER,
@@ -23,7 +23,7 @@ from kvstow_api.answers import (
     TransfersView,
 )
 from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
-from kvstow_api.figures import AXES, CurvesView, CurveView, NowView, Unit
+from kvstow_api.figures import AXES, CurvesView, Unit
 from kvstow_api.texts import counted, duration, field_text, percent, rate
 
 NUM_OLDEST = 4
@@ -248,16 +248,21 @@ def _transfer(one: TransferStatus, num_sessions: int) -> str:
 
 
 def _pool_overview(given: PoolReadings, conditions: Sequence[ConditionView]) -> PoolOverview:
-    stats, curves = given.stats, given.curves
+    stats, pool, curves, now = given.stats, given.stats.pool, given.curves, given.curves.now
     is_told = any(one.name == "pool_size" and one.pool == given.curve.pool for one in conditions)
     drops = {name: count for name, count in stats.stores.items() if name.startswith(("dropped_", "failed"))}
     return PoolOverview(
-        about=_pool(stats.pool),
-        slots=_slots(stats.pool),
+        about=f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, "
+        f"{format_size(pool.capacity_slots * pool.slot_bytes)} per rank, {pool.policy}",
+        slots={
+            **{state: getattr(pool.slots, state) for state in _SLOT_ORDER},
+            NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots),
+        },
         charts=tuple(_chart(unit, curves, stats) for unit in dict.fromkeys(one.unit for one in curves.items)),
         evictions=_counts(stats.evictions),
         drops=_counts(drops),
-        block_rates=_block_rates(curves.now),
+        block_rates=f"evicted for capacity: {now.evicted_blocks_per_second or 0:.1f} blocks/s, "
+        f"dropped: {now.dropped_blocks_per_second or 0:.1f} blocks/s",
         sizes=_sizes(given.curve, is_told),
     )
 
@@ -289,23 +294,8 @@ def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
     )
 
 
-def _pool(pool: PoolStats) -> str:
-    size = format_size(pool.capacity_slots * pool.slot_bytes)
-    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, {size} per rank, {pool.policy}"
-
-
-def _slots(pool: PoolStats) -> Mapping[str, int]:
-    counts: dict[str, int] = {state: getattr(pool.slots, state) for state in _SLOT_ORDER}
-    return {**counts, NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots)}
-
-
 def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:
     return tuple(Row(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
-
-
-def _block_rates(now: NowView) -> str:
-    evicted, dropped = now.evicted_blocks_per_second or 0.0, now.dropped_blocks_per_second or 0.0
-    return f"evicted for capacity: {evicted:.1f} blocks/s, dropped: {dropped:.1f} blocks/s"
 
 
 def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:
@@ -314,18 +304,17 @@ def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:
     points = [point for one in items for point in one.points if point is not None]
     top = axis.top if axis.top is not None else max(points, default=0.0)
     ever = stats.lookups.hit_ratio if unit == "ratio" else None
+    now = [getattr(given.now, one.figure) for one in items]
+    texts = [
+        axis.absent if value is None else field_text(one.figure, value) for one, value in zip(items, now, strict=True)
+    ]
     return Chart(
         axis.title,
-        tuple(Curve(one.label, _present(one, given.now, axis.absent), one.points) for one in items),
+        tuple(Curve(one.label, text, one.points) for one, text in zip(items, texts, strict=True)),
         top,
         f"0 to {field_text(unit, top)}" if top else axis.absent,
         "" if ever is None else f"{percent(ever)} since the start",
     )
-
-
-def _present(curve: CurveView, now: NowView, absent: str) -> str:
-    value = getattr(now, curve.figure)
-    return absent if value is None else field_text(curve.figure, value)
 
 
 def rank_rows(
