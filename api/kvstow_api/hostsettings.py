@@ -61,11 +61,8 @@ class FileStamp(NamedTuple):
     mode: int
 
     @classmethod
-    def of(cls, path: Path) -> Self:
-        return cls.from_status(os.stat(path))
-
-    @classmethod
-    def from_status(cls, status: os.stat_result) -> Self:
+    def of(cls, path: Path | int) -> Self:
+        status = os.stat(path)
         return cls(status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode)
 
 
@@ -75,8 +72,8 @@ def read_regular_file(path: Path) -> tuple[bytes, FileStamp]:
     # Without O_NONBLOCK, opening a pipe waits for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        stamp = FileStamp.of(descriptor)
+        if not stat.S_ISREG(stamp.mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -84,7 +81,7 @@ def read_regular_file(path: Path) -> tuple[bytes, FileStamp]:
         os.close(descriptor)
     if len(content) > MAX_FILE_BYTES:
         raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES} bytes", str(path))
-    return content, FileStamp.from_status(status)
+    return content, stamp
 
 
 def exposure(mode: int) -> str | None:

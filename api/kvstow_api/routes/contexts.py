@@ -9,7 +9,7 @@ from fastapi import HTTPException, Path, Request
 
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow_api.answers import ContextsView, ContextView, PrefetchView, ReleasedView
+from kvstow_api.answers import ContextBlocksView, ContextsView, ContextView
 from kvstow_api.appstate import App
 from kvstow_api.auth import ACTOR, is_admin
 from kvstow_api.bodies import ContextId, ContextPatch
@@ -48,18 +48,18 @@ def change_context(context: Id, body: ContextPatch, pool: ChosenPool) -> Context
 
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
-def release_context(context: Id, pool: ChosenPool) -> ReleasedView:
+def release_context(context: Id, pool: ChosenPool) -> ContextBlocksView:
     """No further request is expected: what nothing else uses is evicted first."""
-    return ReleasedView(blocks=pool.facade.admin.release_context(context))
+    return ContextBlocksView(blocks=pool.facade.admin.release_context(context))
 
 
 @router.post("/{context}/prefetch", status_code=202, responses=changing(404, 409, body=False))
-def prefetch_context(app: App, context: Id, pool: ChosenPool) -> PrefetchView:
+def prefetch_context(app: App, context: Id, pool: ChosenPool) -> ContextBlocksView:
     """Bring what the fleet tier has of it into the pool, as long as nothing else needs the store or the room."""
     tier = app.directory.tier
     if tier is None:
         raise ConflictError("there is no fleet tier to fetch from: `kvstow serve --tier URL` has one")
-    return PrefetchView(blocks=tier.prefetch(pool.name, context))
+    return ContextBlocksView(blocks=tier.prefetch(pool.name, context))
 
 
 def _view(facade: PoolFacade, context: bytes) -> ContextView:
