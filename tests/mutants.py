@@ -844,7 +844,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "return not self._starting and self._plane.pending_ops == 0",
         "return self._plane.pending_ops == 0",
-        "tests/engine/attach/test_workercalls.py"
+        "tests/engine/attach/test_worker.py"
         "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
     ),
     Mutant(
@@ -967,15 +967,14 @@ MUTANTS = [
         "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
-        "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
+        "tests/engine/attach/test_worker.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
         "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
-        "tests/engine/attach/test_workercalls.py::"
-        "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
+        "tests/engine/attach/test_worker.py::test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
         "a_worker_without_memory_gets_no_message",
