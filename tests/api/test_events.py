@@ -227,7 +227,7 @@ def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Jo
     tier = tiered_host.begin()
     changes: list[Callable[[], object]] = [
         lambda: None,
-        lambda: tier._note_outage("no master"),
+        lambda: tier._breaker.note_outage("no master"),
         lambda: tier.turn_off("a defect"),
         tiered_host.close,
     ]

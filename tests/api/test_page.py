@@ -196,7 +196,7 @@ async def test_events_of_the_tier_are_shown(launch: Any, engine: OffloadEngine, 
     client = await launch(apps.append, directory=tiered_host.directory(16))
     tier = tiered_host.begin()
     apps[0].state.kvstow.sampler.tick()
-    tier._note_outage("no master")
+    tier._breaker.note_outage("no master")
     apps[0].state.kvstow.sampler.tick()
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
     assert "tier of a1 is on" in text
@@ -342,7 +342,7 @@ async def test_the_page_shows_the_fleet_tier(
     assert "a1 on" in shown
     assert "4,321" in shown
     assert URL in shown
-    tier._note_outage("no answer in 0.5 s")
+    tier._breaker.note_outage("no answer in 0.5 s")
     shown = await text()
     assert "a1 down" in shown
     assert "no answer in 0.5 s" in shown
