@@ -56,7 +56,7 @@ RECORDS = "service/kvstow_service/node/pools/noderecords.py"
 SURVIVORS = "service/kvstow_service/node/survival/roster.py"
 SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
-ADMISSION = "api/kvstow_api/admission.py"
+ADMISSION = "api/kvstow_api/middleware.py"
 HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
@@ -590,8 +590,8 @@ MUTANTS = [
     Mutant(
         "a_life_is_counted_at_once",
         "api/kvstow_api/sampler.py",
-        "self._boots.get(name) or now._replace(pin_failures={})",
-        "self._boots.get(name) or CountedRank()",
+        "self._boots.get(name, _busy(rank))",
+        "self._boots.get(name, Counter())",
         "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
     ),
     Mutant(
@@ -1320,7 +1320,7 @@ MUTANTS = [
     Mutant(
         "files_of_secrets_may_be_anything",
         "service/kvstow_service/tiers/redisstore.py",
-        "RegularFile.read(path).content",
+        "read_regular_file(path)[0]",
         "b'' if path.exists() else path.read_bytes()",
         "tests/service/tiers/test_redislocation.py::"
         "test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start",
@@ -1583,7 +1583,7 @@ MUTANTS = [
     ),
     Mutant(
         "bodies_of_any_size_are_read",
-        "api/kvstow_api/body.py",
+        "api/kvstow_api/middleware.py",
         "        if len(body) > limit:\n",
         "        if not more and len(body) > limit:\n",
         "tests/api/test_body.py::test_reading_stops_when_a_body_becomes_too_large",

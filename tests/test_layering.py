@@ -105,12 +105,11 @@ ORDER = {
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver settings node nodeprocess",
-    "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
-    "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
-    "streamlimit eventstream texts columns hostreadiness overview sampler sizing readings "
-    "client.client client.routes conditions.evidence conditions.pools "
-    "conditions.hosts conditions.table appstate metrics page.content "
-    "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
+    "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host "
+    "health hostwatch auth columns overview sampler sizing readings client.client client.routes "
+    "conditions.evidence conditions.pools conditions.hosts conditions.table middleware streams "
+    "appstate queries metrics routes.contexts routes.engine routes.pools page.status "
+    "routes.server routes.clienttable app",
     "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "
     "settings top trace replay watching",
 }
