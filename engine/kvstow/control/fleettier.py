@@ -114,7 +114,7 @@ class FleetTier:
         block_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         hint_clock: Callable[[], float] | None = None,
-        on_news: Callable[[], None] | None = None,
+        on_news: Callable[[], object] = lambda: None,
     ) -> None:
         """`fingerprint`: see `ObjectName`; None: the tier is off, for the `off_reason` (`kvstow.tier.fingerprint` gives
         one of them). `name`: of the store. `most_slots`: the largest size of the pool, which limits the queue of puts;
@@ -287,7 +287,7 @@ class FleetTier:
         needs = wait.needs
         found = self._find_leading(wait) if needs is None else self._find_needed(wait, needs)
         if found is not None and wait.inquiry is not None:
-            self._table.drop(wait.inquiry)
+            wait.inquiry.is_open = False  # nobody wants to know any more
         return found
 
     def _find_leading(self, wait: TierWait) -> LongerHit | None:

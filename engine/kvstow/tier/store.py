@@ -130,7 +130,7 @@ class TransferClient(Protocol):
 
 
 class LookupClient(Protocol):
-    """Asks about objects. Has no memory of any rank."""
+    """Asks about objects."""
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         """Which objects the store has now. A hint: it may be gone when it is fetched."""

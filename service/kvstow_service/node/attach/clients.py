@@ -78,10 +78,6 @@ class ClientConnection:
         """The events that epoll watches."""
 
     @property
-    def is_stranger(self) -> bool:
-        return self.member is None
-
-    @property
     def has_detached(self) -> bool:
         """Whether the backlog ends with its detach. It no longer reads answers."""
         return bool(self.backlog) and self.backlog[-1].kind == Kind.DETACH
@@ -116,10 +112,6 @@ class Clients:
     def is_crowded(self) -> bool:
         """Whether a stranger must be dropped before another client is accepted."""
         return len(self._strangers) >= self.max_strangers or len(self) >= self.limit
-
-    @property
-    def is_over_limit(self) -> bool:
-        return len(self) > self.limit
 
     def add(self, accepted: socket.socket, scratch: bytearray) -> ClientConnection:
         client = ClientConnection(accepted, scratch, self._clock())

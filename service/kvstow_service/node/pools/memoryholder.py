@@ -139,9 +139,6 @@ class MemoryHolder:
         """The name of a rank's worker among all processes of the node."""
         return f"{self.session_id}/{rank}"
 
-    def clients(self) -> list[str]:
-        return [self.client(rank) for rank in range(len(self.ranks))]
-
     def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
         """What the next service has to know about a worker."""
         return WorkerRecord(

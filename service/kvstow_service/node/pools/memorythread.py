@@ -14,10 +14,7 @@ from typing import NamedTuple, ParamSpec
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
-from kvstow.bytesize import format_size
-from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.rows import PoolLayout
 from kvstow.status import KeptMemory, MemoryWait
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
@@ -117,16 +114,6 @@ class MemoryThread:
             self.records.close([found.pool for found in self._pools.values()])
 
     # -- for any thread -------------------------------------------------------------------------------------
-
-    def require_room(self, layout: PoolLayout) -> None:
-        """Raises `AttachRefusedError` if the node has no room for a single slot of such a pool."""
-        total_bytes = self.budget.total_bytes
-        if layout.bytes_of(1) > total_bytes:
-            raise AttachRefusedError(
-                "memory",
-                f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
-                f"{format_size(total_bytes)}: give it more with --memory",
-            )
 
     def do(self, action: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the thread call this."""
@@ -293,8 +280,8 @@ class MemoryThread:
     def lose_session(self, session: MemoryHolder) -> None:
         """Give the session's workers nothing more. They may still use what they have."""
         found = self._pools[session.pool.name]
-        for client in session.clients():
-            found.workers.pop(client, None)
+        for rank in range(len(session.ranks)):
+            found.workers.pop(session.client(rank), None)
         self.budget.detach(session.pool.name, session.session_id)
 
     def release(self, client: str, extents: Sequence[int]) -> None:
@@ -335,19 +322,16 @@ class MemoryThread:
     def _look_at_given_up(self) -> None:
         before = len(self.memory.given_up)
         self.memory.close_given_up()
-        if len(self.memory.given_up) < before:
-            self._must_decide = True  # what was closed leaves the roster and the keeper
+        self._must_decide |= len(self.memory.given_up) < before  # what was closed leaves the roster and the keeper
         self._settle()
 
     def _settle(self) -> None:
-        if self.memory.settle():
-            self._must_decide = True
+        self._must_decide |= self.memory.settle()
 
     def _follow(self, found: PoolMemory) -> None:
         if self._has_revoked_all:
             return
-        if found.follow():
-            self._must_decide = True
+        self._must_decide |= found.follow()
         if found.is_empty:
             self._on_empty(found.pool)
 

@@ -162,10 +162,7 @@ class NodeRecords:
         `gives_back`, the keeper gives up everything and ends."""
         if self._client is not None and self._is_welcome:
             try:
-                if gives_back:
-                    self._client.end()
-                else:
-                    self._client.leave()
+                self._client.leave(gives_back=gives_back)
             except KeeperError as error:
                 logger.warning("the keeper does not know that the service ends: %s", error)
         self._hang_up()

@@ -289,9 +289,8 @@ class Keeper:
         self._poll.register(peer, select.POLLIN)
 
     def _disconnect(self, connection: KeeperPeer) -> None:
-        fd = connection.socket.fileno()
-        self._poll.unregister(fd)
-        del self._connections[fd]
+        self._poll.unregister(connection.socket)
+        del self._connections[connection.socket.fileno()]
         if connection is self._service:
             self._service, self._alone_since = None, self._clock()
         connection.close()

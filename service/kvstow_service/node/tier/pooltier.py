@@ -224,14 +224,14 @@ class PoolTier(MemoryHolder):
             self._post(partial(self.registered, rank, [ExtentSlots(extent_id, grant.num_slots)]))
 
     def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
-        for extent_id in extent_ids:
-            self._unmap(rank, extent_id)
+        self._unmap(rank, extent_ids)
         self._post(partial(self._report_released, rank, tuple(extent_ids)))
 
-    def _unmap(self, rank: int, extent_id: int) -> None:
-        if extent_id in self._unmapped:
-            os.close(self._unmapped.pop(extent_id)[1])
-        self.mapped[rank].remove(extent_id)
+    def _unmap(self, rank: int, extent_ids: Sequence[int]) -> None:
+        for extent_id in extent_ids:
+            if extent_id in self._unmapped:
+                os.close(self._unmapped.pop(extent_id)[1])
+            self.mapped[rank].remove(extent_id)
 
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
@@ -274,7 +274,7 @@ class PoolTier(MemoryHolder):
         self._is_closed = True
         try:
             with ExitStack() as stack:  # each is done, also after an error; the last one first
-                stack.callback(self._close_fds)
+                stack.callback(lambda: close_fds([fd for _, fd, _ in self._unmapped.values()]))
                 for mapped in self.mapped.values():
                     stack.callback(mapped.clear)
                 stack.callback(self._transfers.drop, self.mapped.values())
@@ -282,10 +282,6 @@ class PoolTier(MemoryHolder):
             self.note_defect("the end of its transfers")
         finally:
             then()
-
-    def _close_fds(self) -> None:
-        granted, self._unmapped = self._unmapped, {}
-        close_fds([fd for _, fd, _ in granted.values()])
 
     def note_defect(self, what: str) -> None:
         """Log the exception that is being handled, and count it. From any thread."""
