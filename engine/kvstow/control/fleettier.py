@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from kvstow.control.session import Session
 from kvstow.control.tiertraffic import TierFetches, TierPuts, TierTraffic
-from kvstow.errors import ConfigError
 from kvstow.messages import TierOp
 from kvstow.results import Needed, Needs, TierSettled
 from kvstow.tier.lookups import Inquiry, LookupTable, LookupThread, StoreAnswers
@@ -34,13 +33,6 @@ class TierSettings:
     lookup_wait: float = 0.02
     prefill_rate: float | None = None
     replicated: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("deadline", "lookup_wait"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(name, getattr(self, name), "more than 0 seconds")
-        if self.prefill_rate is not None and not 0 < self.prefill_rate < inf:
-            raise ConfigError("prefill_rate", self.prefill_rate, "more than 0 tokens per second")
 
 
 class LongerHit(NamedTuple):

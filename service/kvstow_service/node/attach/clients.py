@@ -46,7 +46,6 @@ class AttachTally:
         self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
 
     def fault(self, error: BaseException) -> None:
-        """Count an error that is the service's own."""
         self.errors["internal"] += 1
         self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
 
@@ -124,7 +123,6 @@ class Clients:
         return there < max(1, self.limit - self.limit // 4)
 
     def accept_member(self, client: ClientConnection) -> None:
-        """The client is no longer a stranger."""
         fd = client.channel.fileno()
         self._members[fd] = self._strangers.pop(fd)
 
@@ -156,7 +154,6 @@ class Clients:
         return found
 
     def next_deadline(self) -> float | None:
-        """When the oldest stranger expires."""
         oldest = self.oldest_stranger()
         return None if oldest is None else oldest.opened + HELLO_SECONDS
 

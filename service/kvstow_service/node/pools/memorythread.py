@@ -136,7 +136,6 @@ class MemoryThread:
         self._wake.set()
 
     def look_again(self) -> None:
-        """Something that memory may have been waiting for has changed."""
         self._wake.set()
 
     # -- the thread -----------------------------------------------------------------------------------------
@@ -235,7 +234,6 @@ class MemoryThread:
         return found
 
     def remove_pool(self, pool: NodePool) -> None:
-        """Remove a pool that has no sessions and can no longer be found."""
         self.budget.remove_pool(pool.name)
         found = self._pools.pop(pool.name)
         self.memory.apply()
@@ -255,7 +253,6 @@ class MemoryThread:
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def end_client(self, client: str) -> None:
-        """The worker can no longer reach memory."""
         self.budget.record_death(client)
         if self.records is not None:
             self.records.remove_worker(client)
@@ -297,7 +294,6 @@ class MemoryThread:
     # -- deciding, and following ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Call it about once a second."""
         if self.records is not None:
             self._guarded(partial(self.records.check, self.memory))
         if self.memory.waits and time.monotonic() >= self._look_at:

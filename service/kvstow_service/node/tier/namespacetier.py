@@ -24,9 +24,8 @@ from kvstow_service.node.tier.pooltier import PoolTier
 
 def groups_of(identity: PoolIdentity) -> KVGroups | None:
     """None if the model has kinds of groups that this version does not know."""
-    groups = [_group(index, group) for index, group in enumerate(identity.groups)]
-    known = tuple([group for group in groups if group is not None])
-    if not known or len(known) < len(groups):
+    known = tuple(one for index, group in enumerate(identity.groups) if (one := _group(index, group)) is not None)
+    if not known or len(known) < len(identity.groups):
         return None
     return KVGroups(known, lcm(*(group.block_tokens for group in known)))
 
@@ -177,11 +176,9 @@ class NamespaceTier:
             self._do(lambda: self._begin(keys, needs, then))
 
     def note_prefill(self, cost: PrefillCost) -> None:
-        """So much it costs an engine to compute prompts."""
         self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(cost))
 
     def note_use(self, context: bytes, chain: Sequence[bytes], *, release: bool) -> None:
-        """A request of this context has used this chain of keys."""
         if self._contexts.note(context, chain, release=release):
             self._do(lambda: self._schedule(context))
 
@@ -304,7 +301,6 @@ class NamespaceTier:
             )
 
     def answer_all(self) -> None:
-        """Answer all requests that wait."""
         requests, self._requests = self._requests, []
         for _, then in requests:
             self._post(then)

@@ -162,7 +162,6 @@ class PoolTier(MemoryHolder):
     # -- its sessions ---------------------------------------------------------------------------------------
 
     def add(self, control: TierSession) -> None:
-        """Give a session of another namespace the same memory."""
         with self._lock:
             for client in self._clients:
                 control.map_memory(client)
@@ -170,7 +169,6 @@ class PoolTier(MemoryHolder):
             control.set_registered(self._registered, self._applied)
 
     def _note_client(self, client: str) -> None:
-        """The worker is about to get memory."""
         with self._lock:
             self._clients.add(client)
             for control in self._controls:
