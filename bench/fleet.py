@@ -33,7 +33,7 @@ from kvstow.tier.transfers import StoreTransfers
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.ranks import LocalRank, ReplaySession, local_session
-from kvstow_service.replay.result import ReplayResult, Tally
+from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest, even_shape, read_trace
 
 Routing = Literal["prefix", "random"]
@@ -237,11 +237,8 @@ def replay(
             now = request.timestamp / 1000
             fleet[router.node_for(request)].serve(request)
             on_request(fleet, number)
-        total = Tally()
-        for node in fleet:
-            total.add(node.driver.tally)
-        figures = EmbeddedOffload(fleet[0].session.engine).figures()
-        result = total.freeze(figures, seconds=time.monotonic() - started, ranks=ranks)
+        found = [node.driver.result() for node in fleet]
+        result = ReplayResult.together(found, seconds=time.monotonic() - started)
         for node in fleet:
             _check_slots(node.session.engine)
         statuses = [node.tier.tier.status() for node in fleet if node.tier is not None]

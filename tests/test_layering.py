@@ -84,7 +84,7 @@ FORBIDDEN = {
 }
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison recording "
-    "namespaces claims index trial indexjournal pool ops placement session administration attachedsession engine "
+    "namespaces claims index trial indexjournal pool ops session administration attachedsession engine "
     "sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
@@ -94,8 +94,7 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate transfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild stores",
-    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks hittable result driver "
-    "engineprocess launcher summary",
+    "service/kvstow_service/replay": "trace kv processes remoteranks offload ranks hittable result driver launcher",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
     "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
@@ -112,8 +111,8 @@ ORDER = {
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
-    "plot replay serve settings top watching",
+    "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "
+    "settings top trace replay watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {

@@ -24,8 +24,7 @@ from kvstow_service.admin.tls import ServerTls
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
-from kvstow_service.process.logformat import configure_logs
-from kvstow_service.process.logwriter import QueuedLog
+from kvstow_service.process.logwriter import QueuedLog, configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
 from kvstow_service.tiers.stores import open_store, shown_url
@@ -74,7 +73,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         running.callback(node.close)
         log.queue.on_drop = partial(node.count_error, "log_line_dropped")
         _listen_for_changes(sockets, settings.admin_path, admin_group, node)
-        ticker = Ticker(node, renew_tls=None if tls is None else tls.renew)
+        ticker = Ticker(node.tick, renew_tls=None if tls is None else tls.renew)
 
         host = make_api_host(
             node,

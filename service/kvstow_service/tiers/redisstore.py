@@ -30,7 +30,7 @@ from kvstow.tier.store import (
     check_batch,
 )
 from kvstow_api.regularfile import RegularFile
-from kvstow_service.pemfile import in_memory
+from kvstow_service.admin.tls import in_memory
 
 if TYPE_CHECKING:
     from redis.connection import Connection
