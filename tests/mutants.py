@@ -1047,7 +1047,7 @@ MUTANTS = [
     Mutant(
         "a_user_has_any_number_of_ranks",
         "service/kvstow_service/node/nodehost.py",
-        "if there + num_ranks > RANKS_OF_USER:",
+        "if there + identity.num_ranks > RANKS_OF_USER:",
         "if False:",
         f"{NODE_HOST}::test_the_sessions_of_a_user_have_so_many_ranks",
     ),
