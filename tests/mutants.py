@@ -276,22 +276,22 @@ MUTANTS = [
     Mutant(
         "blocks_whose_claim_is_made_during_an_eviction_stay_for_ever",
         CLAIMS,
-        "if not context.chain:  # an",
-        "if False:  # an",
+        "if context.num_blocks == len(slots):  # also",
+        "if False:  # also",
         f"{CLAIM_TESTS}::test_blocks_can_be_evicted_while_their_claim_is_made",
     ),
     Mutant(
         "claims_that_are_over_have_no_bound",
         CLAIMS,
-        "context.step_at = inf  # what",
-        "return  # what",
+        "if context.overdue <= MOST_OVERDUE:",
+        "if True:",
         f"{CLAIM_TESTS}::test_a_claim_that_is_over_is_kept_no_longer_than_the_policy_would",
     ),
     Mutant(
         "a_shared_block_is_evicted_for_each_claim",
         CLAIMS,
-        "                    seen.add(slot)\n",
-        "",
+        "list(dict.fromkeys(islice(places, count)))",
+        "list(islice(places, count))",
         f"{CLAIM_TESTS}::test_where_slots_are_out_of_reach_a_shared_block_is_evicted_once",
     ),
     Mutant(
@@ -304,9 +304,9 @@ MUTANTS = [
     Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "slots = self._cut(context, max(0, len(context.chain) - count))",
-        "context.chain.reverse()\n        slots = self._cut(context, max(0, len(context.chain) - count))\n"
-        "        context.chain.reverse()",
+        "end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
+        "self.slots.reverse()\n"
+        "        end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(
@@ -319,7 +319,7 @@ MUTANTS = [
     Mutant(
         "contexts_of_all_namespaces_are_one",
         CLAIMS,
-        "context = self._proved.get(key) or self._new.get(key)\n"
+        "context = self._contexts.get((namespace.tag, context_id))\n"
         "        if context is not None and context.namespace is not",
         "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
         "        if context is not None and namespace is not",
@@ -335,9 +335,30 @@ MUTANTS = [
     Mutant(
         "credit_is_given_without_use",
         CLAIMS,
-        "used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)",
-        "used = context.marks[0][0]",
-        f"{CLAIM_TESTS}::test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it",
+        "renewal.again, renewal.proved",
+        "renewal.again, 10",
+        f"{CLAIM_TESTS}::test_a_context_that_stores_nothing_earns_nothing",
+    ),
+    Mutant(
+        "what_others_have_used_earns_credit",
+        CLAIMS,
+        "renewal.proved += sum(map(eq, part.uses.translate(_USED_ONCE_MORE), uses))",
+        "renewal.proved += same",
+        f"{CLAIM_TESTS}::test_what_others_have_used_meanwhile_earns_nothing",
+    ),
+    Mutant(
+        "what_a_context_kept_for_nothing_is_forgotten",
+        CLAIMS,
+        "            self._account(context.renewal)\n",
+        "            pass\n",
+        f"{CLAIM_TESTS}::test_a_claim_that_is_overtaken_is_paid_for",
+    ),
+    Mutant(
+        "names_push_out_contexts_that_have_brought_blocks",
+        CLAIMS,
+        "self._floor + context.brought",
+        "float(self._serial)",
+        f"{CLAIM_TESTS}::test_names_push_out_nobody_who_has_brought_blocks",
     ),
     Mutant(
         "claims_that_have_proved_nothing_have_no_bound",
@@ -349,8 +370,8 @@ MUTANTS = [
     Mutant(
         "claims_outlive_their_blocks",
         CLAIMS,
-        "self._lost.update(dict.fromkeys(claimed, self._number))",
-        "pass",
+        "            self._lost_at[slot] = self._losses",
+        "            pass",
         f"{CLAIM_TESTS}::test_slots_that_are_lost_and_filled_again_are_not_claimed",
     ),
     Mutant(
@@ -455,8 +476,8 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if name in chain:",
-        "if False:",
+        "elif key.order == _GONE:",
+        "elif False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
     ),
     Mutant(
@@ -469,16 +490,23 @@ MUTANTS = [
     Mutant(
         "hot_keys_are_sampled_like_others",
         "engine/kvstow/control/shadows.py",
-        "            if hot:\n",
-        "            if False:\n",
+        "if not self._hot.count(name):",
+        "if True:",
         f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
     ),
     Mutant(
         "chains_are_sampled_and_not_keys",
         "engine/kvstow/control/shadows.py",
-        "            found = _levels(keys)\n",
-        "            found = _levels([keys[0]] * len(keys))\n",
+        "ats = (hashes <= limits)",
+        "ats = (np.full_like(hashes, hashes[0]) <= limits)",
         f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_curve_lacks_the_requests_that_wait",
+        "engine/kvstow/control/comparison.py",
+        "            self._follow_waiting()\n            if not",
+        "            if not",
+        f"{CONTROL}/test_shadows.py::test_requests_are_followed_together_and_none_is_left_out",
     ),
     Mutant(
         "a_table_of_uses_is_made_by_the_thread_that_asks",
@@ -497,8 +525,8 @@ MUTANTS = [
     Mutant(
         "a_table_of_another_size_begins_empty",
         "engine/kvstow/control/uses.py",
-        "            words[_places(some, words)] = some\n",
-        "            pass\n",
+        "np.copyto(place, some, where=True if start < size else some != 0)",
+        "place[:] = 0",
         f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
     ),
     Mutant(
@@ -1140,17 +1168,17 @@ MUTANTS = [
     Mutant(
         "rows_above_a_lost_one_are_used",
         SURVIVORS,
-        "            if first_slot != end or not record.layout.has_row(num_slots, sizes):\n                break\n",
-        "            if not record.layout.has_row(num_slots, sizes):\n                continue\n",
+        "if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):\n            break\n",
+        "if not pool.record.layout.has_row(row.num_slots, sizes):\n            continue\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
         "a_pool_is_used_although_a_worker_of_it_cannot_be_seen",
         SURVIVORS,
-        "        if missing or label not in self._kept:\n",
-        "        workers = [one for one in workers if one not in missing]\n"
-        "        missing = []\n"
-        "        if missing or label not in self._kept:\n",
+        "    if missing or label not in kept:\n",
+        "    workers = tuple(one for one in workers if one not in missing)\n"
+        "    missing = []\n"
+        "    if missing or label not in kept:\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(

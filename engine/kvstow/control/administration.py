@@ -456,7 +456,7 @@ class Administrator(Switches):
         pool = self._pool
         with pool.lock:
             contexts = self._find_contexts(context)
-            blocks = sum(len(each.chain) for each in contexts)
+            blocks = sum(each.num_blocks for each in contexts)
             for each in contexts:
                 pool.use_claims().expect(each, resume_in, pool.clock())
         return blocks
@@ -475,27 +475,27 @@ class Administrator(Switches):
         with pool.lock:
             contexts = self._find_contexts(context)
             claims = pool.use_claims()
-            total = sum(len(each.chain) for each in contexts)
+            total = sum(each.num_blocks for each in contexts)
 
         def work(sweep: Sweep) -> Iterator[None]:
             for each in contexts:
                 if not alone and not dry_run:
                     with pool.lock:
                         each.namespace.pending_stores.disown_from(0)
-                end = len(each.chain)
-                while end > 0 and end <= len(each.chain):
-                    start = max(0, end - pool.slice_slots)
+                for number in reversed(range(len(each.chain))):
                     with pool.lock:
-                        found = claims.blocks_of(each, start, end, alone=alone)
+                        if number >= len(each.chain):
+                            continue
+                        part = each.chain[number]
+                        found = claims.blocks_of(part, alone=alone)
                         if alone:
                             found = pool.index.unused(found)
                         if dry_run:
                             sweep.evicted_slots += len(found)
                         else:
                             sweep.evicted_slots += pool.remove_blocks(found, reason)
-                            claims.leave(each, start)
-                    sweep.done += end - start
-                    end = start
+                            claims.leave(each, sum(len(before.slots) for before in each.chain[:number]))
+                        sweep.done += len(part.slots)
                     yield
             sweep.done = sweep.total
 

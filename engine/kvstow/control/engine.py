@@ -145,7 +145,7 @@ class PoolFacade:
         pool = self._pool
         with pool.lock:
             known = [] if pool.index.claims is None else pool.index.claims.contexts()
-        known.sort(key=lambda context: len(context.chain), reverse=True)
+        known.sort(key=lambda context: context.num_blocks, reverse=True)
         page = known[start_rank : start_rank + limit]
         with pool.lock:
             now = pool.clock()
@@ -437,7 +437,7 @@ def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
 
 
 def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
-    blocks, tokens = len(context.chain), pool.config.block_tokens
+    blocks, tokens = context.num_blocks, pool.config.block_tokens
     expected = context.expected
     return ContextStatus(
         context=context.context_id.hex(),

@@ -119,7 +119,7 @@ class FleetTier:
         """`fingerprint`: see `ObjectName`; None: the tier is off, for the `off_reason` (`kvstow.tier.fingerprint` gives
         one of them). `name`: of the store. `most_slots`: the largest size of the pool, which limits the queue of puts;
         None: its present size. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
-        configuration does not have it. `client` is closed by `close`. `hint_clock`: the clock by which answers of the
+        configuration does not have it. The caller keeps `client`. `hint_clock`: the clock by which answers of the
         store expire, if not `clock`. `on_news`: see `LookupThread`."""
         config = session.pool.config
         slots = session.pool.capacity if most_slots is None else most_slots
@@ -418,7 +418,7 @@ class FleetTier:
             if self._breaker.note_probe(result.error):
                 logger.info("the tier's store answers again")
         elif result.error is not None:
-            self._log_opened(self._breaker.note_outage(result.error))
+            self._note_outage(result.error)
         else:
             self.break_even.note_lookup(result.seconds)
 
@@ -438,12 +438,15 @@ class FleetTier:
             self._table.note(settled.keys[settled.moved :], present=False)
         self._table.note(moved, present=True)
         if settled.outage:
-            self._log_opened(self._breaker.note_outage(settled.error or "no answer"))
+            self._note_outage(settled.error or "no answer")
         elif 2 * settled.failed > len(settled.keys):
             reason = f"{settled.failed} of {len(settled.keys)} objects could not be moved"
             self._log_opened(self._breaker.note_failure(reason))
         elif settled.error is None:
             self._breaker.note_success()
+
+    def _note_outage(self, reason: str) -> None:
+        self._log_opened(self._breaker.note_outage(reason))
 
     def _log_opened(self, has_opened: bool) -> None:
         if has_opened:
@@ -483,7 +486,7 @@ class FleetTier:
 
     def close(self) -> None:
         """End the lookups, and begin no op any more; requests wait for nothing. What is under way on the ranks is
-        theirs, and so is what `take_plans` has yet to give them. Waits until the client is closed. Idempotent."""
+        theirs, and so is what `take_plans` has yet to give them. Waits for the store to answer. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.traffic.close()

@@ -117,8 +117,8 @@ class Session:
         """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind = _Behind[Part](lambda part: len(part.names))
-        """What the comparison follows of them."""
+        self._parts_behind = _Behind[Part](lambda part: part.num_keys)
+        """What the comparison may follow of them."""
         self._tried_behind = _Behind[Sample](lambda sample: len(sample.keys))
         """What the trial of hints follows."""
         self._claimed_behind = _Behind[Sequence[bytes]](len)
@@ -398,12 +398,12 @@ class Session:
             self._try(trial, keys, start, looked_up, hints, now)
         if comparison is None or not num_slots:
             return whole
-        part = comparison.choose(keys, self.namespace.tag, start, num_slots)
+        part = comparison.part(keys, self.namespace.tag, start)
         if start:
             self._parts_behind.add(part, MOST_FOLLOWED)
         else:
             parts = [part, *self._parts_behind.take()]
-            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
+            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now, num_slots)
             if change is not None:
                 pool.apply_change(comparison, change)
         return whole

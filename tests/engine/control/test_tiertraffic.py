@@ -144,7 +144,7 @@ def test_a_put_is_no_use(make_node: MakeNode) -> None:
     node.store(KEYS[:2])
     node.put(KEYS[:2])
     node.run_all()
-    assert [node.engine.pool.index.uses.of(slot) for slot in (0, 1)] == [0, 0]
+    assert [node.engine.pool.index.uses.counts([slot])[0] for slot in (0, 1)] == [0, 0]
     assert slots_of(node) == {"cached": 2, "free": 6}
 
 
