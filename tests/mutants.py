@@ -93,21 +93,21 @@ MUTANTS = [
     ),
     Mutant(
         "requests_that_let_nothing_be_stored_are_stored",
-        f"{ENGINE_CORE}/storefinders.py",
+        f"{ENGINE_CORE}/stores.py",
         " or not tracked.may_store:",
         ":",
         f"{HINT_TESTS}::test_nothing_of_it_is_stored",
     ),
     Mutant(
         "the_backlog_stores_what_must_not_be_stored",
-        f"{ENGINE_CORE}/stores.py",
+        f"{ENGINE_CORE}/gpublocks.py",
         "if block_hash is not None and not self._gpu.is_unstored(block_hash):",
         "if block_hash is not None:",
         f"{HINT_TESTS}::test_the_backlog_stores_none_of_its_blocks",
     ),
     Mutant(
         "what_must_not_be_stored_is_stored_lazily",
-        f"{ENGINE_CORE}/storefinders.py",
+        f"{ENGINE_CORE}/stores.py",
         " and not self._gpu.is_unstored(content):",
         ":",
         f"{HINT_TESTS}::test_lazily_none_of_its_blocks_is_stored_until_another_request_has_them",
@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "what_loads_have_saved_is_told_twice",
-        f"{ENGINE_CORE}/prefillmeter.py",
+        f"{ENGINE_CORE}/loadpolicy.py",
         "self._told, self._hits, self._waited = cost, PromptPart(), 0.0",
         "self._told, self._waited = cost, 0.0",
         f"{PREFILL_METER}::test_nothing_is_told_before_the_cost_is_known_and_then_everything_once",
@@ -198,14 +198,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads_that_others_hide_cost_time",
-        f"{ENGINE_CORE}/prefillmeter.py",
-        "if self._loads and not self._planned:",
-        "if self._loads:",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "if self._queued and not self._planned:",
+        "if self._queued:",
         f"{PREFILL_METER}::test_the_engine_waits_for_a_load_before_its_step_while_nothing_runs",
     ),
     Mutant(
         "loads_by_layer_give_time_back",
-        f"{ENGINE_CORE}/prefillmeter.py",
+        f"{ENGINE_CORE}/loadpolicy.py",
         "min(step.load_seconds, max(0.0, seconds - self._expected(step)))",
         "min(step.load_seconds, seconds - self._expected(step))",
         f"{PREFILL_METER}::test_the_engine_waits_for_a_load_by_layer_as_long_as_its_step_takes_longer",
@@ -1591,7 +1591,7 @@ MUTANTS = [
     # -- what a key means --------------------------------------------------------------------------------------
     Mutant(
         "a_block_of_an_unknown_hash_is_the_models",
-        f"{ENGINE_CORE}/stores.py",
+        f"{ENGINE_CORE}/gpublocks.py",
         "return [self._mix(each) if each in known else None for each in hashes]",
         "return [self._mix(each) if each in known else each for each in hashes]",
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",

@@ -95,11 +95,11 @@ ORDER = {
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild stores",
     "service/kvstow_service/replay": "trace kv processes remoteranks offload ranks hittable result driver launcher",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess adapters trackedrequests loadpolicy "
+    "options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
-    "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
+    "attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
@@ -224,7 +224,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.admin.agent", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.engine_core.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
-        ("kvstow_service.connectors.vllm.attachedcontrol", ["kvstow.control.engine", "kvstow_service.admin"]),
+        ("kvstow_service.connectors.engine_core.controlplane", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.offloadmetrics", ["kvstow.control.engine"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
