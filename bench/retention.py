@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import exp, inf, log
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvstow.keys import make_key
 from kvstow_service.replay.hittable import TimedPool, foresight_hits
 
 CONVERSATION_SLOTS = 4000
+NAMES = 1_000_000
 _EXACT, _NOISY, _WORSE = 0.95, 0.9, 0.5
 """The bars: shares of MIN's hits, and points below the pool without hints."""
 
@@ -85,6 +86,21 @@ def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Re
         times = [seconds * choose.random() for _ in range(len(found) // 5)]
         found += [Request(now, [next(fresh) for _ in range(60)], None) for now in times]
     return with_gaps(sorted(found, key=lambda request: request.time))
+
+
+def flooded(requests: Sequence[Request], names: int = NAMES) -> Iterator[Request]:
+    """The same, beside so many of a client that has few prompts, so that it pays hardly anything for one more name."""
+    prompts = [[(1 << 41) + 4 * prompt + block for block in range(4)] for prompt in range(8)]
+    each, sent = names / len(requests), 0.0
+    before = requests[0].time
+    for number, request in enumerate(requests):
+        count = int(sent + each) - int(sent)
+        sent += each
+        for flood in range(count):
+            now = before + (request.time - before) * flood / count
+            yield Request(now, prompts[(number + flood) % len(prompts)], None)
+        before = request.time
+        yield request
 
 
 def conversations(trace: Trace) -> list[Request]:
@@ -179,6 +195,15 @@ def hostile(number: int, request: Request) -> Hints | None:
     return Hints(context_id(f"hostile {number}"), exp(random.Random(number).uniform(0, log(3600))))
 
 
+def beside_names(others: Say) -> Say:
+    """Requests without a context claim what they use, each under another name."""
+
+    def say(number: int, request: Request) -> Hints | None:
+        return others(number, request) if request.context is not None else hostile(number, request)
+
+    return say
+
+
 CLIENTS: dict[str, Say] = {
     "exact": exact,
     "sigma 1": noisy,
@@ -192,8 +217,8 @@ CLIENTS: dict[str, Say] = {
 
 
 class Found(NamedTuple):
-    """`again`: requests after the first of their context, of which `poor` had less than half of the prefix that the one
-    before had."""
+    """`hits`: of requests in contexts. `again`: those after the first of their context, of which `poor` had less than
+    half of the prefix that the one before had."""
 
     hits: int
     again: int
@@ -201,7 +226,7 @@ class Found(NamedTuple):
     pool: TimedPool
 
 
-def replay(requests: Sequence[Request], slots: int, say: Say, policy: str = "lru") -> Found:
+def replay(requests: Iterable[Request], slots: int, say: Say, policy: str = "lru") -> Found:
     pool = TimedPool(slots, policy)
     before: dict[int, int] = {}
     hits = again = poor = 0
@@ -209,8 +234,8 @@ def replay(requests: Sequence[Request], slots: int, say: Say, policy: str = "lru
         keys = [make_key(0, block.to_bytes(32, "big")) for block in request.blocks]
         found = pool.serve(keys, request.time, hints=say(number, request))
         pool.engine.tick()
-        hits += found
         if request.context is not None:
+            hits += found
             if request.context in before:
                 again += 1
                 poor += found < before[request.context] / 2
@@ -221,6 +246,7 @@ def replay(requests: Sequence[Request], slots: int, say: Say, policy: str = "lru
 def run(trace: Path, say: Callable[[str], None]) -> list[Table]:
     both = agents(others=False), agents(others=True)
     return [
+        _flood(agents(16, 900.0, others=False), say),
         _table("agents", both[0], working_set(both[0]) // 2, say),
         _table("agents beside one-shot requests", both[1], working_set(both[0]) // 2, say),
         *([_table("conversations", conversations(read(trace)), CONVERSATION_SLOTS, say)] if trace.exists() else []),
@@ -241,6 +267,27 @@ def _table(name: str, requests: Sequence[Request], slots: int, say: Callable[[st
         say(f"{name}, {time.perf_counter() - began:.0f} s: {rows[-1]}")
     head = ["hints", "% hit", "of MIN", "points", "turns with < half", "saved, says the pool", "kept for nothing", ""]
     return Table(f"{name}: {len(requests):,} requests, {blocks:,} blocks, {slots:,} slots", head, rows)
+
+
+def _flood(requests: Sequence[Request], say: Callable[[str], None]) -> Table:
+    slots = working_set(requests) // 2
+    blocks = sum(len(request.blocks) for request in requests)
+    rows = []
+    base: Found | None = None
+    for kind, client in (
+        ("none by anybody", silent),
+        ("none by the agents", beside_names(silent)),
+        ("exact by the agents", beside_names(exact)),
+    ):
+        found = replay(flooded(requests), slots, client)
+        base = base or found
+        status, points = found.pool.engine.claims(), 100 * (found.hits - base.hits) / blocks
+        known = "" if status is None else f"{status.contexts:,}"
+        bar = "" if found is base else verdict(points >= -_WORSE)
+        rows.append([kind, f"{100 * found.hits / blocks:.2f}", f"{points:+.2f}", known, bar])
+        say(f"beside {NAMES:,} names: {rows[-1]}")
+    head = ["hints", "% hit by the agents", "points", "contexts known", ""]
+    return Table(f"{len(requests):,} turns of agents beside {NAMES:,} names that claim 8 prompts", head, rows)
 
 
 def _row(kind: str, found: Found, base: Found, optimum: int, blocks: int, bar: str) -> list[str]:

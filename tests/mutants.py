@@ -276,22 +276,22 @@ MUTANTS = [
     Mutant(
         "blocks_whose_claim_is_made_during_an_eviction_stay_for_ever",
         CLAIMS,
-        "if not context.chain:  # an",
-        "if False:  # an",
+        "if context.num_blocks == len(slots):  # also",
+        "if False:  # also",
         f"{CLAIM_TESTS}::test_blocks_can_be_evicted_while_their_claim_is_made",
     ),
     Mutant(
         "claims_that_are_over_have_no_bound",
         CLAIMS,
-        "context.step_at = inf  # what",
-        "return  # what",
+        "if context.overdue <= MOST_OVERDUE:",
+        "if True:",
         f"{CLAIM_TESTS}::test_a_claim_that_is_over_is_kept_no_longer_than_the_policy_would",
     ),
     Mutant(
         "a_shared_block_is_evicted_for_each_claim",
         CLAIMS,
-        "                    seen.add(slot)\n",
-        "",
+        "list(dict.fromkeys(islice(places, count)))",
+        "list(islice(places, count))",
         f"{CLAIM_TESTS}::test_where_slots_are_out_of_reach_a_shared_block_is_evicted_once",
     ),
     Mutant(
@@ -304,9 +304,9 @@ MUTANTS = [
     Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "slots = self._cut(context, max(0, len(context.chain) - count))",
-        "context.chain.reverse()\n        slots = self._cut(context, max(0, len(context.chain) - count))\n"
-        "        context.chain.reverse()",
+        "end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
+        "self.slots.reverse()\n"
+        "        end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(
@@ -319,7 +319,7 @@ MUTANTS = [
     Mutant(
         "contexts_of_all_namespaces_are_one",
         CLAIMS,
-        "context = self._proved.get(key) or self._new.get(key)\n"
+        "context = self._contexts.get((namespace.tag, context_id))\n"
         "        if context is not None and context.namespace is not",
         "context = next((one for one in self.contexts() if one.context_id == context_id), None)\n"
         "        if context is not None and namespace is not",
@@ -335,9 +335,30 @@ MUTANTS = [
     Mutant(
         "credit_is_given_without_use",
         CLAIMS,
-        "used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)",
-        "used = context.marks[0][0]",
-        f"{CLAIM_TESTS}::test_use_gives_credit_up_to_half_of_the_pool_and_waste_takes_it",
+        "renewal.again, renewal.proved",
+        "renewal.again, 10",
+        f"{CLAIM_TESTS}::test_a_context_that_stores_nothing_earns_nothing",
+    ),
+    Mutant(
+        "what_others_have_used_earns_credit",
+        CLAIMS,
+        "renewal.proved += sum(map(eq, part.uses.translate(_USED_ONCE_MORE), uses))",
+        "renewal.proved += same",
+        f"{CLAIM_TESTS}::test_what_others_have_used_meanwhile_earns_nothing",
+    ),
+    Mutant(
+        "what_a_context_kept_for_nothing_is_forgotten",
+        CLAIMS,
+        "            self._account(context.renewal)\n",
+        "            pass\n",
+        f"{CLAIM_TESTS}::test_a_claim_that_is_overtaken_is_paid_for",
+    ),
+    Mutant(
+        "names_push_out_contexts_that_have_brought_blocks",
+        CLAIMS,
+        "self._floor + context.brought",
+        "float(self._serial)",
+        f"{CLAIM_TESTS}::test_names_push_out_nobody_who_has_brought_blocks",
     ),
     Mutant(
         "claims_that_have_proved_nothing_have_no_bound",
@@ -349,8 +370,8 @@ MUTANTS = [
     Mutant(
         "claims_outlive_their_blocks",
         CLAIMS,
-        "self._lost.update(dict.fromkeys(claimed, self._number))",
-        "pass",
+        "            self._lost_at[slot] = self._losses",
+        "            pass",
         f"{CLAIM_TESTS}::test_slots_that_are_lost_and_filled_again_are_not_claimed",
     ),
     Mutant(
@@ -752,7 +773,7 @@ MUTANTS = [
         "memory_is_given_back_under_a_load_by_layer",
         "engine/kvstow/layeredloads.py",
         "        for op, hold in zip(ops, holds, strict=True):\n",
-        "        for op, hold in zip(ops, holds, strict=True):\n            hold.release()\n",
+        "        for op, hold in zip(ops, holds, strict=True):\n            hold.close()\n",
         "tests/engine/test_layeredloads.py::test_the_memory_of_the_slots_stays_until_the_last_part_was_read",
     ),
     Mutant(
@@ -851,7 +872,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "return not self._starting and self._plane.pending_ops == 0",
         "return self._plane.pending_ops == 0",
-        "tests/engine/attach/test_workercalls.py"
+        "tests/engine/attach/test_worker.py"
         "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
     ),
     Mutant(
@@ -947,8 +968,8 @@ MUTANTS = [
     Mutant(
         "memory_is_shown_before_it_is_populated",
         "engine/kvstow/memory/mappedpool.py",
-        "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
-        "slots = self.place.num_slots",
+        "shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)",
+        "shown = self.grid.max_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
@@ -974,15 +995,14 @@ MUTANTS = [
         "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
-        "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
+        "tests/engine/attach/test_worker.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
         "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
-        "tests/engine/attach/test_workercalls.py::"
-        "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
+        "tests/engine/attach/test_worker.py::test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
         "a_worker_without_memory_gets_no_message",
@@ -1148,17 +1168,17 @@ MUTANTS = [
     Mutant(
         "rows_above_a_lost_one_are_used",
         SURVIVORS,
-        "            if first_slot != end or not record.layout.has_row(num_slots, sizes):\n                break\n",
-        "            if not record.layout.has_row(num_slots, sizes):\n                continue\n",
+        "if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):\n            break\n",
+        "if not pool.record.layout.has_row(row.num_slots, sizes):\n            continue\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
         "a_pool_is_used_although_a_worker_of_it_cannot_be_seen",
         SURVIVORS,
-        "        if missing or label not in self._kept:\n",
-        "        workers = [one for one in workers if one not in missing]\n"
-        "        missing = []\n"
-        "        if missing or label not in self._kept:\n",
+        "    if missing or label not in kept:\n",
+        "    workers = tuple(one for one in workers if one not in missing)\n"
+        "    missing = []\n"
+        "    if missing or label not in kept:\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
@@ -1213,7 +1233,7 @@ MUTANTS = [
     Mutant(
         "workers_share_an_open_file",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "fds.append(extent.open_for_client())",
+        "fds.append(open_for_client(extent.fd))",
         'fds.append(__import__("os").dup(extent.fd))',
         "tests/service/node/pools/test_recalledmemory.py"
         "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
@@ -1229,7 +1249,7 @@ MUTANTS = [
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
         "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
-        "            if extent is not None and extent.is_closed:\n                self._give_up(extent_id)\n",
+        "            if extent is not None and extent.fd < 0:\n                self._give_up(extent_id)\n",
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(

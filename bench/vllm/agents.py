@@ -10,8 +10,10 @@ conversations, the GPU for an eighth. Modes: "off": without hints; "names": the 
 next turn comes, and the release after the last one; "rough": the same with a log-error of sigma 1. Each mode runs in an
 engine of its own, by turns; a round has the same agents in all modes. Counted are turns that are not the first of a
 conversation, after a quarter of the time: the share that had to compute more than half of its prefix again, the share
-of prefix tokens that were found, the time to the first token, and the seconds that the engine's steps took. Writes
-`agents.jsonl` and `agents.md`.
+of prefix tokens that were found, the time to the first token, and the seconds that the engine's steps took. A second
+table says where the time to the first token goes, for turns that computed their prefix, that found it on the GPU, and
+that loaded it: until the engine first looked the prefix up; from there until the load had ended; until the step began
+that computed the first token; and that step. Writes `agents.jsonl` and `agents.md`.
 
 With --tiny there are ten agents, and time is virtual: it passes when nothing runs. So what is found depends on the
 machine as little as possible, and the times mean nothing.
@@ -32,7 +34,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import exp, log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 
@@ -175,11 +177,30 @@ class _VirtualClock(_Clock):
         self._now = max(self._now, at)
 
 
+KINDS = ("computed", "found on the GPU", "loaded")
+
+
+class Turn(NamedTuple):
+    """Tokens of its prefix, those found, and those loaded. Seconds until the first look-up, from there to the end of
+    the load, from there to the start of the step with the first token, and of that step."""
+
+    known: int
+    cached: int
+    loaded: int
+    parts: tuple[float, float, float, float]
+
+    @property
+    def kind(self) -> str:
+        if 2 * self.cached < self.known:
+            return KINDS[0]
+        return KINDS[2] if self.loaded else KINDS[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """Of the turns that came back. `recomputed`: the share that computed more than half of its prefix; `found`: the
-    share of prefix tokens that were not computed. Times in ms, `busy` in seconds; `claims`: what the pool says of
-    hints."""
+    share of prefix tokens that were not computed. Times in ms, `busy` in seconds; `split`: by kind, the
+    number of turns and the medians of their parts. `claims`: what the pool says of hints."""
 
     mode: str
     seed: int
@@ -187,6 +208,7 @@ class Found:
     recomputed: float
     found: float
     ttft: list[float] = field(repr=False)
+    split: Mapping[str, tuple[int, list[float]]]
     busy: float
     asked: int
     one_shots: int
@@ -202,7 +224,10 @@ class _Asked:
     agent: _Agent | None
     at: float
     known: int
-    first_token: float | None = None
+    looked_up: float = 0.0
+    loaded_at: float = 0.0
+    loaded: int = 0
+    parts: tuple[float, float, float, float] | None = None
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -226,8 +251,8 @@ class _Run:
         self._asked: dict[str, _Asked] = {}
         self._due: list[tuple[float, int, _Agent | None]] = []
         self._order = count()
-        self.turns: list[tuple[int, int, float]] = []
-        """Prefix, cached tokens and the time to the first token."""
+        self.turns: list[Turn] = []
+        self._watch(self._core.engine_core.engine_core.scheduler.connector)
         self.busy = 0.0
         self.one_shots = 0
 
@@ -254,14 +279,49 @@ class _Run:
             mode=self._mode,
             seed=traffic.seed,
             turns=len(self.turns),
-            recomputed=statistics.mean(2 * (known - cached) > known for known, cached, _ in self.turns),
-            found=sum(cached for _, cached, _ in self.turns) / sum(known for known, _, _ in self.turns),
-            ttft=[1e3 * seconds for *_, seconds in self.turns],
+            recomputed=statistics.mean(turn.kind == KINDS[0] for turn in self.turns),
+            found=sum(turn.cached for turn in self.turns) / sum(turn.known for turn in self.turns),
+            ttft=[1e3 * sum(turn.parts) for turn in self.turns],
+            split={kind: _split([turn for turn in self.turns if turn.kind == kind]) for kind in KINDS},
             busy=self.busy,
             asked=next(self._names),
             one_shots=self.one_shots,
             claims=None if claims is None else {name: getattr(claims, name) for name in type(claims).__slots__},
         )
+
+    def _watch(self, connector: Any) -> None:
+        """Note when vLLM looks up a prefix, starts a load and learns of its end."""
+        look_up, admit, note = (
+            connector.get_num_new_matched_tokens,
+            connector.update_state_after_alloc,
+            connector.update_connector_output,
+        )
+
+        def asked(request: Any, computed: int) -> Any:
+            one = self._of(request.request_id)
+            if one is not None and not one.looked_up:
+                one.looked_up = self.clock()
+            return look_up(request, computed)
+
+        def admitted(request: Any, blocks: Any, tokens: int) -> Any:
+            one = self._of(request.request_id)
+            if one is not None:
+                one.loaded += tokens
+            return admit(request, blocks, tokens)
+
+        def noted(output: Any) -> Any:
+            for name in output.finished_recving or ():
+                if (one := self._of(name)) is not None:
+                    one.loaded_at = self.clock()
+            return note(output)
+
+        connector.get_num_new_matched_tokens = asked
+        connector.update_state_after_alloc = admitted
+        connector.update_connector_output = noted
+
+    def _of(self, name: str) -> _Asked | None:
+        """vLLM may add to the name of a request."""
+        return self._asked.get("-".join(name.split("-")[:2]))
 
     def _push(self, at: float, agent: _Agent | None) -> None:
         heappush(self._due, (at, next(self._order), agent))
@@ -286,15 +346,18 @@ class _Run:
         self._core.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def _step(self, chance: random.Random, *, counted: bool) -> None:
-        began = time.perf_counter()
+        began, started = time.perf_counter(), self.clock()
         outputs = self._core.step()
         self.busy += time.perf_counter() - began
         self.clock.stepped()
         now = self.clock()
         for output in outputs:
             asked = self._asked[output.request_id]
-            if asked.first_token is None and output.outputs[0].token_ids:
-                asked.first_token, asked.cached = now, output.num_cached_tokens or 0
+            if asked.parts is None and output.outputs[0].token_ids:
+                looked_up = asked.looked_up or started
+                ready = max(looked_up, asked.loaded_at)
+                asked.parts = looked_up - asked.at, ready - looked_up, started - ready, now - started
+                asked.cached = output.num_cached_tokens or 0
             asked.tokens = list(output.outputs[0].token_ids)
             if output.finished:
                 del self._asked[output.request_id]
@@ -304,8 +367,8 @@ class _Run:
         agent = asked.agent
         if agent is None:
             return
-        if counted and asked.known:
-            self.turns.append((asked.known, min(asked.cached, asked.known), (asked.first_token or now) - asked.at))
+        if counted and asked.known and asked.parts is not None:
+            self.turns.append(Turn(asked.known, min(asked.cached, asked.known), asked.loaded, asked.parts))
         self._push(now + agent.answered(asked.tokens), agent)
         for _ in range(int(self._traffic.one_shot) + (chance.random() < self._traffic.one_shot % 1)):
             self._push(now + chance.random() * self._traffic.gap, None)
@@ -313,6 +376,10 @@ class _Run:
 
 def measure(setup: Setup, traffic: Traffic, mode: str, vocabulary: int, is_virtual: bool) -> Found:
     return _Run(setup, traffic, mode, vocabulary, is_virtual=is_virtual).go()
+
+
+def _split(turns: Sequence[Turn]) -> tuple[int, list[float]]:
+    return len(turns), [1e3 * statistics.median(part) for part in zip(*(turn.parts for turn in turns), strict=True)]
 
 
 def _at(figures: Sequence[float], share: float) -> float:
@@ -326,6 +393,17 @@ def table(title: str, found: Sequence[Found]) -> Table:
         *("first token: p50, ms", "p90, ms", "seconds in steps", "blocks used again / never"),
     ]
     return Table(title, head, [*_rows(found)])
+
+
+def split_table(found: Sequence[Found]) -> Table:
+    head = ["hints", "prefix", "turns", "until looked up", "load", "until the step", "the step"]
+    rows = [
+        [one.label, kind, str(count), *(f"{part:.1f}" for part in parts)]
+        for one in found
+        for kind, (count, parts) in one.split.items()
+        if count
+    ]
+    return Table("The time to the first token, medians of its parts in ms", head, rows)
 
 
 def _rows(found: Sequence[Found]) -> Iterator[list[str]]:
@@ -401,6 +479,7 @@ def _measure(options: argparse.Namespace, model: Path, results: Results) -> None
     if found:
         agents = f"{rounds[0].agents} agents, a pool of half of their conversations"
         results.show(table(f"{'tiny' if options.tiny else options.shape}, {agents}", found))
+        results.show(split_table(found))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,22 +7,24 @@ claim as well stays for them.
 
 Claims and the policy share one scale, the time until the next use. A block that is idle has the more time to wait the
 longer it is idle; how often idle blocks were used again says how much. That holds for what the policy would evict next,
-and for contexts that are overdue. Whichever block is expected last is evicted: none is ever kept from eviction.
+for contexts that are overdue, and for those whose return nobody can foretell. Whichever block is expected last is
+evicted: none is ever kept from eviction.
 
 Clients may be wrong, or lie. A claim changes who is evicted first, but only within the time for which the policy would
 have kept the blocks, too. To keep blocks longer takes trust: claims that have proved nothing share a twentieth of the
-pool for that. Blocks that were claimed and used again allow more, up to half of it, and those that were kept for
-nothing allow less.
+pool for that. Blocks that a context has claimed and has used again, and nobody else meanwhile, allow more, up to half
+of the pool, and those that were kept for nothing allow less.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, OrderedDict, deque
+from array import array
+from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from itertools import chain, islice, takewhile
 from math import exp, inf, log, log2
+from operator import eq
 from typing import NamedTuple
 
 from kvstow.control.namespaces import Namespace
@@ -32,7 +34,8 @@ from kvstow.hints import Hints
 from kvstow.keys import GROUP_BYTES
 
 MOST_CONTEXTS = 8192
-"""That are known; the one that was used longest ago is forgotten first, of those that have proved nothing."""
+"""That are known. The one is forgotten first that has brought the fewest blocks, so that names alone push nobody out;
+see `Claims._weigh`."""
 UNPROVED_SHARE, LARGEST_SHARE = 0.05, 0.5
 """Of the pool, for blocks that are kept longer than the policy would."""
 MOST_OVERDUE = 3
@@ -43,10 +46,17 @@ _LEARNING, _LEARNING_OF_ALL, _LEARNING_OF_GAP = 0.3, 0.02, 0.1
 """The share of the newest value in what is learned of a context's hints, of all contexts, and of a context's gap."""
 _USUAL_GAPS = 4
 """Of all contexts, so many count in the first estimate for one."""
+_STEADY_HINT, _STEADY_GAP = 1.0, 0.25
+"""Up to which mean square of the logarithm of the true gap over the expected one that says when the next request comes,
+if there was a hint, and if there was none. Otherwise a context has its place by the time for which it is idle."""
 _GROSS_ERROR, _WRONG_SHARE = 1.5**2, 0.25
 """A hint is far from true if the logarithm of the true gap over it has a larger square. If more of them are, or more
 releases are followed by a request, they are taken for names alone."""
-_DUE_AT_ONCE = 256
+_DUE_AT_ONCE = 32
+_PART = 1024
+"""Slots of a part of a chain, at most, unless `extend` is given more at once."""
+_USED_ONCE_MORE = bytes((*range(1, MOST_USES + 1), 0))
+"""By the uses of a block: those after one more; none is known where further uses are not counted."""
 
 
 class Switch(NamedTuple):
@@ -117,91 +127,140 @@ class EvictedBlocks:
                 self.returns.count(used=until >= now)
 
 
-class Part(NamedTuple):
-    """A part of a chain that its context does not claim any more; slots that were lost since `number` are not its
-    own. `ended_at`: when the context's last request ended."""
+class Part:
+    """Neighbours in a chain that a context claims, or did until its request that ended at `ended_at`. `uses`: how often
+    each had been used then. Slots that were lost since the loss with this number are not its own. `is_steady`: see
+    `Context`; set when the claim ends."""
 
-    namespace: Namespace
-    slots: list[int]
-    number: int
-    ended_at: float
+    __slots__ = ("ended_at", "is_steady", "namespace", "number", "slots", "uses")
+
+    def __init__(self, namespace: Namespace, slots: list[int], uses: bytes, number: int, ended_at: float) -> None:
+        self.namespace, self.slots, self.uses = namespace, slots, uses
+        self.number, self.ended_at, self.is_steady = number, ended_at, True
+
+    def cut(self, length: int) -> Part:
+        """Has so many slots from now on. Returns the others."""
+        end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)
+        del self.slots[length:]
+        self.uses = self.uses[:length]
+        return end
 
 
 class Context:
     """What is known of a context. Changed by `Claims` alone.
 
-    `chain`: the slots that it claims, root first; those that were lost since `number` are not its own any more. `kept`:
-    how many of them it keeps longer than the policy would, of which its `credit` does not cover the `unproved`.
-    `expected`: when its next request is; `inf` if none is, None if nothing is known. `overdue`: how often that time has
-    passed. `marks`: some keys of the chain of its last request, each with its place from 1 on, the last one first. They
-    show how much of the chain the next request uses again.
+    `chain`: what it claims, root first, `num_blocks` slots. `kept`: how many of them it keeps longer than the policy
+    would, of which its `credit` does not cover the `unproved`. `expected`: when its next request is; `inf` if none is,
+    None if nothing is known. `is_steady`: whether that can be foretold. `overdue`: how often that time has passed, and
+    `step_at`: when it passes next. `brought`: blocks that it was the first to use, and those that it has used again.
     """
 
     __slots__ = (
+        "brought",
         "chain",
         "context_id",
         "credit",
-        "due_at",
         "ended_at",
         "expected",
         "hint",
         "hint_error",
         "hits",
+        "is_steady",
         "kept",
         "log_gap",
         "log_gap_error",
-        "marks",
         "name",
         "namespace",
-        "number",
+        "num_blocks",
         "overdue",
+        "renewal",
         "requests",
+        "serial",
         "step_at",
         "unproved",
     )
 
-    def __init__(self, namespace: Namespace, context_id: bytes) -> None:
-        self.namespace, self.context_id = namespace, context_id
-        self.chain: list[int] = []
-        self.number = self.requests = self.hits = self.overdue = 0
-        self.kept = self.unproved = self.credit = 0
+    def __init__(self, namespace: Namespace, context_id: bytes, serial: int) -> None:
+        self.namespace, self.context_id, self.serial = namespace, context_id, serial
+        self.chain: list[Part] = []
+        self.num_blocks = self.requests = self.hits = self.overdue = 0
+        self.kept = self.unproved = self.credit = self.brought = 0
         self.expected: float | None = None
-        self.due_at = self.step_at = inf
-        """When to see to it, and when it is overdue once more."""
+        self.is_steady = False
+        self.step_at = inf
         self.ended_at = -inf
+        self.renewal: Renewal | None = None
+        """The one that is not finished."""
         self.hint: float | None = None
         """The `resume_in` of its last request; `inf` for a release."""
         self.hint_error = 0.0
         self.log_gap: float | None = None
         self.log_gap_error = 1.0
         """Mean squares of the logarithm of the true gap over the hint, and over what was learned."""
-        self.marks: tuple[tuple[int, bytes], ...] = ()
         self.name = ""
         """What the client calls it, for people."""
 
 
-def _marks(keys: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
-    """The next request may end differently: clients often leave the reasoning out when they send a reply back."""
-    length = len(keys)
-    places = dict.fromkeys((length, length - 1, 7 * length // 8, 3 * length // 4, length // 2))
-    return tuple((place, keys[place - 1]) for place in places if place > 0)
+class Order:
+    """Contexts by a number, each at most once. O(log contexts), and a move of 8 bytes for each behind it."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, Context]] = []
+        self._at: dict[Context, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, context: Context) -> bool:
+        return context in self._at
+
+    def __iter__(self) -> Iterator[Context]:
+        return (context for *_, context in self._entries)
+
+    def __reversed__(self) -> Iterator[Context]:
+        return (context for *_, context in reversed(self._entries))
+
+    @property
+    def first(self) -> Context | None:
+        return self._entries[0][2] if self._entries else None
+
+    @property
+    def last(self) -> Context | None:
+        return self._entries[-1][2] if self._entries else None
+
+    def at(self, context: Context) -> float:
+        return self._at[context]
+
+    def put(self, context: Context, number: float) -> None:
+        if self._at.get(context) != number:
+            self.discard(context)
+            self._at[context] = number
+            insort(self._entries, (number, context.serial, context))
+
+    def discard(self, context: Context) -> None:
+        number = self._at.pop(context, None)
+        if number is not None:
+            del self._entries[bisect_left(self._entries, (number, context.serial))]
 
 
 class Renewal:
-    """A claim that is being made, slice by slice from the root. It is over once `number` is not the context's.
+    """A claim that is being made, slice by slice from the root.
 
-    `filled`: so many places of the context's chain are right. `is_whole`: a block behind an absent one is useless.
+    So many parts of the context's chain are right, with so many blocks: `filled`, `length`. `is_whole`: a block behind
+    an absent one is useless. `kept`: what the context had kept. `again`: blocks from the root on that were claimed
+    before and are still there; nobody but the context has used `proved` of them since.
     """
 
-    __slots__ = ("context", "filled", "is_whole", "number")
+    __slots__ = ("again", "context", "filled", "is_whole", "kept", "length", "proved")
 
-    def __init__(self, context: Context, number: int, *, is_whole: bool) -> None:
-        self.context, self.number, self.is_whole = context, number, is_whole
-        self.filled = 0
+    def __init__(self, context: Context, *, is_whole: bool) -> None:
+        self.context, self.is_whole, self.kept = context, is_whole, context.kept
+        self.filled = self.length = self.again = self.proved = 0
 
 
 class Claims:
-    """The contexts of a pool, and what they claim. Used under the pool's lock; each call is O(slots given).
+    """The contexts of a pool, and what they claim. Used under the pool's lock; each call is O(slots given), and O(chain
+    / 1024) where a claim ends.
 
     Slots that are claimed are in no list of an `EvictionOrder`. `attach` is called with slots that have lost their last
     claim, and `detach` with those that have got their first one, all of one namespace and in prefix order.
@@ -229,27 +288,29 @@ class Claims:
         """Slots of such blocks; one that several contexts keep counts for each."""
         self._uses, self._attach, self._detach = uses, attach, detach
         self._num_slots = 0
-        self._new: OrderedDict[tuple[int, bytes], Context] = OrderedDict()
-        self._proved: OrderedDict[tuple[int, bytes], Context] = OrderedDict()
-        """Contexts with credit. Both: the one that was used longest ago first."""
-        self._number = 0
-        """Of the last claim that was begun."""
-        self._lost: dict[int, int] = {}
-        """By slot: the number of the last claim before its block was removed while it was claimed."""
+        self._contexts: dict[tuple[int, bytes], Context] = {}
+        self._serial = 0
+        self._worth = Order()
+        """All contexts, the one that is forgotten next first."""
+        self._floor = 0.0
+        """The number there of the last one that was forgotten."""
+        self._lost_at = array("q")
+        """By slot: the number of the last loss of its block while it was claimed."""
+        self._losses = 0
         self._entries = self._unproved = 0
-        self._latest: list[tuple[float, int, Context]] = []
-        """A heap of contexts that are expected, the last one first, with the negative time. Here and below, entries of
-        former claims are outdated."""
-        self._overdue: list[tuple[float, int, Context]] = []
-        """A heap of overdue contexts, the one that is idle longest first, with the end of its last request."""
-        self._due: list[tuple[float, int, Context]] = []
-        """A heap of times at which to see to a context."""
+        self._expected, self._idle, self._due, self._kept = Order(), Order(), Order(), Order()
+        """Contexts with blocks: by the time of their next request, and those for which there is none, or it has passed,
+        by the end of their last request. Contexts by the time at which to see to them; and those that keep blocks
+        longer than the policy would, by the time of their next request."""
         self._cold: deque[Part] = deque()
         """What goes first."""
+        self._aged: deque[Part] = deque()
+        """What may not be kept longer than the policy would, idle longest first: it goes when the policy's would."""
         self._leaving: deque[Part] = deque()
         """What returns to the policy once `settle` comes to it."""
         self._overdue_returns = Returns()
         self._log_gap: float | None = None
+        self._log_gap_error = 1.0
         self._hint_error = 0.0
         """Of all contexts, what each has."""
         self._gross, self._releases = Returns(0.0), Returns(0.0)
@@ -258,14 +319,13 @@ class Claims:
     # -- contexts -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._proved)
+        return len(self._contexts)
 
     def contexts(self) -> list[Context]:
-        return [*self._new.values(), *self._proved.values()]
+        return list(self._contexts.values())
 
     def find(self, namespace: Namespace, context_id: bytes) -> Context | None:
-        key = (namespace.tag, context_id)
-        context = self._proved.get(key) or self._new.get(key)
+        context = self._contexts.get((namespace.tag, context_id))
         if context is not None and context.namespace is not namespace:  # the number has gone to another namespace
             self._forget(context)
             return None
@@ -274,25 +334,29 @@ class Claims:
     def _find_or_add(self, namespace: Namespace, context_id: bytes) -> Context:
         context = self.find(namespace, context_id)
         if context is None:
-            context = Context(namespace, context_id)
-            context.hint_error = self._hint_error
             if len(self) >= MOST_CONTEXTS:
-                self._forget(next(iter((self._new or self._proved).values())))
-            self._new[(namespace.tag, context_id)] = context
+                least = self._worth.first
+                assert least is not None
+                self._floor = self._worth.at(least)
+                self._forget(least)
+            self._serial += 1
+            context = Context(namespace, context_id, self._serial)
+            context.hint_error, context.log_gap_error = self._hint_error, self._log_gap_error
+            self._contexts[(namespace.tag, context_id)] = context
+            self._weigh(context)
         return context
 
     def _forget(self, context: Context) -> None:
         self.leave(context)
-        self._renumber(context)
-        key = (context.namespace.tag, context.context_id)
-        (self._proved if self._proved.get(key) is context else self._new).pop(key, None)
+        context.renewal = None
+        self._due.discard(context)
+        self._worth.discard(context)
+        del self._contexts[(context.namespace.tag, context.context_id)]
 
-    def _touch(self, context: Context) -> None:
-        """It was used, and its credit may have changed."""
-        key = (context.namespace.tag, context.context_id)
-        self._new.pop(key, None)
-        self._proved.pop(key, None)
-        (self._proved if context.credit > 0 else self._new)[key] = context
+    def _weigh(self, context: Context) -> None:
+        """It was used. Whoever makes up a name pays nothing for it, so names are forgotten in the order of the blocks
+        that they have brought, and those that were used longer ago before others with as many (this is GreedyDual)."""
+        self._worth.put(context, self._floor + context.brought)
 
     # -- claiming -------------------------------------------------------------------------------------------
 
@@ -300,42 +364,31 @@ class Claims:
         """A request with hints has ended. `keys`: its chain, without repeats. `extend` then claims its blocks, and
         `finish` follows."""
         assert hints.context is not None
-        self.now = max(self.now, now)
-        self._pass_time()
+        self._pass_time(now)
         context = self._find_or_add(namespace, hints.context)
-        if self._lost and context.chain:  # from here on, all of the chain is its own
-            own = self._own(context.chain, context.number)
-            self._cut(context, len(own))
-            context.chain = own
+        if context.renewal is not None:
+            self._account(context.renewal)
         if context.requests:
-            self._learn(context, keys, now)
-        self._renumber(context)
-        context.ended_at, context.overdue, context.kept = now, 0, 0
+            self._learn(context, now)
+        renewal = context.renewal = Renewal(
+            context, is_whole=not keys or keys[0][:GROUP_BYTES] == keys[-1][:GROUP_BYTES]
+        )
+        self._keep(context, 0)
+        context.ended_at, context.overdue = now, 0
         context.requests += 1
-        context.marks = _marks(keys)
         context.name = hints.name
         context.hint = inf if hints.release else hints.resume_in
-        self._touch(context)
-        self._expect(context, self._expected(context, now))
-        return Renewal(context, context.number, is_whole=not keys or keys[0][:GROUP_BYTES] == keys[-1][:GROUP_BYTES])
+        seconds, error = self._foretell(context)
+        steady = _STEADY_HINT if context.hint is not None else _STEADY_GAP
+        self._expect(context, None if seconds is None else now + seconds, is_steady=error < steady)
+        return renewal
 
-    def _learn(self, context: Context, keys: Sequence[bytes], now: float) -> None:
-        """Take what the context's return says of its claim, its hint and its gaps."""
+    def _learn(self, context: Context, now: float) -> None:
+        """Take what the context's return says of its hint and its gaps."""
         gap = log(max(now - context.ended_at, 1e-3))
         hint, learned = context.hint, context.log_gap
         if context.overdue:
             self._overdue_returns.count(used=context.overdue <= MOST_OVERDUE)
-        used = next((place for place, key in context.marks if place <= len(keys) and keys[place - 1] == key), 0)
-        kept, self.kept = context.kept, self.kept - context.kept
-        self._unproved -= context.unproved
-        context.kept = context.unproved = 0
-        if context.expected is not None:
-            self.used_again += min(kept, used)
-            context.hits += used
-            context.credit = min(context.credit + used, 2 * used)
-            self.credit = min(self.credit + used, (LARGEST_SHARE - UNPROVED_SHARE) * self._num_slots)
-        if kept > used:
-            self._fade(context, kept - used)
         if hint == inf:
             self._releases.count(used=True)
         elif hint is not None:
@@ -347,7 +400,143 @@ class Claims:
         learned = usual if learned is None else learned
         context.log_gap_error += ((gap - learned) ** 2 - context.log_gap_error) * _LEARNING
         context.log_gap = learned + (gap - learned) / min(context.requests + _USUAL_GAPS, 1 / _LEARNING_OF_GAP)
+        self._log_gap_error += ((gap - learned) ** 2 - self._log_gap_error) * _LEARNING_OF_ALL
         self._log_gap = usual + (gap - usual) * _LEARNING_OF_ALL
+
+    def _foretell(self, context: Context) -> tuple[float | None, float]:
+        """In how many seconds its next request comes, and the mean square of the logarithm's error. A hint counts for
+        as much as earlier ones were right."""
+        learned = context.log_gap if context.log_gap is not None else self._log_gap
+        hint, error, hint_error = context.hint, context.log_gap_error, context.hint_error
+        if hint == inf:
+            if self._releases.share < _WRONG_SHARE:
+                self._releases.count(used=False)
+                return inf, 0.0
+        elif hint is not None and self._gross.share < _WRONG_SHARE:
+            if learned is None:
+                return hint, hint_error
+            weight = (error + 1e-9) / (error + hint_error + 1e-9)
+            return exp(weight * log(max(hint, 1e-3)) + (1.0 - weight) * learned), weight * hint_error
+        return (None if learned is None else exp(learned)), error
+
+    def _expect(self, context: Context, expected: float | None, *, is_steady: bool) -> None:
+        """Its claim has this place from now on."""
+        context.expected, context.is_steady = expected, is_steady
+        context.step_at = inf if expected is None else expected
+        self._place(context)
+        self._see_later(context)
+
+    def _place(self, context: Context) -> None:
+        """Its blocks can be evicted."""
+        self._expected.discard(context)
+        self._idle.discard(context)
+        if context.num_blocks:
+            if context.expected is None or context.overdue or not context.is_steady:
+                self._idle.put(context, context.ended_at)
+            else:
+                self._expected.put(context, context.expected)
+
+    def _see_later(self, context: Context) -> None:
+        at = context.step_at
+        if context.num_blocks and not context.kept:
+            at = min(at, context.ended_at + self.policy_age)
+        if at < inf:
+            self._due.put(context, at)
+        else:
+            self._due.discard(context)
+
+    def extend(self, renewal: Renewal, slots: Sequence[int | None]) -> bool:
+        """Claim the next blocks of the chain, which are in these slots; None for absent ones. Returns whether to go
+        on behind them."""
+        context = renewal.context
+        if context.renewal is not renewal or not self.is_on or context.num_blocks < renewal.length:
+            return False
+        self.settle(2 * len(slots))
+        present = [slot for slot in slots if slot is not None]
+        goes_on = len(present) == len(slots) or not renewal.is_whole
+        if not goes_on:
+            present = list(slots[: slots.index(None)])  # type: ignore[arg-type]
+        fresh = self._go_over(renewal, present)
+        if not fresh:
+            return goes_on
+        self.leave(context, renewal.length)
+        granted = fresh[: max(0, _MOST_ENTRIES * self._num_slots - self._entries)]
+        self._add(renewal, granted)
+        return goes_on and len(granted) == len(fresh)
+
+    def _go_over(self, renewal: Renewal, slots: list[int]) -> list[int]:
+        """Go over the parts of the chain that are these slots. Returns the slots behind them."""
+        context = renewal.context
+        while slots and renewal.filled < len(context.chain):
+            part = context.chain[renewal.filled]
+            same = self._same(part, slots)
+            uses = self._uses.counts(slots[:same])
+            renewal.again += same
+            renewal.proved += sum(map(eq, part.uses.translate(_USED_ONCE_MORE), uses))
+            renewal.length += same
+            if same < len(part.slots):
+                self.leave(context, renewal.length)
+            if same:
+                part.uses, part.number, part.ended_at = uses, self._losses, context.ended_at
+                renewal.filled += 1
+            slots = slots[same:]
+        return slots
+
+    def _same(self, part: Part, slots: list[int]) -> int:
+        """How many leading slots of the part these are, and are still its own."""
+        own, lost_at = part.slots, self._lost_at
+        if part.number < self._losses:
+            own = list(takewhile(lambda slot: lost_at[slot] <= part.number, own))
+        if own == slots[: len(own)]:
+            return len(own)
+        pairs = zip(own, slots, strict=False)
+        return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(own), len(slots)))
+
+    def _add(self, renewal: Renewal, slots: list[int]) -> None:
+        if not slots:
+            return
+        context, uses = renewal.context, self._uses.counts(slots)
+        part = context.chain[-1] if context.chain else None
+        if part is not None and part.number == self._losses and len(part.slots) + len(slots) <= _PART:
+            part.slots += slots
+            part.uses += uses
+        else:
+            context.chain.append(Part(context.namespace, slots, uses, self._losses, context.ended_at))
+            renewal.filled += 1
+        context.brought += uses.count(1)
+        renewal.length += len(slots)
+        context.num_blocks += len(slots)
+        self._entries += len(slots)
+        if context.num_blocks == len(slots):  # also if an eviction has taken all meanwhile
+            self._place(context)
+            self._see_later(context)
+        first = self.claimed.increment(slots)
+        if first:
+            self._detach(context.namespace, first)
+
+    def finish(self, renewal: Renewal) -> None:
+        """All of the chain was given to `extend`, or as much as it wanted."""
+        context = renewal.context
+        if context.renewal is not renewal:
+            return
+        self.leave(context, renewal.length)
+        self._account(renewal)
+        if context.expected == inf:
+            self._release(context)
+
+    def _account(self, renewal: Renewal) -> None:
+        """Take what was used again as proof, and what was not as waste. Blocks that others have used as well prove
+        nothing: the policy may have kept those for them."""
+        context, kept, again, proved = renewal.context, renewal.kept, renewal.again, renewal.proved
+        context.renewal = None
+        context.hits += again
+        context.brought = 0 if context.expected == inf else context.brought + proved
+        self._weigh(context)
+        self.used_again += min(kept, again)
+        context.credit = min(context.credit + proved, 2 * again)
+        self.credit = min(self.credit + proved, (LARGEST_SHARE - UNPROVED_SHARE) * self._num_slots)
+        if kept > again:
+            self._fade(context, kept - again)
 
     def _fade(self, context: Context, count: int) -> None:
         """So many blocks were kept for nothing."""
@@ -355,127 +544,38 @@ class Claims:
         context.credit = max(0, context.credit - count)
         self.credit = max(0.0, self.credit - count)
 
-    def _expected(self, context: Context, now: float) -> float | None:
-        """A hint counts for as much as earlier ones were right."""
-        learned = context.log_gap if context.log_gap is not None else self._log_gap
-        hint = context.hint
-        if hint == inf:
-            if self._releases.share < _WRONG_SHARE:
-                self._releases.count(used=False)
-                return inf
-        elif hint is not None and self._gross.share < _WRONG_SHARE:
-            if learned is None:
-                return now + hint
-            weight = (context.log_gap_error + 1e-9) / (context.log_gap_error + context.hint_error + 1e-9)
-            return now + exp(weight * log(max(hint, 1e-3)) + (1.0 - weight) * learned)
-        return None if learned is None else now + exp(learned)
-
-    def _renumber(self, context: Context) -> None:
-        """What the heaps have of it is outdated."""
-        self._number += 1
-        context.number = self._number
-
-    def _expect(self, context: Context, expected: float | None) -> None:
-        """Its claim has this place from now on."""
-        context.expected = expected
-        context.step_at = inf if expected is None else expected
-        if not self.is_on or expected is None:
-            context.due_at = inf
-            return
-        self._list(context)
-        self._see_later(context)
-
-    def _list(self, context: Context) -> None:
-        """Its blocks can be evicted."""
-        if context.overdue:
-            entry = (context.ended_at, context.number, context)
-            self._overdue = _pushed(self._overdue, entry, len(self), _is_overdue)
-        elif context.expected is not None:
-            entry = (-context.expected, context.number, context)
-            self._latest = _pushed(self._latest, entry, len(self), _is_expected)
-
-    def _see_later(self, context: Context) -> None:
-        context.due_at = context.step_at
-        if context.chain and not context.kept:
-            context.due_at = min(context.due_at, context.ended_at + self.policy_age)
-        if context.due_at < inf:
-            self._due = _pushed(self._due, (context.due_at, context.number, context), len(self), _is_due)
-
-    def extend(self, renewal: Renewal, slots: Sequence[int | None]) -> bool:
-        """Claim the next blocks of the chain, which are in these slots; None for absent ones. Returns whether to go
-        on behind them."""
-        context = renewal.context
-        if context.number != renewal.number or context.expected is None or not self.is_on:
-            return False
-        self.settle(2 * len(slots))
-        present = [slot for slot in slots if slot is not None]
-        goes_on = len(present) == len(slots) or not renewal.is_whole
-        if not goes_on:
-            present = list(slots[: slots.index(None)])  # type: ignore[arg-type]
-        at, chain = renewal.filled, context.chain
-        known = chain[at : at + len(present)]
-        if known != present:
-            pairs = zip(known, present, strict=False)
-            same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(known))
-            self.leave(context, at + same)
-            fresh = present[same:]
-            granted = self._without_lost(fresh, context.number)[
-                : max(0, _MOST_ENTRIES * self._num_slots - self._entries)
-            ]
-            goes_on = goes_on and len(granted) == len(fresh)
-            self._add(context, granted)
-            at += same + len(granted)
-        else:
-            at += len(known)
-        renewal.filled = at
-        return goes_on
-
-    def finish(self, renewal: Renewal) -> None:
-        """All of the chain was given to `extend`, or as much as it wanted."""
-        context = renewal.context
-        if context.number != renewal.number:
-            return
-        self.leave(context, renewal.filled)
-        if context.expected == inf:
-            self._release(context)
-
     def _release(self, context: Context) -> None:
         """None of its blocks is expected to be used again. Those become cold that no other request has used, the end of
         the chain: from where on blocks have no more uses than the context has had requests."""
-        uses, most, chain = self._uses, min(context.requests, MOST_USES - 1), context.chain
-        low = bisect_left(range(len(chain)), True, key=lambda at: uses.of(chain[at]) <= most)
-        self._cool(context, low)
+        most = min(context.requests, MOST_USES - 1)
+        while context.chain:
+            part = context.chain[-1]
+            used = bisect_left(part.uses, True, key=lambda uses: uses <= most)
+            if used < len(part.slots):
+                self._cold += self._cut(context, context.num_blocks - len(part.slots) + used)
+            if used:
+                break
         self.leave(context)
-
-    def _without_lost(self, slots: list[int], number: int) -> list[int]:
-        """Those before the first that the chain has already, and that has lost what it held since."""
-        lost = self._lost
-        return list(takewhile(lambda slot: lost.get(slot, 0) < number, slots)) if lost else slots
-
-    def _add(self, context: Context, slots: list[int]) -> None:
-        if slots:
-            if not context.chain:  # an eviction meanwhile has left it out
-                self._list(context)
-            context.chain += slots
-            self._entries += len(slots)
-            first = self.claimed.increment(slots)
-            if first:
-                self._detach(context.namespace, first)
 
     # -- ends of claims -------------------------------------------------------------------------------------
 
-    def _cut(self, context: Context, length: int) -> list[int]:
-        """Its chain is so long from now on. Returns what was cut off; O(that), however long the chain is."""
-        if not length:
-            end, context.chain = context.chain, []
-        else:
-            end = context.chain[length:]
-            del context.chain[length:]
-        self._entries -= len(end)
+    def _cut(self, context: Context, length: int) -> list[Part]:
+        """Its chain is so long from now on. Returns what was cut off, the end of the chain first."""
+        parts: list[Part] = []
+        while (excess := context.num_blocks - length) > 0:
+            part = context.chain[-1]
+            if len(part.slots) > excess:
+                part = part.cut(len(part.slots) - excess)
+            else:
+                context.chain.pop()
+            context.num_blocks -= len(part.slots)
+            parts.append(part)
         if context.kept > length:
             self._fade(context, context.kept - length)
             self._keep(context, length)
-        return end
+        if parts and not length:
+            self._place(context)
+        return parts
 
     def _keep(self, context: Context, count: int) -> None:
         """It keeps so many blocks longer than the policy would."""
@@ -483,158 +583,168 @@ class Claims:
         self.kept += count - context.kept
         self._unproved += unproved - context.unproved
         context.kept, context.unproved = count, unproved
+        if count:
+            self._kept.put(context, _time_of(context))
+        else:
+            self._kept.discard(context)
 
-    def leave(self, context: Context, start: int = 0) -> None:
-        """Its claim ends from this place on: the blocks return to the policy."""
-        self._split(context, start, self._leaving)
+    def leave(self, context: Context, length: int = 0) -> None:
+        """Its chain is so long from now on: the blocks behind return to the policy."""
+        self._leaving += self._cut(context, length)
 
-    def _cool(self, context: Context, start: int = 0) -> None:
-        """The same: the blocks go first."""
-        self._split(context, start, self._cold)
-
-    def _split(self, context: Context, start: int, parts: deque[Part]) -> None:
-        slots = self._cut(context, start)
-        if slots:
-            parts.append(Part(context.namespace, slots, context.number, context.ended_at))
-            self._entries += len(slots)
-
-    def _own(self, slots: list[int], number: int) -> list[int]:
-        """Those of the slots that have not lost their block since a claim with this number was made."""
-        lost = self._lost
-        return [slot for slot in slots if lost.get(slot, 0) < number] if lost else slots
+    def _own(self, part: Part) -> list[int]:
+        """The slots of the part that have not lost their block since they were claimed."""
+        if part.number == self._losses:
+            return part.slots
+        lost_at = self._lost_at
+        return [slot for slot in part.slots if lost_at[slot] <= part.number]
 
     def _take_from(self, parts: deque[Part], count: int) -> Part:
         """Up to so many slots of the first part, from its end."""
         part = parts[0]
-        if len(part.slots) <= count:
-            parts.popleft()
-        else:
-            slots = part.slots[-count:]
-            del part.slots[-count:]
-            part = part._replace(slots=slots)
+        part = parts.popleft() if len(part.slots) <= count else part.cut(len(part.slots) - count)
         self._entries -= len(part.slots)
         return part
 
     @property
     def is_leaving(self) -> bool:
         """Whether `settle` has something to do."""
-        return bool(self._leaving)
+        return bool(self._leaving) or (not self.is_on and bool(self._listed() or self._cold or self._aged))
+
+    def _listed(self) -> Context | None:
+        return self._expected.last or self._idle.first
 
     def settle(self, count: int) -> None:
         """Return up to so many slots of claims that have ended to the policy."""
-        while self._leaving and count > 0:
+        while count > 0:
+            if not self._leaving and not self.is_on:
+                self._leave_one()
+            if not self._leaving:
+                return
             part = self._take_from(self._leaving, count)
             count -= len(part.slots)
-            free = self.claimed.decrement(self._own(part.slots, part.number))
+            free = self.claimed.decrement(self._own(part))
             if free:
                 self._attach(part.namespace, free)
 
+    def _leave_one(self) -> None:
+        """Hints are off: the next claim ends."""
+        if context := self._listed():
+            self.leave(context)
+        elif parts := self._cold or self._aged:
+            self._leaving.append(parts.popleft())
+
     # -- time -----------------------------------------------------------------------------------------------
 
-    def _pass_time(self) -> None:
-        """See to contexts that become overdue, or are kept longer than the policy would."""
-        due, now = self._due, self.now
+    def _pass_time(self, now: float) -> None:
+        """See to some contexts that become overdue, or are kept longer than the policy would."""
+        self.now = max(self.now, now)
         for _ in range(_DUE_AT_ONCE):
-            if not due or due[0][0] > now:
+            context = self._due.first
+            if context is None or self._due.at(context) > self.now:
                 return
-            entry = heappop(due)
-            if _is_due(entry):
-                self._see_to(entry[2], now)
-                due = self._due
+            self._see_to(context)
 
-    def _see_to(self, context: Context, now: float) -> None:
-        idle = now - context.ended_at
-        if context.chain and not context.kept and idle >= self.policy_age:
-            shared = max(0, self.allowed - self._unproved)
-            left = int(LARGEST_SHARE * self._num_slots) - self.kept
-            count = max(0, min(context.credit + shared, left, len(context.chain)))
-            if context.overdue > MOST_OVERDUE:
-                count = 0
-            self._cool(context, count)
+    def _see_to(self, context: Context) -> None:
+        now, idle = self.now, self.now - context.ended_at
+        if context.num_blocks and not context.kept and idle >= self.policy_age:
+            count = 0
+            if context.overdue <= MOST_OVERDUE:
+                self._make_room(context)
+                shared = max(0, self.allowed - self._unproved)
+                left = int(LARGEST_SHARE * self._num_slots) - self.kept
+                count = max(0, min(context.credit + shared, left, context.num_blocks))
+            self._age(context, count)
             self._keep(context, count)
         if now >= context.step_at:
             if context.overdue:
                 self._overdue_returns.count(used=False)
             context.overdue += 1
-            if context.overdue == 1:
-                self._list(context)
             context.step_at = now + max(idle, 1e-3)
-            if context.overdue > MOST_OVERDUE:
+            if context.overdue == 1:
+                self._place(context)
+            elif context.overdue > MOST_OVERDUE:
                 if context.kept:
-                    self._cool(context)
-                context.step_at = inf  # what is left becomes cold when the policy would evict it
+                    self._cold += self._cut(context, 0)
+                context.step_at = inf  # what is left goes when the policy would evict it
         self._see_later(context)
+
+    def _make_room(self, context: Context) -> None:
+        """Contexts that are expected later than this one keep nothing any more, if nothing is left for it."""
+        most = LARGEST_SHARE * self._num_slots - context.num_blocks
+        while self.kept > most and (last := self._kept.last) is not None and self._kept.at(last) > _time_of(context):
+            self._keep(last, 0)
+            self._age(last, 0)
+
+    def _age(self, context: Context, length: int) -> None:
+        """What is behind so many blocks goes when the policy would evict it."""
+        parts = self._cut(context, length)
+        for part in parts:
+            part.is_steady = context.is_steady
+        self._aged += parts
 
     # -- eviction -------------------------------------------------------------------------------------------
 
-    def _last(self) -> Context | None:
-        """The expected context that is expected last, of those with blocks."""
-        heap = self._latest
-        while heap and not (_is_expected(heap[0]) and heap[0][2].chain):
-            heappop(heap)
-        return heap[0][2] if heap else None
-
-    def _longest_overdue(self) -> Context | None:
-        heap = self._overdue
-        while heap and not (_is_overdue(heap[0]) and heap[0][2].chain):
-            heappop(heap)
-        return heap[0][2] if heap else None
-
     def _next(self) -> tuple[float, Context | None]:
-        """How long to wait for the next use of the claimed block that goes first, and whose it is."""
-        last, overdue = self._last(), self._longest_overdue()
-        wait = -inf if last is None or last.expected is None else last.expected - self.now
-        if overdue is not None:
-            other = self._overdue_returns.until_next_use(self.now - overdue.ended_at)
+        """How long to wait for the next use of the claimed block that goes first, and whose it is; None: what has
+        aged."""
+        wait, found = -inf, None
+        if self._aged:
+            aged = self._aged[0]
+            returns = self.evicted.returns if aged.is_steady else self._overdue_returns
+            wait = returns.until_next_use(self.now - aged.ended_at)
+        if (idle := self._idle.first) is not None:
+            other = self._overdue_returns.until_next_use(self.now - idle.ended_at)
             if other > wait:
-                return other, overdue
-        return wait, last
+                wait, found = other, idle
+        if (last := self._expected.last) is not None:
+            other = self._expected.at(last) - self.now
+            if other > wait:
+                wait, found = other, last
+        return wait, found
 
     def go_first(self, idle: float | None) -> bool:
         """Whether a claimed block is evicted next. `idle`: of the policy's next one; None if it has none."""
-        return bool(self._cold) or idle is None or self._next()[0] > self.evicted.returns.until_next_use(idle)
+        if self._cold or idle is None or (self._aged and self.now - self._aged[0].ended_at >= idle):
+            return True
+        return self._next()[0] > self.evicted.returns.until_next_use(idle)
 
     def take(self, count: int) -> tuple[Namespace | None, list[int]]:
-        """Of the `count` claimed slots that go first, which lose that claim, those that have no other claim and that no
-        other request has used; and their namespace. None without claims."""
-        if self._cold:
-            part = self._take_from(self._cold, count)
-            return part.namespace, self._unclaim(part)
-        context = self._next()[1]
-        if context is None:
+        """Of up to `count` claimed slots that go first, which lose that claim, those that have no other claim and that
+        no other request has used; and their namespace. None without claims."""
+        context = None if self._cold else self._next()[1]
+        if context is not None:
+            (part,) = self._cut(context, context.num_blocks - min(count, len(context.chain[-1].slots)))
+            self._entries -= len(part.slots)
+        elif parts := self._cold or self._aged:
+            part = self._take_from(parts, count)
+        else:
             return None, []
-        slots = self._cut(context, max(0, len(context.chain) - count))
-        return context.namespace, self._unclaim(Part(context.namespace, slots, context.number, context.ended_at))
-
-    def _unclaim(self, part: Part) -> list[int]:
-        free = self.claimed.decrement(self._own(part.slots, part.number))
+        free = self.claimed.decrement(self._own(part))
         used_at, ended_at = self._uses.times.used_times, part.ended_at
         used = [slot for slot in free if used_at[slot] > ended_at]  # by another request
         if used:
             self._attach(part.namespace, used)
             free = [slot for slot in free if used_at[slot] <= ended_at]
-        return free
+        return part.namespace, free
 
-    def blocks_of(self, context: Context, start: int, stop: int, *, alone: bool) -> list[int]:
-        """The slots that it claims, from a place of its chain to another. `alone`: those that no other context claims
-        and no other request has used."""
-        slots = self._own(context.chain[start:stop], context.number)
+    def blocks_of(self, part: Part, *, alone: bool) -> list[int]:
+        """The slots of a part of a context's chain. `alone`: those that no other context claims and no other request
+        has used."""
+        slots = self._own(part)
         if alone:
             used_at, claimed = self._uses.times.used_times, self.claimed
-            slots = [slot for slot in slots if claimed.count(slot) == 1 and used_at[slot] <= context.ended_at]
+            slots = [slot for slot in slots if claimed.count(slot) == 1 and used_at[slot] <= part.ended_at]
         return slots
 
-    def next_slots(self) -> Iterator[int]:
-        """The claimed slots, about in the order of eviction. Nothing must change meanwhile."""
-        seen = set[int]()
-        contexts = [context for context in self.contexts() if context.chain]
-        contexts.sort(key=lambda context: -(context.expected or 0.0))
-        parts = (Part(context.namespace, context.chain, context.number, 0.0) for context in contexts)
-        for part in chain(self._cold, self._leaving, parts):
-            for slot in reversed(self._own(part.slots, part.number)):
-                if slot not in seen:  # several contexts may claim it
-                    seen.add(slot)
-                    yield slot
+    def next_slots(self, count: int) -> list[int]:
+        """The claimed slots among the next `count` places of chains, about in the order of eviction."""
+        contexts = chain(reversed(self._expected), self._idle)
+        parts = chain(
+            self._cold, self._leaving, self._aged, chain.from_iterable(reversed(one.chain) for one in contexts)
+        )
+        places = chain.from_iterable(reversed(self._own(part)) for part in parts)
+        return list(dict.fromkeys(islice(places, count)))  # several contexts may claim one
 
     # -- what happens to slots ------------------------------------------------------------------------------
 
@@ -656,45 +766,32 @@ class Claims:
         """These slots have lost their blocks."""
         claimed = [slot for slot in slots if slot in self.claimed]
         self.claimed.clear(claimed)
-        self._lost.update(dict.fromkeys(claimed, self._number))
+        self._losses += bool(claimed)
+        for slot in claimed:
+            self._lost_at[slot] = self._losses
 
     def set_num_slots(self, num_slots: int) -> None:
         self._num_slots = num_slots
+        self._lost_at.frombytes(bytes(self._lost_at.itemsize * max(0, num_slots - len(self._lost_at))))
         self.credit = min(self.credit, (LARGEST_SHARE - UNPROVED_SHARE) * num_slots)
 
     def tick(self, now: float, count: int) -> None:
-        """Time has passed. About once a second; O(count), and O(contexts) after claimed blocks were lost."""
-        self.now = max(self.now, now)
-        self._pass_time()
+        """Time has passed. About once a second; O(count)."""
+        self._pass_time(now)
         self.settle(count)
-        if self._lost:
-            numbers = [context.number for context in self.contexts() if context.chain]
-            parts = (part.number for part in chain(self._leaving, self._cold))
-            oldest = min([*numbers, *parts], default=self._number + 1)
-            for slot in list(islice(self._lost, count)):
-                number = self._lost.pop(slot)
-                if number >= oldest:
-                    self._lost[slot] = number  # again, as the last one
 
     # -- steering -------------------------------------------------------------------------------------------
 
     def set_on(self, is_on: bool) -> None:
-        """Use hints, or claim nothing: then contexts are only learned of. O(contexts)."""
+        """Use hints, or claim nothing: then contexts are only learned of, and `settle` ends their claims."""
         self.is_on = is_on
-        if not is_on:
-            for context in self.contexts():
-                self.leave(context)
-                context.due_at = inf
-            self._leaving += self._cold
-            self._cold.clear()
-            self._latest, self._overdue, self._due = [], [], []
 
     def expect(self, context: Context, resume_in: float | None, now: float) -> None:
         """An operator says when the next request comes; None: none does."""
-        self.now = max(self.now, now)
+        self._pass_time(now)
         self._keep(context, 0)
         context.overdue, context.hint = 0, None
-        self._expect(context, inf if resume_in is None else now + resume_in)
+        self._expect(context, inf if resume_in is None else now + resume_in, is_steady=True)
         if resume_in is None:
             self._release(context)
 
@@ -704,49 +801,31 @@ class Claims:
         """Inconsistencies. O(contexts and their blocks): for integrity checks."""
         found: list[str] = []
         contexts = self.contexts()
-        parts = [*self._leaving, *self._cold]
-        parts += [Part(context.namespace, context.chain, context.number, 0.0) for context in contexts]
+        parts = [*self._leaving, *self._cold, *self._aged, *chain.from_iterable(one.chain for one in contexts)]
         holders: Counter[int] = Counter()
         for part in parts:
-            holders.update(self._own(part.slots, part.number))
+            holders.update(self._own(part))
         if holders != {slot: self.claimed.count(slot) for slot in self.claimed.slots()}:
             found.append("the claimed slots are not those of contexts")
         if not self.claimed.slots() <= visible:
             found.append("a claimed slot is not visible")
         sums = (
             (self._entries, sum(len(part.slots) for part in parts)),
+            (self._entries, sum(len(part.uses) for part in parts)),
             (self.kept, sum(context.kept for context in contexts)),
             (self._unproved, sum(context.unproved for context in contexts)),
+            (len(self._contexts), len(self._worth)),
+            *((one.num_blocks, sum(len(part.slots) for part in one.chain)) for one in contexts),
         )
         if any(count != total for count, total in sums):
-            found.append(f"the counts of claims are wrong: {sums}")
-        listed = {(id(entry[2]), entry[1]) for entry in self._latest if _is_expected(entry)}
-        listed |= {(id(entry[2]), entry[1]) for entry in self._overdue if _is_overdue(entry)}
-        if any(context.chain and (id(context), context.number) not in listed for context in contexts):
-            found.append("a claim cannot be evicted")
+            found.append(f"the counts of claims are wrong: {[pair for pair in sums if pair[0] != pair[1]]}")
+        if any((one in self._expected) + (one in self._idle) != bool(one.num_blocks) for one in contexts):
+            found.append("a claim cannot be evicted, or one without blocks is to be")
         return found
 
 
-_Entry = tuple[float, int, Context]
-
-
-def _is_expected(entry: _Entry) -> bool:
-    expected, number, context = entry
-    return context.number == number and not context.overdue and context.expected == -expected
-
-
-def _is_overdue(entry: _Entry) -> bool:
-    return entry[2].number == entry[1] and bool(entry[2].overdue)
-
-
-def _is_due(entry: _Entry) -> bool:
-    return entry[2].number == entry[1] and entry[2].due_at == entry[0]
-
-
-def _pushed(heap: list[_Entry], entry: _Entry, num_contexts: int, is_current: Callable[[_Entry], bool]) -> list[_Entry]:
-    """The heap with the entry, without outdated ones if there are many."""
-    heappush(heap, entry)
-    if len(heap) > 2 * num_contexts + 64:
-        heap = [each for each in heap if is_current(each)]
-        heapify(heap)
-    return heap
+def _time_of(context: Context) -> float:
+    """When its next request is; `inf` if nobody can foretell it."""
+    if context.expected is None or context.overdue or not context.is_steady:
+        return inf
+    return context.expected

@@ -188,8 +188,9 @@ class Uses:
         """See `Ghosts.fit`, which this calls."""
         return self._ghosts.fit(num_slots)
 
-    def of(self, slot: int) -> int:
-        return self._counts[slot]
+    def counts(self, slots: Sequence[int]) -> bytes:
+        """The uses of each slot."""
+        return bytes(values_at(self._counts, slots))
 
     def classes(self, slots: Sequence[int]) -> bytes:
         """The class of each slot, from 0 to `NUM_CLASSES` - 1."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
 
 import pytest
 from tests.engine.control.sharedhost import Host as SharedHost
 
-from kvstow.control.claims import LARGEST_SHARE, UNPROVED_SHARE, Claims
+from kvstow.control.claims import LARGEST_SHARE, UNPROVED_SHARE, Claims, Part
 from kvstow.control.engine import OffloadEngine, PoolFacade
+from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import InvalidRequestError, NotFoundError
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
@@ -287,15 +289,73 @@ def test_a_context_keeps_what_it_has_used_again_whatever_others_do(
     assert host.engine.context(A)[0].blocks == 20
 
 
-def test_the_table_of_contexts_is_bounded(make: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_push_out_nobody_who_has_brought_blocks(
+    make: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstow.control.claims.MOST_CONTEXTS", 8)
-    host = make(16)
-    for _ in range(2):
-        host.serve(make_keys(2), Hints(A, resume_in=1.0))  # has proved itself
-    for number in range(40):
-        host.serve(make_keys(2, f"key{number}-"), Hints(context_id(str(number)), resume_in=1.0))
-    assert len(host.engine.contexts().contexts) == 8
+    host, flood = make(16), make_keys(2, "flood")
+    host.serve(flood)
+    host.serve(make_keys(2), Hints(A, resume_in=1.0))
+    for number in range(100):
+        host.serve(flood, Hints(context_id(str(number)), resume_in=1.0))
+    assert host.engine.contexts().total == 8
     assert host.engine.context(A) != []
+
+
+def test_a_released_context_is_forgotten_before_others(
+    make: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.control.claims.MOST_CONTEXTS", 2)
+    host = make(16)
+    host.serve(make_keys(4, "a"), Hints(A, release=True))
+    host.serve(make_keys(2, "b"), Hints(B, resume_in=1.0))
+    host.serve(make_keys(2, "c"), Hints(C, resume_in=1.0))
+    assert [host.engine.context(one) != [] for one in (A, B, C)] == [False, True, True]
+
+
+def test_a_context_that_stores_nothing_earns_nothing(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host, chain = make(100), make_keys(10)
+    for _ in range(3):
+        host.engine.use(chain, hints=Hints(A, resume_in=1.0))
+        clock.advance(1.0)
+    assert host.claims.credit == 0
+    assert host.engine.context(A)[0].hits == 0
+
+
+def test_what_others_have_used_meanwhile_earns_nothing(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host, shared = make(100), make_keys(6, "shared")
+    mine = [*shared, *make_keys(4, "mine")]
+    host.serve(mine, Hints(A, resume_in=2.0))
+    clock.advance(1.0)
+    host.serve(shared)
+    clock.advance(1.0)
+    host.serve(mine, Hints(A, resume_in=2.0))
+    assert host.claims.credit == 4
+    assert host.engine.context(A)[0].hits == 10
+
+
+def test_a_claim_that_is_overtaken_is_paid_for(make: Callable[[int], Host], clock: FakeClock) -> None:
+    """Two requests of a context end at once; what it had kept for nothing counts although the first claim is not
+    finished."""
+    host = make(100)
+    host.engine.use([], hints=Hints(A))
+    assert kept(host, clock, Hints(B, 1e6), 5, "kept") == 5
+    first = host.claims.begin(host.engine.namespace, Hints(B, 1.0), make_keys(1), clock())
+    second = host.claims.begin(host.engine.namespace, Hints(B, 1.0), make_keys(1), clock())
+    for renewal in (first, second):
+        host.claims.finish(renewal)
+    assert host.claims.never_used == 5
+
+
+def test_a_context_that_is_expected_sooner_gets_the_room_of_one_that_is_expected_later(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(100)
+    host.engine.use([], hints=Hints(C))
+    host.claims.credit = LARGEST_SHARE * 100
+    assert kept(host, clock, Hints(A, 9000.0), 40, "later") == 40
+    assert kept(host, clock, Hints(B, 3000.0), 40, "sooner") == 40
+    assert host.engine.context(A)[0].blocks == 0
 
 
 def test_claims_end_with_the_last_client_that_gives_hints(make: Callable[[int], Host], clock: FakeClock) -> None:
@@ -353,6 +413,45 @@ def test_slots_that_are_lost_and_filled_again_are_not_claimed(make: Callable[[in
     assert len(host.claims.claimed) == 0
     host.serve(make_keys(4, "more"), Hints(A, resume_in=1.0))
     assert len(host.claims.claimed) == 4
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+class Reads(list[int]):
+    number = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.number += 1
+        return super().__getitem__(at)
+
+
+def test_a_long_chain_is_walked_in_slices(
+    make: Callable[[int], Host], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, chain = make(4096), make_keys(4000)
+    host.serve(chain, Hints(A, resume_in=1e5))
+    claims, copied, cut = host.claims, list[int](), Part.cut
+
+    def noted(part: Part, length: int) -> Part:
+        end = cut(part, length)
+        copied.append(len(end.slots))
+        return end
+
+    monkeypatch.setattr(Part, "cut", noted)
+    claims.policy_age = 10.0
+    claims.expect(host.engine.pool.index.find_contexts(A)[0], 1e5, clock())
+    clock.advance(20.0)
+    claims.tick(clock(), 1)
+    assert host.engine.context(A)[0].blocks == int(UNPROVED_SHARE * 4096)
+    assert 0 < sum(copied) <= SLICE_SLOTS, "what is kept longer is cut off the rest"
+    host.engine.admin.purge(keys=chain[-1:]).run()
+    reads = claims._lost_at = Reads(claims._lost_at)  # type: ignore[assignment]
+    renewal = claims.begin(host.engine.namespace, Hints(A, resume_in=1.0), chain, clock())
+    assert reads.number == 0
+    claims.extend(renewal, host.engine.namespace.keys.slots_of(chain[:SLICE_SLOTS]))
+    assert 0 < reads.number <= 4 * SLICE_SLOTS
+    assert len(claims.next_slots(7)) == 7
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -372,8 +372,8 @@ def test_a_pool_chooses_for_itself_and_says_so(
         engine.use(chain[3:], start=3)
         engine.use(chain[:3], looked_up=(0, len(chain)))
     pool = engine.pool
-    assert engine.stats().pool.k == pool.index.uses.k == pool.changes[-1].k > 0
-    assert f"from k = 0 to k = {pool.changes[0].k:g}: over the last" in caplog.text
+    assert engine.stats().pool.k == pool.index.uses.k == pool.changes.after(0)[-1].k > 0
+    assert f"from k = 0 to k = {pool.changes.after(0)[0].k:g}: over the last" in caplog.text
     engine.admin.set_policy("lru")
     assert engine.stats().pool.k == 0.0
     engine.check_integrity()

@@ -144,7 +144,7 @@ def test_a_put_is_no_use(make_node: MakeNode) -> None:
     node.store(KEYS[:2])
     node.put(KEYS[:2])
     node.run_all()
-    assert [node.engine.pool.index.uses.of(slot) for slot in (0, 1)] == [0, 0]
+    assert [node.engine.pool.index.uses.counts([slot])[0] for slot in (0, 1)] == [0, 0]
     assert slots_of(node) == {"cached": 2, "free": 6}
 
 
@@ -406,7 +406,7 @@ def test_what_a_session_fetches_when_it_ends_waits_for_its_processes(clock: Fake
     only(node.fetch(KEYS[:2]))
     session.lose("test")
     PoolFacade(pool).check_integrity()
-    assert pool.index.num_quarantined == 2
+    assert len(pool.index.quarantined) == 2
     assert node.tier.take_plans() == []
     with pool.lock:
         session.forget_process("worker")

@@ -30,7 +30,7 @@ def make_keys(count: int, name: str = "key") -> list[bytes]:
 def uses_of(engine: OffloadEngine, keys: Sequence[bytes]) -> list[int | None]:
     """None for those that are not there."""
     slots = engine.namespace.keys.slots_of(keys)
-    return [None if slot is None else engine.pool.index.uses.of(slot) for slot in slots]
+    return [None if slot is None else engine.pool.index.uses.counts([slot])[0] for slot in slots]
 
 
 # -- the setting -------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_what_is_evicted_block_by_block_is_hashed_together(monkeypatch: pytest.M
     slot_keys.key_of.extend(keys)
     uses.recall([range(1)], slot_keys, 0)
     assert hashed == [2048, 2047, 1], "once for each namespace"
-    assert uses.of(0) == 1
+    assert uses.counts([0])[0] == 1
     assert uses._evicted == {}
 
 

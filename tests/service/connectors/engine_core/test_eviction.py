@@ -109,7 +109,7 @@ def uses_on_the_pool(host: VllmHost, request: FakeRequest) -> list[int | None]:
     tracked = TrackedRequest(request, 1)
     keys = tracked.keys(host.groups.groups[0], 0, 99)
     slots = host.engine.namespace.keys.slots_of(keys)
-    return [None if slot is None else host.engine.pool.index.uses.of(slot) for slot in slots]
+    return [None if slot is None else host.engine.pool.index.uses.counts([slot])[0] for slot in slots]
 
 
 def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included() -> None:
