@@ -63,13 +63,12 @@ class DataPlane:
         self._reports = reports or ReportSequence()
         self._excess: str | None = None
         self._closed = False
-        name = f"kvstow-copy-{rank}"
         self._device, self._may_drive = device.name, device.copies_alone
         self._launcher = launcher
         pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
         self._copies = CopyThread(
-            name,
+            f"kvstow-copy-{rank}",
             device,
             pool.hold,
             pool.slot_bytes,
@@ -79,7 +78,6 @@ class DataPlane:
             loads_at_once=_AT_ONCE if launcher is None else _STAGED_AT_ONCE,
         )
         self.layered = None if layers is None else LayeredLoads(layers, self._copies, pool.hold)
-        """Loads that a computation waits for layer by layer; None if the device has none."""
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool in the background. Idempotent. `at_ease`: pin slowly until called without it, while the host

@@ -209,13 +209,13 @@ def test_blocks_of_an_answer_are_kept_too(engine: Engine, reference: Reference) 
 def test_loaded_zeros_are_noticed(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: if this passed, equal answers would prove nothing."""
 
-    def load_zeros(kv: cpu.Rows, host: cpu.Rows) -> None:
-        kv[:] = 0
+    def copy_zeros(target: cpu.Rows, source: cpu.Rows) -> None:
+        target[:] = 0
 
     expected = reference(engine.setup.model, A)
     engine.ask(A)
     engine.forget_gpu()
-    monkeypatch.setattr(cpu, "_load_run", load_zeros)
+    monkeypatch.setattr(cpu, "_copy_run", copy_zeros)
     (answer,) = engine.ask(A)
     assert answer.cached == A_HIT
     assert answer.tokens != expected[0].tokens[: len(answer.tokens)]
@@ -226,14 +226,14 @@ def test_loaded_zeros_are_noticed(engine: Engine, reference: Reference, monkeypa
 def test_one_wrong_block_is_noticed(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the control: not only gross errors show."""
 
-    def load_all_but_one(kv: cpu.Rows, host: cpu.Rows) -> None:
-        kv[:-1] = host[:-1]
-        kv[-1] = 0
+    def copy_all_but_one(target: cpu.Rows, source: cpu.Rows) -> None:
+        target[:-1] = source[:-1]
+        target[-1] = 0
 
     expected = reference(engine.setup.model, A)
     engine.ask(A)
     engine.forget_gpu()
-    monkeypatch.setattr(cpu, "_load_run", load_all_but_one)
+    monkeypatch.setattr(cpu, "_copy_run", copy_all_but_one)
     (answer,) = engine.ask(A)
     assert answer.cached == A_HIT
     assert distance(answer, expected[0]) > 10 * NEAR

@@ -158,6 +158,7 @@ class Comparison:
             self._lru_rows = self._add_sizes(variants, 0.0)
             self._own_rows = self._lru_rows if k == 0.0 else self._add_sizes(variants, self._k)
         self._shadows = Shadows(variants, num_slots)
+        self.part = self._shadows.part
         self._num_shadows = len(variants)
         self._window = Window(num_slots)
         self._chooser = Chooser(self._window) if k is None else None
@@ -178,11 +179,6 @@ class Comparison:
                 rows.append(len(variants))
                 variants.append((k, times))
         return rows
-
-    def part(self, keys: Sequence[bytes], tag: int, start: int) -> Part:
-        """What may be followed of a part of a chain, in the namespace with the number `tag`. `start`: how many keys of
-        the chain come before these."""
-        return self._shadows.part(keys, tag, start)
 
     def use(self, parts: Sequence[Part], looked_up: range, now: float, num_slots: int) -> Change | None:
         """A request has ended that has used the chain of these parts, the first one first, and has looked up these

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from kvstow.control.session import Session
 from kvstow.control.tiertraffic import TierFetches, TierPuts, TierTraffic
-from kvstow.errors import ConfigError
 from kvstow.messages import TierOp
 from kvstow.results import Needed, Needs, TierSettled
 from kvstow.tier.lookups import Inquiry, LookupTable, LookupThread, StoreAnswers
@@ -34,13 +33,6 @@ class TierSettings:
     lookup_wait: float = 0.02
     prefill_rate: float | None = None
     replicated: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("deadline", "lookup_wait"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(name, getattr(self, name), "more than 0 seconds")
-        if self.prefill_rate is not None and not 0 < self.prefill_rate < inf:
-            raise ConfigError("prefill_rate", self.prefill_rate, "more than 0 tokens per second")
 
 
 class LongerHit(NamedTuple):
@@ -114,7 +106,7 @@ class FleetTier:
         block_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         hint_clock: Callable[[], float] | None = None,
-        on_news: Callable[[], None] | None = None,
+        on_news: Callable[[], object] = lambda: None,
     ) -> None:
         """`fingerprint`: see `ObjectName`; None: the tier is off, for the `off_reason` (`kvstow.tier.fingerprint` gives
         one of them). `name`: of the store. `most_slots`: the largest size of the pool, which limits the queue of puts;
@@ -287,7 +279,7 @@ class FleetTier:
         needs = wait.needs
         found = self._find_leading(wait) if needs is None else self._find_needed(wait, needs)
         if found is not None and wait.inquiry is not None:
-            self._table.drop(wait.inquiry)
+            wait.inquiry.is_open = False  # nobody wants to know any more
         return found
 
     def _find_leading(self, wait: TierWait) -> LongerHit | None:

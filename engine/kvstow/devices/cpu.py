@@ -107,6 +107,7 @@ class CpuDevice:
         arrays = [_array_of(region, tensor) for region, tensor in zip(layout.regions, tensors, strict=True)]
         self._pool, self._num_blocks = pool, layout.num_blocks
         self._pages = list(zip(arrays, layout.offsets, strict=True))
+        self._whole = tuple(span for part in layout.parts for span in part)
         self._closed = False
         self._parts = tuple(parts or ())
         if parts is not None:
@@ -114,29 +115,31 @@ class CpuDevice:
         self.num_parts = len(self._parts)
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
-        return CpuTicket(lambda: self._move(blocks, slots, _store_run), after)
+        return CpuTicket(lambda: self._move(self._whole, blocks, self._places(blocks, slots), is_store=True), after)
 
     def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
-        return CpuTicket(lambda: self._move(blocks, slots, _load_run), after)
+        return CpuTicket(lambda: self._move(self._whole, blocks, self._places(blocks, slots)), after)
 
     def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuLayeredLoad:
         places = self._places(blocks, slots)
-        return CpuLayeredLoad([partial(self._move_part, part, blocks, places) for part in self._parts], after)
+        return CpuLayeredLoad([partial(self._move, part, blocks, places) for part in self._parts], after)
 
     def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
         if after is not None and not after.query():
             raise CopyError("the work before the load has not finished")
-        self._move(blocks, slots, _load_run)
+        self._move(self._whole, blocks, self._places(blocks, slots))
 
-    def _move_part(self, part: Part, blocks: Sequence[int], places: Sequence[int]) -> None:
+    def _move(self, spans: Part, blocks: Sequence[int], places: Sequence[int], *, is_store: bool = False) -> None:
+        """Between the blocks and slots at these addresses."""
         if self._closed:
             raise CopyError("the device is closed")
         stride = self._pool.slot_stride
         for run in merge_runs(blocks, places, stride):
-            for number, start, size in part:
+            for number, start, size in spans:
                 kv, offset = self._pages[number]
                 pages = kv[run.block : run.block + run.length, start : start + size]
-                _load_run(pages, rows_at(run.place + offset + start, run.length, stride, pages))
+                rows = rows_at(run.place + offset + start, run.length, stride, pages)
+                _copy_run(*((rows, pages) if is_store else (pages, rows)))
 
     def advance(self) -> None:
         """Copies run in `CpuTicket.poll`."""
@@ -145,12 +148,6 @@ class CpuDevice:
         """Copies not yet begun fail from now on. None is under way, because the copy thread is the caller."""
         self._closed = True
         self._pages = []
-
-    def _move(self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[Rows, Rows], None]) -> None:
-        places, stride = self._places(blocks, slots), self._pool.slot_stride
-        for run in merge_runs(blocks, places, stride):
-            for kv, offset in self._pages:
-                copy(kv[run.block : run.block + run.length], rows_at(run.place + offset, run.length, stride, kv))
 
     def _places(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
         """The addresses of the slots, all of it checked."""
@@ -161,12 +158,8 @@ class CpuDevice:
         return addresses
 
 
-def _store_run(kv: Rows, host: Rows) -> None:
-    host[:] = kv
-
-
-def _load_run(kv: Rows, host: Rows) -> None:
-    kv[:] = host
+def _copy_run(target: Rows, source: Rows) -> None:
+    target[:] = source
 
 
 def _array_of(region: Region, tensor: Any) -> Rows:

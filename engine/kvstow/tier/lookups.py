@@ -55,9 +55,8 @@ class Known(NamedTuple):
 class LookupTable:
     """Answers of the store, shared by all who ask: what one has asked for is not asked again until the answer is old.
 
-    A hint in both directions: an object may be gone when it is fetched, and may have been put since it was absent.
-    Thread-safe, and never waits. What a scheduler's step calls is O(1), except for keys that the store has; what is
-    O(keys) is for the thread that asks the store.
+    Answers are hints: an object may be gone when it is fetched, and may have been put since it was absent. Thread-safe,
+    and never waits. What a scheduler's step calls is O(1), except for keys that the store has.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -97,10 +96,6 @@ class LookupTable:
             self._wanted.append(inquiry)
         return inquiry
 
-    def drop(self, inquiry: Inquiry) -> None:
-        """Nobody wants to know any more. O(1)."""
-        inquiry.is_open = False
-
     def take_question(self) -> Question | None:
         """All that is wanted since the last question; None if that is nothing, or if the last one has no answer
         yet. O(inquiries)."""
@@ -110,10 +105,6 @@ class LookupTable:
             self._asked = [one for one in self._wanted if one.is_open]
             self._wanted = []
             return self._asked or None
-
-    def note(self, keys: Sequence[bytes], *, present: bool) -> None:
-        """Known without asking: these keys were put, or could not be fetched. O(keys)."""
-        self._note(keys, present)
 
     # -- for the thread that asks the store -----------------------------------------------------------------
 
@@ -127,17 +118,17 @@ class LookupTable:
     def answer(self, question: Question, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """The store's answer for the keys that were unknown. If the store could not be asked, the caller passes that
         nothing was found."""
-        self._note(list(compress(keys, found)), is_present=True)
-        self._note(list(compress(keys, map(not_, found))), is_present=False)
+        self.note(list(compress(keys, found)), present=True)
+        self.note(list(compress(keys, map(not_, found))), present=False)
         with self._lock:
             for one in question:
                 one.is_open = False
             self._asked = []
             self.version += 1
 
-    def _note(self, keys: Sequence[bytes], is_present: bool) -> None:
-        """Piece by piece, so that nobody waits for the lock for long."""
-        answer = _Answer(is_present, self._clock() + (PRESENT_SECONDS if is_present else ABSENT_SECONDS))
+    def note(self, keys: Sequence[bytes], *, present: bool) -> None:
+        """The store has, or lacks, these keys. O(keys), piece by piece, so that nobody waits for the lock for long."""
+        answer = _Answer(present, self._clock() + (PRESENT_SECONDS if present else ABSENT_SECONDS))
         for start in range(0, len(keys), _PIECE):
             with self._lock:
                 answers = self._answers
@@ -174,7 +165,7 @@ class LookupThread:
         client: LookupClient,
         *,
         timeout: float = 1.0,
-        on_news: Callable[[], None] | None = None,
+        on_news: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The caller keeps `client`. `on_news` is called on the thread after each answer; it must not wait."""
@@ -229,8 +220,7 @@ class LookupThread:
             result = self._ask(name_of, question)
             with self._state:
                 self._results.append(result)
-            if self._on_news is not None:
-                self._on_news()
+            self._on_news()
 
     def _ask(self, name_of: NameOf, question: Question | None) -> StoreAnswers:
         keys = [_PROBE_KEY] if question is None else self._table.unknown(question)

@@ -32,11 +32,8 @@ from kvstow.keys import GROUP_BYTES, BlockKey, group_of
 
 
 class ObjectName(NamedTuple):
-    """One block of one rank. Equal names mean equal bytes, on every node.
-
-    `fingerprint` covers all that the key does not: the weights, what changes KV values, the layout of a slot and the
-    number of ranks. `rank` of `num_ranks`: a block that is the same on all ranks is one object, 0 of 1.
-    """
+    """One block of one rank. Equal names mean equal bytes, on every node. `fingerprint` covers all that the key does
+    not. `rank` of `num_ranks`: a block that is the same on all ranks is one object, 0 of 1."""
 
     fingerprint: str
     key: BlockKey
@@ -114,11 +111,10 @@ class TransferClient(Protocol):
         """Slots in this range, none of which is lent, are not lent any more. Returns when nothing maps it."""
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        """Copy slots into the store. An object that is there already keeps its bytes. See the module for slots and
-        errors."""
+        """Copy slots into the store. An object that is there already keeps its bytes."""
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        """Copy objects into slots, and verify them. See the module for slots and errors."""
+        """Copy objects into slots, and verify them."""
 
     def health(self) -> ClientHealth: ...
 
@@ -130,7 +126,7 @@ class TransferClient(Protocol):
 
 
 class LookupClient(Protocol):
-    """Asks about objects. Has no memory of any rank."""
+    """Asks about objects."""
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         """Which objects the store has now. A hint: it may be gone when it is fetched."""

@@ -15,6 +15,7 @@ from kvstow.attach.calls import ResetDone
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
+from kvstow.bytesize import format_size
 from kvstow.control.administration import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.status import NamespaceStatus, SessionStatus
@@ -178,7 +179,9 @@ class NodeHost:
         assert hello.namespace is not None
         identity = replace(hello.pool, uid=peer.uid)  # the user that the kernel reports
         with self._lock:
-            self._require_ranks(peer.uid, identity.num_ranks)
+            there = sum(len(one.ranks) for one in self._sessions.values() if one.pool.identity.uid == peer.uid)
+            if there + identity.num_ranks > RANKS_OF_USER:
+                raise _user_limit(f"sessions of uid {peer.uid} have {there} ranks, and {RANKS_OF_USER} are allowed")
             found = next((one for one in self._pools.values() if one.identity == identity), None)
             ending = None if found else self._pool_to_end(peer.uid)
             pools = [one for one in self._pools.values() if one is not ending]
@@ -219,12 +222,6 @@ class NodeHost:
             source_key=pool.sources.key.hex(),
         )
 
-    def _require_ranks(self, uid: int, num_ranks: int) -> None:
-        """The caller holds the lock. Raises `AttachRefusedError`."""
-        there = sum(len(one.ranks) for one in self._sessions.values() if one.pool.identity.uid == uid)
-        if there + num_ranks > RANKS_OF_USER:
-            raise _user_limit(f"sessions of uid {uid} have {there} ranks, and {RANKS_OF_USER} are allowed")
-
     def _pool_to_end(self, uid: int) -> NodePool | None:
         """The pool that makes room for one more of the user: the oldest that has no sessions. None if there is room.
         The caller holds the lock. Raises `AttachRefusedError`."""
@@ -253,7 +250,14 @@ class NodeHost:
         """A pool that nobody knows yet. The caller holds the lock. Raises `AttachRefusedError`."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        self._memory.require_room(pool.record(owner, self._memory.budget.extent_bytes).layout)
+        slot_bytes = pool.record(owner, self._memory.budget.extent_bytes).layout.bytes_of(1)
+        total_bytes = self._memory.budget.total_bytes
+        if slot_bytes > total_bytes:
+            raise AttachRefusedError(
+                "memory",
+                f"one slot on all ranks takes {format_size(slot_bytes)}, and the node service has "
+                f"{format_size(total_bytes)}: give it more with --memory",
+            )
         return pool
 
     def reset(self, session_id: str) -> ResetDone:
@@ -268,8 +272,6 @@ class NodeHost:
 
     def next_deadline(self) -> float | None:
         """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait)."""
-        if not self._waiting:
-            return None
         deadlines = [session.waits.next_deadline for session in self._waiting]
         return min([deadline for deadline in deadlines if deadline is not None], default=None)
 

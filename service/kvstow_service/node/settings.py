@@ -40,11 +40,9 @@ read might be given to others."""
 
 
 def _positive_size(value: object) -> int:
-    if not isinstance(value, (str, int)):
-        raise ConfigError("", value, "a size such as 8GiB")
-    if not (size := parse_size(value)):
-        raise ConfigError("", value, "more than 0 bytes")
-    return size
+    if isinstance(value, (str, int)) and (size := parse_size(value)):
+        return size
+    raise ConfigError("", value, "a size of more than 0 bytes, such as 8GiB")
 
 
 def _positive_duration(value: object) -> float:
@@ -60,19 +58,15 @@ def _trust_eof(value: object) -> float:
 
 
 def _port(value: object) -> int:
-    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
-        number = int(value)
-        if 0 <= number < 1 << 16:
-            return number
+    if str(value).strip().isdecimal() and int(str(value)) < 1 << 16:
+        return int(str(value))
     raise ConfigError("", value, "0 (any free port) to 65535")
 
 
 def _flag(value: object) -> bool:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
+    if isinstance(value, (bool, str)) and str(value).lower() in words:
+        return words[str(value).lower()]
     raise ConfigError("", value, "true or false")
 
 

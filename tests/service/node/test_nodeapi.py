@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.api.conftest import CALLER_UID, called_by
 from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
 
@@ -60,6 +61,16 @@ async def client(node: Node) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
+async def scrape(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """By name and labels: first the pool and its model."""
+    text = (await client.get("/metrics")).text
+    return {
+        (one.name, *(one.labels[key] for key in sorted(one.labels, key=lambda key: (key != "pool", key)))): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
 async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:
     eventually(lambda: node.populator.status().populated_bytes == 4 * EXTENT)
     readiness = (await client.get("/v1/readiness")).json()
@@ -68,9 +79,7 @@ async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: N
     assert (memory["target_bytes"], memory["populated_bytes"], memory["failure"]) == (4 * EXTENT, 4 * EXTENT, None)
     assert (memory["granted_bytes"], memory["used_bytes"], memory["keeper"]) == (0, 0, None)
     assert (await client.get("/readyz")).text == "ok"
-    assert f"kvstow_node_populated_bytes {float(4 * EXTENT)}" in (await client.get("/metrics")).text.replace(
-        f" {4 * EXTENT}\n", f" {float(4 * EXTENT)}\n"
-    )
+    assert (await scrape(client))["kvstow_node_populated_bytes",] == 4 * EXTENT
     assert (await client.get("/v1/stats")).status_code == 409
 
 
@@ -137,15 +146,14 @@ async def test_the_memory_of_a_node_is_exported(
     eventually(lambda: hosted.granted_bytes == hosted.due_bytes == 4 * EXTENT)  # the row in use, and the next one
     (pool,) = (await client.get("/v1/pools")).json()["items"]
     assert (pool["granted_bytes"], pool["due_bytes"]) == (4 * EXTENT, 4 * EXTENT)
-    labels = f'pool="{pool["name"]}",model="org/Model-1"'
-    used = len(KEYS) * 2 * SLOT_BYTES
+    labels = (pool["name"], "org/Model-1")
     expected = {
-        f"kvstow_pool_granted_bytes{{{labels}}}": 4 * EXTENT,
-        f"kvstow_pool_due_bytes{{{labels}}}": 4 * EXTENT,
-        "kvstow_node_granted_bytes": 4 * EXTENT,
-        "kvstow_node_used_bytes": used,
-        f'kvstow_sessions{{{labels},state="attached"}}': 1,
+        ("kvstow_pool_granted_bytes", *labels): 4 * EXTENT,
+        ("kvstow_pool_due_bytes", *labels): 4 * EXTENT,
+        ("kvstow_node_granted_bytes",): 4 * EXTENT,
+        ("kvstow_node_used_bytes",): len(KEYS) * 2 * SLOT_BYTES,
+        ("kvstow_sessions", *labels, "attached"): 1,
     }
-    series = dict(line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines() if line[0] != "#")
-    assert {name: float(series[name]) for name in expected} == expected
-    assert "kvstow_node_keeper_up" not in series
+    series = await scrape(client)
+    assert {name: series[name] for name in expected} == expected
+    assert ("kvstow_node_keeper_up",) not in series

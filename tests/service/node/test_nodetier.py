@@ -577,8 +577,7 @@ def test_mutant_extents_are_released_before_they_are_unmapped(
 ) -> None:
     def report_first(tier: PoolTier, rank: int, extent_ids: Sequence[int]) -> None:
         tier._post(partial(tier._report_released, rank, tuple(extent_ids)))
-        for extent_id in extent_ids:
-            tier._unmap(rank, extent_id)
+        tier._unmap(rank, extent_ids)
 
     monkeypatch.setattr(PoolTier, "_release", report_first)
     assert not is_known_to_map(make_node, engines, reluctant)

@@ -378,7 +378,7 @@ def slots_are_freed_at_the_end_of_the_connection(patch: pytest.MonkeyPatch) -> N
 
     def lose_and_free(session: NodeSession, reason: str) -> None:
         lose(session, reason)
-        for client in session.clients():
+        for client in map(session.client, range(len(session.ranks))):
             session.pool.process_died(client)
 
     patch.setattr(NodeSession, "lose", lose_and_free)
@@ -391,7 +391,7 @@ def a_clock_frees_what_lost_sessions_hold(patch: pytest.MonkeyPatch) -> None:
         tick(host)
         for session in host._sessions.values():
             if session.control.is_lost:
-                for client in session.clients():
+                for client in map(session.client, range(len(session.ranks))):
                     session.pool.process_died(client)
 
     patch.setattr(NodeHost, "tick", tick_and_free)

@@ -128,7 +128,7 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
             f"{config}: port is True; allowed: 0 (any free port) to 65535",
             "--memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024)"
             " or kB MB GB TB, with or without the B",
-            "--pin-chunk is 1.5; allowed: a size such as 8GiB",
+            "--pin-chunk is 1.5; allowed: a size of more than 0 bytes, such as 8GiB",
             "--readiness-require is 'pool,pined'; allowed: a list of pool and pinned",
             "KVSTOW_PIN_PAUSE is 'soon'; allowed: 0 or more seconds, or a number with one of us ms s m min h",
             "KVSTOW_LOG_FORMAT is 'xml'; allowed: 'text' or 'json'",
@@ -141,10 +141,10 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"memory": "0"}, "--memory is '0'; allowed: more than 0 bytes"),
+        ({"memory": "0"}, "--memory is '0'; allowed: a size of more than 0 bytes, such as 8GiB"),
         ({"memory": "1MiB"}, "--memory 1MiB is less than 2 MiB, the smallest unit of memory that a pool can get"),
         ({"port": "65536"}, "--port is '65536'; allowed: 0 (any free port) to 65535"),
-        ({"pin_chunk": "0"}, "--pin-chunk is '0'; allowed: more than 0 bytes"),
+        ({"pin_chunk": "0"}, "--pin-chunk is '0'; allowed: a size of more than 0 bytes, such as 8GiB"),
         ({"pin_chunk": "65MiB"}, "--pin-chunk 65MiB is more than 64 MiB, by which memory becomes usable"),
         ({"extent_size": "1000MB"}, "--extent-size 1000MB is not a multiple of 2 MiB, such as 1GiB"),
         ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),

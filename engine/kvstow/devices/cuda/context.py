@@ -230,10 +230,6 @@ class BatchMarks:
         self.halfway, self.finished = (new_event(driver, undo, timing=False) for _ in range(2))
         self.staged_timer, self.direct_timer = Timer(driver, undo), Timer(driver, undo)
 
-    def take_seconds(self) -> float:
-        """Seconds of the batch's copies, once it is finished."""
-        return self.staged_timer.take() + self.direct_timer.take()
-
 
 def new_event(driver: Driver, undo: ExitStack, *, timing: bool) -> Handle:
     event = driver.create_event(timing=timing)

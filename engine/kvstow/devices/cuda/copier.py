@@ -377,4 +377,4 @@ def twice(call: Callable[[], _Value]) -> _Value:
 
 
 def _count_seconds(batch: Batch) -> None:
-    batch.transfer.seconds += batch.marks.take_seconds()
+    batch.transfer.seconds += batch.marks.staged_timer.take() + batch.marks.direct_timer.take()

@@ -36,15 +36,10 @@ def bucket_of(buckets: Sequence[int], num_blocks: int) -> int:
     return next(bucket for bucket in buckets if bucket >= num_blocks)
 
 
-def small_pieces(most: int) -> list[int]:
-    """Blocks in the first pieces of a long op, before those of `most`."""
-    return [most // 4, most // 4, most // 2] if most >= _RAMPED else []
-
-
 def pieces_of(num_blocks: int, most: int) -> list[range]:
     """The pieces of an op, each of up to `most` blocks. The first ones of a long op are smaller: what comes after the
     first stage then begins a millisecond or two earlier."""
-    sizes = small_pieces(most) if num_blocks > most else []
+    sizes = [most // 4, most // 4, most // 2] if num_blocks > most >= _RAMPED else []
     left = num_blocks - sum(sizes)
     sizes += [most] * (left // most) + [left % most] * bool(left % most)
     return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

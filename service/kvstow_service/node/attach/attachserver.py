@@ -349,7 +349,7 @@ class AttachServer:
         client = self._clients.add(accepted, self._scratch)
         client.interest = select.EPOLLIN
         self._epoll.register(client.channel.fileno(), client.interest)
-        if self._clients.is_over_limit:
+        if len(self._clients) > self._clients.limit:
             self._drop(client, "too_many_clients", f"the service serves {self._clients.limit} connections already")
         else:  # a hello that has arrived protects it from a flood
             self._guarded(client, partial(self._serve, client, select.EPOLLIN))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
 from kvstow.attach.wire import Kind
-from kvstow_api.limitedlog import LimitedLog
+from kvstow_api.journal import LimitedLog
 from kvstow_service.node.attach.sessionlife import Member
 
 logger = logging.getLogger("kvstow.attach")
@@ -46,7 +46,6 @@ class AttachTally:
         self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
 
     def fault(self, error: BaseException) -> None:
-        """Count an error that is the service's own."""
         self.errors["internal"] += 1
         self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
 
@@ -76,10 +75,6 @@ class ClientConnection:
         self.partial_bytes = 0
         self.interest = 0
         """The events that epoll watches."""
-
-    @property
-    def is_stranger(self) -> bool:
-        return self.member is None
 
     @property
     def has_detached(self) -> bool:
@@ -117,10 +112,6 @@ class Clients:
         """Whether a stranger must be dropped before another client is accepted."""
         return len(self._strangers) >= self.max_strangers or len(self) >= self.limit
 
-    @property
-    def is_over_limit(self) -> bool:
-        return len(self) > self.limit
-
     def add(self, accepted: socket.socket, scratch: bytearray) -> ClientConnection:
         client = ClientConnection(accepted, scratch, self._clock())
         self._strangers[client.channel.fileno()] = client
@@ -132,7 +123,6 @@ class Clients:
         return there < max(1, self.limit - self.limit // 4)
 
     def accept_member(self, client: ClientConnection) -> None:
-        """The client is no longer a stranger."""
         fd = client.channel.fileno()
         self._members[fd] = self._strangers.pop(fd)
 
@@ -164,7 +154,6 @@ class Clients:
         return found
 
     def next_deadline(self) -> float | None:
-        """When the oldest stranger expires."""
         oldest = self.oldest_stranger()
         return None if oldest is None else oldest.opened + HELLO_SECONDS
 

@@ -79,7 +79,6 @@ class WireSession:
         self._send(self, message, rank, fds)
 
     def member_of(self, rank: int | None) -> Member | None:
-        """The connected member."""
         return next((member for member in self.members if member.rank == rank and member.is_connected), None)
 
 
@@ -232,7 +231,6 @@ class SessionLife:
         self._end_if_over(session)
 
     def on_pidfd(self, fd: int) -> None:
-        """epoll has reported this pidfd."""
         member = self._watched.get(fd)
         if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
             self.process_ended(member)
@@ -261,7 +259,6 @@ class SessionLife:
         return self._trusted[0][0] if self._trusted else None
 
     def close(self) -> None:
-        """Stop watching. Makes no call to the host."""
         for session in self.sessions.values():
             for member in session.members:
                 self._forget(member)

@@ -54,13 +54,11 @@ class RankMemory:
         """The newest desired state above whose capacity the worker is known to have no memory."""
 
     def granted(self, grants: Iterable[ExtentGrant]) -> None:
-        """Extents were sent to the worker."""
         for grant in grants:
             extent = self._by_id[grant.extent_id] = self._by_number[grant.number] = _GrantedExtent(grant)
             self.top_slot = max(self.top_slot, extent.end)
 
     def revoked(self, extent_ids: Iterable[int]) -> None:
-        """The worker was asked to release these extents."""
         for extent_id in extent_ids:
             if extent_id in self._by_id:
                 self._by_id[extent_id].revoked = True
@@ -139,11 +137,7 @@ class MemoryHolder:
         """The name of a rank's worker among all processes of the node."""
         return f"{self.session_id}/{rank}"
 
-    def clients(self) -> list[str]:
-        return [self.client(rank) for rank in range(len(self.ranks))]
-
     def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
-        """What the next service has to know about a worker."""
         return WorkerRecord(
             session_id=self.session_id,
             token_digest=digest_of(hello.token),
@@ -166,7 +160,6 @@ class MemoryHolder:
         self._update_control(rank)
 
     def follow_pool(self) -> None:
-        """The pool has become smaller."""
         for rank in range(len(self.ranks)):
             self._update_control(rank)
 

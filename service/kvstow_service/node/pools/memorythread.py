@@ -14,10 +14,7 @@ from typing import NamedTuple, ParamSpec
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
-from kvstow.bytesize import format_size
-from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
-from kvstow.memory.rows import PoolLayout
 from kvstow.status import KeptMemory, MemoryWait
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
@@ -118,16 +115,6 @@ class MemoryThread:
 
     # -- for any thread -------------------------------------------------------------------------------------
 
-    def require_room(self, layout: PoolLayout) -> None:
-        """Raises `AttachRefusedError` if the node has no room for a single slot of such a pool."""
-        total_bytes = self.budget.total_bytes
-        if layout.bytes_of(1) > total_bytes:
-            raise AttachRefusedError(
-                "memory",
-                f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
-                f"{format_size(total_bytes)}: give it more with --memory",
-            )
-
     def do(self, action: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the thread call this."""
         self._actions.append(partial(action, *args, **kwargs))
@@ -149,7 +136,6 @@ class MemoryThread:
         self._wake.set()
 
     def look_again(self) -> None:
-        """Something that memory may have been waiting for has changed."""
         self._wake.set()
 
     # -- the thread -----------------------------------------------------------------------------------------
@@ -248,7 +234,6 @@ class MemoryThread:
         return found
 
     def remove_pool(self, pool: NodePool) -> None:
-        """Remove a pool that has no sessions and can no longer be found."""
         self.budget.remove_pool(pool.name)
         found = self._pools.pop(pool.name)
         self.memory.apply()
@@ -268,7 +253,6 @@ class MemoryThread:
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def end_client(self, client: str) -> None:
-        """The worker can no longer reach memory."""
         self.budget.record_death(client)
         if self.records is not None:
             self.records.remove_worker(client)
@@ -293,8 +277,8 @@ class MemoryThread:
     def lose_session(self, session: MemoryHolder) -> None:
         """Give the session's workers nothing more. They may still use what they have."""
         found = self._pools[session.pool.name]
-        for client in session.clients():
-            found.workers.pop(client, None)
+        for rank in range(len(session.ranks)):
+            found.workers.pop(session.client(rank), None)
         self.budget.detach(session.pool.name, session.session_id)
 
     def release(self, client: str, extents: Sequence[int]) -> None:
@@ -310,7 +294,6 @@ class MemoryThread:
     # -- deciding, and following ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Call it about once a second."""
         if self.records is not None:
             self._guarded(partial(self.records.check, self.memory))
         if self.memory.waits and time.monotonic() >= self._look_at:
@@ -335,19 +318,16 @@ class MemoryThread:
     def _look_at_given_up(self) -> None:
         before = len(self.memory.given_up)
         self.memory.close_given_up()
-        if len(self.memory.given_up) < before:
-            self._must_decide = True  # what was closed leaves the roster and the keeper
+        self._must_decide |= len(self.memory.given_up) < before  # what was closed leaves the roster and the keeper
         self._settle()
 
     def _settle(self) -> None:
-        if self.memory.settle():
-            self._must_decide = True
+        self._must_decide |= self.memory.settle()
 
     def _follow(self, found: PoolMemory) -> None:
         if self._has_revoked_all:
             return
-        if found.follow():
-            self._must_decide = True
+        self._must_decide |= found.follow()
         if found.is_empty:
             self._on_empty(found.pool)
 

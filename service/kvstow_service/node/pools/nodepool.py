@@ -125,7 +125,6 @@ class NodePool(SharedPool):
         return KnownNamespace(unique_name(identity, identity.model, alive), identity, ())
 
     def enter(self, engine: str, namespace: KnownNamespace) -> AttachedSession:
-        """A new session in this namespace."""
         self.known[namespace.name] = namespace
         return self.attach(engine, namespace.name)
 

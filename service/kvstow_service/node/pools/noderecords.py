@@ -162,10 +162,7 @@ class NodeRecords:
         `gives_back`, the keeper gives up everything and ends."""
         if self._client is not None and self._is_welcome:
             try:
-                if gives_back:
-                    self._client.end()
-                else:
-                    self._client.leave()
+                self._client.leave(gives_back=gives_back)
             except KeeperError as error:
                 logger.warning("the keeper does not know that the service ends: %s", error)
         self._hang_up()
@@ -237,12 +234,11 @@ class NodeRecords:
         self.restore_pool(pool, record, journal)
 
     def restore_pool(self, pool: NodePool, record: PoolRecord, journal: IndexJournal) -> None:
-        """Take ownership of the journal, which may be that of an earlier service."""
+        """Takes ownership of the journal."""
         self._pools[pool.name] = record, journal
         pool.begin_journal(journal)
 
     def remove_pool(self, pool: NodePool) -> None:
-        """Remove a pool that can no longer be found and has no memory."""
         self.problems.pop(pool.name, None)
         found = self._pools.pop(pool.name, None)
         if found is not None:
@@ -254,7 +250,6 @@ class NodeRecords:
         self._workers[record.client] = record, -1 if pidfd is None else pidfd
 
     def remove_worker(self, client: str) -> None:
-        """The worker can no longer reach memory."""
         found = self._workers.pop(client, None)
         if found is not None and found[1] >= 0:
             os.close(found[1])

@@ -55,7 +55,7 @@ class PoolMemory:
 
     def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
         """`on_smaller` is called with `post` when the pool has lost slots."""
-        self.pool = pool
+        self.pool, self.holder = pool, f"pool {pool.name}"
         self.workers: dict[str, PoolWorker] = {}
         self.notice: str | None = None
         """A sentence that says why memory that the pool should get or give back must wait, else None."""
@@ -75,10 +75,6 @@ class PoolMemory:
         self._num_announced = 0
         """How many leading rows were announced as populated."""
         self._wanted_rows = 0
-
-    @property
-    def holder(self) -> str:
-        return f"pool {self.pool.name}"
 
     @property
     def is_empty(self) -> bool:

@@ -158,8 +158,8 @@ _SO_PEERPIDFD = 77  # Linux 6.5
 
 
 class KeeperPeer:
-    """One connection, the pidfd of the process that made it, and what it has put and not yet committed. The pidfd is
-    None if the kernel does not show which process that is."""
+    """A connection. `pidfd`: of the process that made it; None if the kernel does not show which one that is. `staged`:
+    what it has put and not yet committed."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -249,7 +249,7 @@ class Keeper:
         return self.ended is None
 
     def close(self) -> None:
-        """Close everything; idempotent."""
+        """Idempotent."""
         for connection in list(self._connections.values()):
             self._disconnect(connection)
         self._forget_process()
@@ -289,9 +289,8 @@ class Keeper:
         self._poll.register(peer, select.POLLIN)
 
     def _disconnect(self, connection: KeeperPeer) -> None:
-        fd = connection.socket.fileno()
-        self._poll.unregister(fd)
-        del self._connections[fd]
+        self._poll.unregister(connection.socket)
+        del self._connections[connection.socket.fileno()]
         if connection is self._service:
             self._service, self._alone_since = None, self._clock()
         connection.close()
@@ -321,7 +320,7 @@ class Keeper:
     def _answer(
         self, connection: KeeperPeer, request: dict[str, Any], fds: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
-        """The answer to send back. Removes from `fds` the descriptors that the keeper holds from now on."""
+        """Removes from `fds` the descriptors that the keeper holds from now on."""
         verb = request.get("do")
         if verb == "list":
             return self._page(request)[0], []

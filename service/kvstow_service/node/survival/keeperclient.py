@@ -108,14 +108,10 @@ class KeeperClient:
             raise
         return taken
 
-    def leave(self) -> None:
-        """Let the next service come at once, although this process still runs. Closes the connection."""
-        self._request({"do": "leave"})
-        self.close()
-
-    def end(self) -> None:
-        """Have the keeper close everything and end. Closes the connection."""
-        self._request({"do": "end"})
+    def leave(self, *, gives_back: bool = False) -> None:
+        """Let the next service come at once, although this process still runs. Closes the connection. `gives_back`: the
+        keeper closes everything, and ends."""
+        self._request({"do": "end" if gives_back else "leave"})
         self.close()
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from heapq import heappop, heappush
 from math import lcm
 from threading import Lock
-from typing import NamedTuple
 
 from kvstow.attach.identity import GroupIdentity, PoolIdentity
 from kvstow.control.attachedsession import TierSession
@@ -17,6 +16,7 @@ from kvstow.control.fleettier import FleetTier, Prefetch, TierWait
 from kvstow.keys import group_of
 from kvstow.prefill import PrefillCost
 from kvstow.tier.fingerprint import TIER_FAILED
+from kvstow_api.directory import TierLabels
 from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds, KVGroup, KVGroups
 from kvstow_service.node.pools.nodepool import KnownNamespace
 from kvstow_service.node.tier.pooltier import PoolTier
@@ -24,9 +24,8 @@ from kvstow_service.node.tier.pooltier import PoolTier
 
 def groups_of(identity: PoolIdentity) -> KVGroups | None:
     """None if the model has kinds of groups that this version does not know."""
-    groups = [_group(index, group) for index, group in enumerate(identity.groups)]
-    known = tuple([group for group in groups if group is not None])
-    if not known or len(known) < len(groups):
+    known = tuple(one for index, group in enumerate(identity.groups) if (one := _group(index, group)) is not None)
+    if not known or len(known) < len(identity.groups):
         return None
     return KVGroups(known, lcm(*(group.block_tokens for group in known)))
 
@@ -43,19 +42,9 @@ def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
         of_group.setdefault(group_of(key), []).append(key)
     if len(of_group) < len(groups.groups):
         return None
-    prompt = _AskedPrompt([of_group[index] for index in sorted(of_group)])  # numbers may be left out: see `KVGroups`
-    end = min(len(prompt.of_group[group.index]) * group.block_tokens for group in groups.groups)
-    return GroupNeeds(groups, prompt, end)
-
-
-class _AskedPrompt:
-    """The `PromptKeys` that an engine has sent."""
-
-    def __init__(self, of_group: list[list[bytes]]) -> None:
-        self.of_group = of_group
-
-    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
-        return self.of_group[group.index][first:end]
+    asked = [of_group[index] for index in sorted(of_group)]  # numbers may be left out: see `KVGroups`
+    end = min(len(asked[group.index]) * group.block_tokens for group in groups.groups)
+    return GroupNeeds(groups, lambda group, first, last: asked[group.index][first:last], end)
 
 
 def _group(index: int, identity: GroupIdentity) -> KVGroup | None:
@@ -74,11 +63,6 @@ def _group(index: int, identity: GroupIdentity) -> KVGroup | None:
 
 
 logger = logging.getLogger("kvstow.tier")
-
-
-class _Request(NamedTuple):
-    wait: TierWait
-    then: Callable[[], object]
 
 
 MOST_KEPT_BYTES, MOST_KEPT_CONTEXTS = 32 << 20, 8192
@@ -143,14 +127,15 @@ class NamespaceTier:
         self._do, self._wake, self._post = do, wake, post
         self._groups = groups_of(pool_tier.pool.identity)
         self.shown: FleetTier
-        """Set by the tier's thread once it has begun."""
+        self.labels: TierLabels
+        """Both are set by the tier's thread when it begins."""
         self.fleet: FleetTier | None = None
         """The same while it may be used: None before that, and after `fail`."""
         self.is_closed = False
         """Whether no engine may use it any more."""
         self._early: deque[Sequence[bytes]] | None = deque(maxlen=1024)
         """Keys that were stored before `fleet` was made; None from then on. Used with the pool's lock held."""
-        self._requests: list[_Request] = []
+        self._requests: list[tuple[TierWait, Callable[[], object]]] = []
         self._contexts = ContextKeys()
         self._due_at: dict[bytes, float] = {}
         """By context: when to look again whether its next request is near."""
@@ -181,11 +166,9 @@ class NamespaceTier:
             self._do(lambda: self._begin(keys, needs, then))
 
     def note_prefill(self, cost: PrefillCost) -> None:
-        """So much it costs an engine to compute prompts."""
         self._do(lambda: None if self.fleet is None else self.fleet.break_even.note_prefill(cost))
 
     def note_use(self, context: bytes, chain: Sequence[bytes], *, release: bool) -> None:
-        """A request of this context has used this chain of keys."""
         if self._contexts.note(context, chain, release=release):
             self._do(lambda: self._schedule(context))
 
@@ -213,6 +196,7 @@ class NamespaceTier:
         with self.control.pool.lock:
             early, self._early = self._early or (), None
             self.shown = self.fleet = fleet
+            self.labels = fleet.status().store, self.pool_tier.pool.name, self.namespace.identity.model
             for keys in early:
                 self.note_stored(keys)
 
@@ -225,7 +209,7 @@ class NamespaceTier:
         if wait is None:
             self._post(then)
         else:
-            self._requests.append(_Request(wait, then))
+            self._requests.append((wait, then))
 
     def step(self) -> None:
         """Handle results, answer the requests whose wait is over, and start transfers that are due."""
@@ -236,11 +220,11 @@ class NamespaceTier:
             return
         fleet.step()
         self._go_on_prefetching(fleet)
-        over = [one for one in self._requests if fleet.is_over(one.wait)]
+        over = [then for wait, then in self._requests if fleet.is_over(wait)]
         if over:
-            self._requests = [one for one in self._requests if one.wait.state != "over"]
-            for one in over:
-                self._post(one.then)
+            self._requests = [(wait, then) for wait, then in self._requests if wait.state != "over"]
+            for then in over:
+                self._post(then)
         self.pool_tier.submit(self.control, fleet.take_plans())
 
     # -- prefetches: the tier's thread ----------------------------------------------------------------------
@@ -288,7 +272,7 @@ class NamespaceTier:
     @property
     def next_deadline(self) -> float | None:
         """The time at which the first wait ends at the latest, or a prefetch is due."""
-        waits = [one.wait.until for one in self._requests]
+        waits = [wait.until for wait, _ in self._requests]
         return min([*waits, *(at for at, _ in self._due[:1])], default=None)
 
     @property
@@ -307,10 +291,9 @@ class NamespaceTier:
             )
 
     def answer_all(self) -> None:
-        """Answer all requests that wait."""
         requests, self._requests = self._requests, []
-        for one in requests:
-            self._post(one.then)
+        for _, then in requests:
+            self._post(then)
 
     def fail(self, error: Exception) -> None:
         """Log a defect, and turn the tier off for this namespace. Its status gives the reason."""

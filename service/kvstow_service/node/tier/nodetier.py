@@ -215,8 +215,8 @@ class NodeTier:
 
     def totals(self) -> dict[TierLabels, TierCounters]:
         with self._lock:  # at once, or a tier that is retired meanwhile would count twice or not at all
-            shown = {self._labels(tier) for tier in self._tiers}
-            return self._sum({labels: one for labels, one in self._counted.items() if labels in shown}, self._tiers)
+            shown = {tier.labels for tier in self._tiers}
+            return _sum({labels: one for labels, one in self._counted.items() if labels in shown}, self._tiers)
 
     def prefetch(self, pool: str, context: bytes) -> int:
         with self._lock:
@@ -230,19 +230,6 @@ class NodeTier:
 
     def measure(self) -> TierMeasurements:
         return measure_store(self._given_url)
-
-    def _labels(self, tier: NamespaceTier) -> TierLabels:
-        return self.store, tier.pool_tier.pool.name, tier.namespace.identity.model
-
-    def _sum(
-        self, totals: Mapping[TierLabels, TierCounters], tiers: Iterable[NamespaceTier]
-    ) -> dict[TierLabels, TierCounters]:
-        """`totals`, and what `tiers` have counted."""
-        sums = dict(totals)
-        for tier in tiers:
-            labels = self._labels(tier)
-            sums[labels] = sums.get(labels, TierCounters()) + tier.shown.status().counters
-        return sums
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -272,7 +259,7 @@ class NodeTier:
         """Start nothing more for it, and do not show it."""
         with self._lock:
             self._tiers.remove(tier)
-            self._counted = self._sum(self._counted, [tier])
+            self._counted = _sum(self._counted, [tier])
         tier.is_closed = True
         tier.answer_all()
         tier.fleet = None
@@ -352,6 +339,14 @@ class NodeTier:
             action()
         except Exception:
             logger.exception("an action of the fleet tier has failed; the others go on")
+
+
+def _sum(totals: Mapping[TierLabels, TierCounters], tiers: Iterable[NamespaceTier]) -> dict[TierLabels, TierCounters]:
+    """`totals`, and what `tiers` have counted."""
+    sums = dict(totals)
+    for tier in tiers:
+        sums[tier.labels] = sums.get(tier.labels, TierCounters()) + tier.shown.status().counters
+    return sums
 
 
 def _fingerprint_of(pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:

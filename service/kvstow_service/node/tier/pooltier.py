@@ -162,7 +162,6 @@ class PoolTier(MemoryHolder):
     # -- its sessions ---------------------------------------------------------------------------------------
 
     def add(self, control: TierSession) -> None:
-        """Give a session of another namespace the same memory."""
         with self._lock:
             for client in self._clients:
                 control.map_memory(client)
@@ -170,7 +169,6 @@ class PoolTier(MemoryHolder):
             control.set_registered(self._registered, self._applied)
 
     def _note_client(self, client: str) -> None:
-        """The worker is about to get memory."""
         with self._lock:
             self._clients.add(client)
             for control in self._controls:
@@ -224,14 +222,14 @@ class PoolTier(MemoryHolder):
             self._post(partial(self.registered, rank, [ExtentSlots(extent_id, grant.num_slots)]))
 
     def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
-        for extent_id in extent_ids:
-            self._unmap(rank, extent_id)
+        self._unmap(rank, extent_ids)
         self._post(partial(self._report_released, rank, tuple(extent_ids)))
 
-    def _unmap(self, rank: int, extent_id: int) -> None:
-        if extent_id in self._unmapped:
-            os.close(self._unmapped.pop(extent_id)[1])
-        self.mapped[rank].remove(extent_id)
+    def _unmap(self, rank: int, extent_ids: Sequence[int]) -> None:
+        for extent_id in extent_ids:
+            if extent_id in self._unmapped:
+                os.close(self._unmapped.pop(extent_id)[1])
+            self.mapped[rank].remove(extent_id)
 
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
@@ -274,7 +272,7 @@ class PoolTier(MemoryHolder):
         self._is_closed = True
         try:
             with ExitStack() as stack:  # each is done, also after an error; the last one first
-                stack.callback(self._close_fds)
+                stack.callback(lambda: close_fds([fd for _, fd, _ in self._unmapped.values()]))
                 for mapped in self.mapped.values():
                     stack.callback(mapped.clear)
                 stack.callback(self._transfers.drop, self.mapped.values())
@@ -282,10 +280,6 @@ class PoolTier(MemoryHolder):
             self.note_defect("the end of its transfers")
         finally:
             then()
-
-    def _close_fds(self) -> None:
-        granted, self._unmapped = self._unmapped, {}
-        close_fds([fd for _, fd, _ in granted.values()])
 
     def note_defect(self, what: str) -> None:
         """Log the exception that is being handled, and count it. From any thread."""

@@ -197,7 +197,6 @@ class ChildChannel:
 
     @property
     def pid(self) -> int | None:
-        """Of the child that is connected."""
         with self._changed:
             return None if self._child is None else self._child.pid
 
@@ -337,7 +336,6 @@ class ChildChannel:
             _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
 
     def _watch(self, child: ChildProcess) -> None:
-        """Returns when the child has ended."""
         with self._changed:
             self._starting = None
             while self._child is child and not child.has_ended():

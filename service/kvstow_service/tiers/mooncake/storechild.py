@@ -57,7 +57,6 @@ class Registered:
             raise RegistrationError(f"Mooncake registered no memory of {num_bytes} bytes: code {code}")
 
     def close(self) -> None:
-        """Unregister and unmap it. Nothing may use it any more."""
         self._store.unregister_buffer(self.address)
         self._unmap()
 

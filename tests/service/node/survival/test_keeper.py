@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,12 @@ def test_anybody_of_its_uid_may_look(client: KeeperClient, folder: Path) -> None
 def test_who_only_looks_may_do_nothing_else(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
     viewer = KeeperClient(folder)
-    for call in (viewer.take_all, viewer.end, lambda: viewer.drop(["extent-1"]), viewer.leave):
+    for call in (
+        viewer.take_all,
+        partial(viewer.leave, gives_back=True),
+        lambda: viewer.drop(["extent-1"]),
+        viewer.leave,
+    ):
         with pytest.raises(KeeperError, match="has sent no hello"):
             call()
     viewer.close()
@@ -320,7 +326,7 @@ def test_it_ends_when_it_is_told_and_lets_go_of_everything(running: Running, fol
     before = len(descriptors())
     client = connect(folder)
     put(client, "extent-1", b"one")
-    client.end()
+    client.leave(gives_back=True)
     running.close()
     assert running.keeper.ended == "end"
     assert len(descriptors()) < before
@@ -358,7 +364,7 @@ def test_a_keeper_that_stays_lets_go_when_it_is_told_and_serves_the_next_service
         client = connect(folder)
         assert contents(client) == {}
         put(client, "extent-1", b"one")
-        client.end()
+        client.leave(gives_back=True)
 
 
 def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> None:

@@ -105,7 +105,7 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     client = start(folder)
     assert listing_of(client).pid == keeper, "it is the same one"
     assert first_bytes(client) == {"extent-1": b"kv of the first service"}
-    client.end()
+    client.leave(gives_back=True)
     assert wait_for_end(keeper)
     assert not (folder / SOCKET).exists()
 
