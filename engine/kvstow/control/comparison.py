@@ -31,6 +31,8 @@ class Window:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.piece_blocks = num_slots * _WINDOW_POOLS / _PIECES
+        """As many as a piece of the window has, or more."""
         self.piece = Tally()
         """The newest requests, which are not in the window yet: see `move`."""
         self._piece_slots = num_slots
@@ -52,7 +54,7 @@ class Window:
         return len(self._pieces) >= _PIECES // 2
 
     def resize(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.piece_blocks = num_slots, num_slots * _WINDOW_POOLS / _PIECES
         while self._pieces and not self._is_of_this_size(self._pieces[0][0]):
             self._pieces.popleft()
         if not self._is_of_this_size(self._piece_slots):
@@ -65,7 +67,7 @@ class Window:
     def move(self) -> Tally | None:
         """Take the newest requests into the window if there are enough of them. Returns those that were taken."""
         piece = self.piece
-        if piece.requests * _PIECES < _WINDOW_REQUESTS or piece.blocks * _PIECES < _WINDOW_POOLS * self.num_slots:
+        if piece.requests * _PIECES < _WINDOW_REQUESTS or piece.blocks < self.piece_blocks:
             return None
         self._pieces.append((self._piece_slots, piece))
         self.piece, self._piece_slots = Tally(), self.num_slots
@@ -188,7 +190,8 @@ class Comparison:
                 shadows.resize(num_slots)
                 self._window.resize(num_slots)
             self._waiting.append((parts, looked_up, now))
-            self._expected += shadows.rate * sum([part.length for part in parts])
+            for part in parts:
+                self._expected += shadows.rate * part.length
             if self._expected >= _BATCH or len(self._waiting) >= _BATCH:
                 self._follow_waiting()
             change, self._change = self._change, None
@@ -198,14 +201,19 @@ class Comparison:
         """Follow the requests that have ended lately."""
         waiting, self._waiting, self._expected = self._waiting, [], 0.0
         chosen = iter(self._shadows.choose([part for parts, _, _ in waiting for part in parts]))
+        shadows, window = self._shadows, self._window
         for parts, looked_up, now in waiting:
             chain = next(chosen) if len(parts) == 1 else [key for _ in parts for key in next(chosen)]
-            self._shadows.use(chain, looked_up, now, self._window.piece)
-            if self._chooser is None:
-                self._window.move()
-            elif change := self._chooser.look():
-                self._follow(change.k)
-                self._change = change
+            shadows.use(chain, looked_up, now, window.piece)
+            if window.piece.blocks >= window.piece_blocks:
+                self._end_piece()
+
+    def _end_piece(self) -> None:
+        if self._chooser is None:
+            self._window.move()
+        elif change := self._chooser.look():
+            self._follow(change.k)
+            self._change = change
 
     def _follow(self, k: float) -> None:
         """The sizes of the curve in another order."""

@@ -402,7 +402,7 @@ class Session:
         if start:
             self._parts_behind.add(part, MOST_FOLLOWED)
         else:
-            parts = [part, *self._parts_behind.take()]
+            parts = [part, *self._parts_behind.take()] if len(self._parts_behind) else [part]
             change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now, num_slots)
             if change is not None:
                 pool.apply_change(comparison, change)

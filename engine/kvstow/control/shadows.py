@@ -122,7 +122,7 @@ class _List:
 
     def __init__(self) -> None:
         self.keys: list[_Key] = []
-        self.orders: list[int] = []
+        self.orders = array("q")
 
 
 class _Shadow:
@@ -195,18 +195,17 @@ class Shadows:
         """The keys of each part that are followed. Many parts at once cost little more than one."""
         if not parts:
             return []
-        is_thin = self.is_thin
-        if any((part.first is None) == is_thin for part in parts):  # it was made before a resize
-            parts = [part._replace(data=b"", num_keys=0, first=0 if is_thin else None) for part in parts]
-        counts = [part.num_keys for part in parts]
+        datas, widths, counts, _, tags, _, firsts = zip(*parts, strict=True)
+        if firsts.count(None) != (0 if self.is_thin else len(parts)):  # some were made before a resize
+            return [[] for _ in parts]
         ends = list(accumulate(counts))
-        if len({(part.width, part.tag) for part in parts}) == 1:
-            hashes = hash_joined(b"".join([part.data for part in parts]), parts[0].width, parts[0].tag)
+        if len(set(widths)) == len(set(tags)) == 1:
+            hashes = hash_joined(b"".join(datas), widths[0], tags[0])
         else:
             hashes = np.concatenate([hash_joined(part.data, part.width, part.tag) for part in parts])
         limits = np.uint64(self._threshold)
-        if is_thin:
-            shifts = [(part.first or 0) - end + part.num_keys for part, end in zip(parts, ends, strict=True)]
+        if self.is_thin:
+            shifts = np.array(firsts) - np.array(ends) + np.array(counts)
             limits = self._limits[np.arange(ends[-1]) + np.repeat(shifts, counts)]
         ats = (hashes <= limits).nonzero()[0]
         chosen = [list[Followed]() for _ in parts]
@@ -348,7 +347,8 @@ class Shadows:
         self._num_entries += len(chain)
         if total > self._least:  # the chain is larger than a shadow
             self._make_room(now)
-        self._forget()
+        if len(self._key_of) > self._most or self._num_entries > 2 * len(self._key_of) + 1024:
+            self._forget()
 
     def _attach(self, key: _Key) -> None:
         """Among those that were used recently, by its order."""
@@ -431,8 +431,8 @@ class Shadows:
 
     def _forget(self) -> None:
         """Follow no more keys than allowed, and drop what is outdated from the lists."""
-        if len(self._key_of) > self.most:
-            count = min(len(self._recent), len(self._key_of) - self.most + self.most // _FORGOTTEN)
+        if len(self._key_of) > self._most:
+            count = min(len(self._recent), len(self._key_of) - self._most + self._most // _FORGOTTEN)
             newest = self._recent[count - 1] if count else _GONE
             for entries in self._lists:
                 for key in entries.keys[: bisect_right(entries.orders, newest)]:
@@ -472,7 +472,7 @@ class Shadows:
         for shadow in self._counting.values():
             shadow.starts[number] = before[shadow.starts[number]]
         entries.keys = [key for key, live in zip(entries.keys, is_live, strict=True) if live]
-        entries.orders = [key.order for key in entries.keys]
+        entries.orders = array("q", [key.order for key in entries.keys])
 
     def _reweigh(self, names: Iterable[int]) -> None:
         """These keys have become hot, which their next use says, or are no longer."""
@@ -506,6 +506,7 @@ class Shadows:
         self.rate = rate
         self._threshold = min(_NEVER - 1, int(rate * _NEVER))
         self.is_thin = rate <= _THIN_RATE
+        self._most = self.most // 2 if self.is_thin else self.most
         """Only keys at some places of a chain are followed."""
         self._limits = np.array(_SPANS if self.is_thin else (), np.uint64) * np.uint64(self._threshold)
         self._seen.limit(self._threshold)
